@@ -1,0 +1,1 @@
+"""The pagewise command: starts the services as separate processes."""

@@ -1,0 +1,1 @@
+"""The executor service: holds the KV pool and runs step plans."""

@@ -1,0 +1,1 @@
+"""Actors: the fleet, one engine per executor, the router."""

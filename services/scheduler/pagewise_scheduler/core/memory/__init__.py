@@ -1,0 +1,1 @@
+"""KV memory: block pool, block tables, KV cache manager."""

@@ -1,0 +1,1 @@
+"""Scheduling: requests, sequences, queues, the scheduler."""

@@ -1,0 +1,1 @@
+"""Tokenizing, chat templates and incremental detokenizing."""

@@ -1,0 +1,1 @@
+"""Types, wire protocol and configuration that both services share."""

@@ -1,0 +1,23 @@
+"""Errors that cross a room's edge.
+
+    PagewiseError
+    ├── ConfigError      an option or environment variable is unusable
+    ├── ModelError       a model cannot be found, read or run
+    └── ProtocolError    bytes on the wire do not follow the protocol
+"""
+
+
+class PagewiseError(Exception):
+    """Base of every error Pagewise raises on purpose; its text is written for the person who reads it."""
+
+
+class ConfigError(PagewiseError):
+    """An option or environment variable is unusable; the text names it."""
+
+
+class ModelError(PagewiseError):
+    """A model directory or hub id cannot be found, read or run; the text names the file or the reason."""
+
+
+class ProtocolError(PagewiseError):
+    """A frame on the wire cannot be decoded, or speaks another protocol version."""

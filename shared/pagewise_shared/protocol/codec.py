@@ -1,0 +1,73 @@
+"""Typed encoding and decoding of messages, and the byte form of bulk integers."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol.messages import FromExecutor, FromScheduler, Message
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("the wire format is little-endian int32; this machine is big-endian")
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_executor = msgspec.msgpack.Decoder(FromExecutor)
+_from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
+
+
+def encode(message: Message) -> bytes:
+    """One message as one msgpack frame."""
+    return _encoder.encode(message)
+
+
+def decode_from_executor(frame: bytes | memoryview) -> FromExecutor:
+    """The message an executor sent.
+
+    Raises:
+        ProtocolError: the frame is not one of the messages an executor may send.
+    """
+    return _decode(_from_executor, frame)
+
+
+def decode_from_scheduler(frame: bytes | memoryview) -> FromScheduler:
+    """The message a scheduler sent.
+
+    Raises:
+        ProtocolError: the frame is not one of the messages a scheduler may send.
+    """
+    return _decode(_from_scheduler, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message of this protocol ({len(frame)} bytes): {error}") from error
+
+
+def pack_int32s(values: Iterable[int]) -> bytes:
+    """Integers as little-endian int32 bytes.
+
+    Raises:
+        OverflowError: a value does not fit into 32 bits.
+    """
+    return array("i", values).tobytes()
+
+
+def unpack_int32s(data: bytes) -> "array[int]":
+    """The inverse of ``pack_int32s``.
+
+    Raises:
+        ProtocolError: the length is no multiple of 4.
+    """
+    values = array("i")
+    try:
+        values.frombytes(data)
+    except ValueError as error:
+        raise ProtocolError(f"{len(data)} bytes are no whole number of int32 values") from error
+    return values

@@ -1,0 +1,205 @@
+"""The messages between scheduler and executor; ``docs/wire-protocol.md`` tells how they are used.
+
+Every message is one msgpack frame: a tagged, frozen, array-like struct. Fields are only ever appended, with
+defaults, so that minor versions understand each other; a change that cannot be made that way raises
+``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
+"""
+
+from msgspec import Struct
+
+from pagewise_shared.sampling import SamplingParams
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+
+class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
+    """Base of all messages: the class name in lower case is the tag."""
+
+
+class Piece(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Base of the parts that messages are made of."""
+
+
+# ---- executor -> scheduler ----------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """An executor offers itself. Sent again, with growing pauses, until Welcome or Refused arrives.
+
+    Fields:
+        executor_id: stable name of the executor, for people and metrics; the socket identity is another thing.
+        model_fingerprint: equal fingerprints mean equal weights and configuration.
+        max_model_len: most tokens a sequence may reach, by the model and the executor's options.
+        block_size: tokens per block. num_blocks: blocks in the device pool. bytes_per_block: all layers, K and V.
+        max_num_seqs, max_num_batched_tokens: what the executor has prepared room for; 0: as the Welcome says.
+        device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
+    """
+
+    protocol_major: int
+    protocol_minor: int
+    executor_id: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    device: str = ""
+    dtype: str = ""
+
+
+class TokenLogprobs(Piece, frozen=True):
+    """Log-probabilities for one token of a row.
+
+    They are log-softmax of the raw logits in float32, before penalties and temperature.
+    ``index`` is the token's index in ``StepResult.tokens`` (or, for prompt tokens, its absolute position).
+    ``rank`` counts from 1. ``top_ids`` and ``top_logprobs`` hold the alternatives, best first.
+    """
+
+    index: int
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(Piece, frozen=True):
+    """Log-probabilities of the prompt tokens that one chunk predicted: positions start + 1 to end of the chunk.
+
+    The prompt's token 0 has none. Positions past the prompt (of a resumed sequence) are not reported.
+    """
+
+    row: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class StepError(Piece, frozen=True):
+    """Why a step failed: ``kind`` is "out_of_memory", "invalid_plan" or "internal"; ``message`` is for people."""
+
+    kind: str
+    message: str
+
+
+class StepResult(Message, frozen=True):
+    """What one step produced.
+
+    ``tokens`` (int32 bytes) holds one sampled token for every row of the decode set, in its order, then one
+    for every chunk of the plan that completed its row's known tokens, in the plan's order. After a failed
+    step (``error``), the executor answers every further plan of the epoch with the same error and waits for
+    a Welcome with a new epoch, which empties all rows.
+    ``elapsed_us``: time the step took on the executor, microseconds.
+    """
+
+    epoch: int
+    step: int
+    tokens: bytes = b""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    elapsed_us: int = 0
+    error: StepError | None = None
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin."""
+
+    epoch: int
+
+
+class Goodbye(Message, frozen=True):
+    """The executor stops and takes no more plans."""
+
+    epoch: int
+    reason: str = ""
+
+
+# ---- scheduler -> executor ----------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The executor is in. Whatever it held under another epoch is void: all rows are emptied.
+
+    Sent again with a higher epoch to reset an executor whose step failed.
+    """
+
+    epoch: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    heartbeat_ms: int = 1000
+
+
+class Refused(Message, frozen=True):
+    """The executor cannot join; it says so and exits."""
+
+    reason: str
+
+
+class HeartbeatAck(Message, frozen=True):
+    """The scheduler is alive and knows this executor under this epoch."""
+
+    epoch: int
+
+
+class Rejoin(Message, frozen=True):
+    """The scheduler does not know the sender (it was restarted, or it gave the executor up): say Hello again."""
+
+
+class NewSequence(Piece, frozen=True):
+    """A sequence takes row ``row``: everything the executor has to know about it.
+
+    Fields:
+        row: 0 <= row < max_num_seqs; free until now, or freed by this plan's ``left``.
+        tokens: all known tokens, prompt then output (int32 bytes).
+        num_prompt_tokens: how many of them are the prompt's.
+        num_computed_tokens: how many of them have their K and V in ``blocks`` already.
+        blocks: the block table so far (int32 bytes).
+    """
+
+    row: int
+    tokens: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    blocks: bytes
+    sampling: SamplingParams
+
+
+class StepPlan(Message, frozen=True):
+    """Everything about one step, in order: changes to rows, block copies, forward, sampling.
+
+    A plan carries changes, not state. The executor keeps an ordered *decode set*: each of its rows computes
+    exactly one token, the one sampled for it by the step before, in every step until it leaves. A row whose
+    chunk reaches the end of its known tokens samples in that step and joins the end of the decode set, in the
+    order of ``chunks``, for the next step on. Applied in this order:
+
+    Fields:
+        left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
+        copies: block copies (int32 bytes, pairs source, destination), all sources read before any write.
+        joined: sequences that take a row.
+        appended: blocks added to block tables (int32 bytes, pairs row, block), in order.
+        chunks: (row, n): compute the row's next n known tokens.
+    """
+
+    epoch: int
+    step: int
+    left: tuple[int, ...] = ()
+    copies: bytes = b""
+    joined: tuple[NewSequence, ...] = ()
+    appended: bytes = b""
+    chunks: tuple[tuple[int, int], ...] = ()
+
+
+class Drain(Message, frozen=True):
+    """No more work will come under this epoch; the executor says Goodbye once its last step is answered."""
+
+    epoch: int
+
+
+class Shutdown(Message, frozen=True):
+    """The scheduler stops for good: the executor exits."""
+
+
+FromExecutor = Hello | StepResult | Heartbeat | Goodbye
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | Drain | Shutdown
