@@ -1,0 +1,110 @@
+"""What a step of pure decodes costs the scheduler: schedule + encode + decode + update, in microseconds.
+
+No model and no socket: the results are what an executor would answer. Blocks are allocated as sequences grow, and
+every token is checked for stops, as in service. Prints a table and, with ``--json``, writes the numbers.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import (
+    StepResult,
+    decode_from_executor,
+    decode_from_scheduler,
+    encode,
+    pack_int32s,
+)
+from pagewise_shared.sampling import SamplingParams
+
+PROMPT_TOKENS = 128
+BLOCK_SIZE = 16
+
+
+def start(num_seqs: int, max_tokens: int) -> Scheduler:
+    """A scheduler whose ``num_seqs`` sequences have all finished their prefill."""
+    scheduler = Scheduler(
+        num_blocks=num_seqs * (-(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE) + 2),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(8192, num_seqs),
+    )
+    sampling = SamplingParams(temperature=0, stop_token_ids=(2, 7))
+    for number in range(num_seqs):
+        # Lengths differ by up to a block, so that block boundaries spread over the steps.
+        prompt = array("i", [5] * (PROMPT_TOKENS + number % BLOCK_SIZE))
+        scheduler.add(Request(f"r{number}", prompt, max_tokens, sampling, arrival_time=float(number)))
+    answered = 0
+    while scheduler.num_waiting or answered < num_seqs:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        record = scheduler._in_flight[-1]
+        answered = len(record.sampled)
+        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * answered)))
+    return scheduler
+
+
+def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
+    """Microseconds per step, one mean per repeat of ``steps`` steps."""
+    means = []
+    for _ in range(repeats):
+        scheduler = start(num_seqs, max_tokens=steps + 64)
+        tokens = pack_int32s([5] * num_seqs)
+        began = time.perf_counter()
+        for _ in range(steps):
+            plan = scheduler.schedule(0.0)
+            assert plan is not None
+            received = decode_from_scheduler(encode(plan))
+            result = StepResult(plan.epoch, received.step, tokens, elapsed_us=1000)  # type: ignore[union-attr]
+            scheduler.update(decode_from_executor(encode(result)))  # type: ignore[arg-type]
+        means.append((time.perf_counter() - began) / steps * 1e6)
+    return means
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    rows = []
+    for num_seqs in (64, 256, 1024):
+        means = measure(num_seqs, args.steps, args.repeats)
+        median = statistics.median(means)
+        rows.append(
+            {
+                "running_sequences": num_seqs,
+                "us_per_step_median": round(median, 1),
+                "us_per_step_min": round(min(means), 1),
+                "us_per_sequence_median": round(median / num_seqs, 3),
+            }
+        )
+    print(f"{'running':>8} {'us/step':>9} {'min':>9} {'us/step/sequence':>17}")
+    for row in rows:
+        print(
+            f"{row['running_sequences']:>8} {row['us_per_step_median']:>9} {row['us_per_step_min']:>9} "
+            f"{row['us_per_sequence_median']:>17}"
+        )
+    if args.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        report = {
+            "commit": commit,
+            "command": " ".join(["python", *sys.argv]),
+            "machine": {"machine": platform.machine(), "python": platform.python_version()},
+            "rows": rows,
+        }
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

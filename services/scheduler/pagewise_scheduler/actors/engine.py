@@ -1,0 +1,228 @@
+"""The engine: one executor's scheduler, kept at most two steps ahead of it."""
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagewise_shared.protocol import StepResult, Welcome, encode
+
+from pagewise_scheduler.actors.actor import Actor
+from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
+from pagewise_scheduler.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS_IN_FLIGHT = 2
+HEARTBEAT_MS = 1000
+
+
+@dataclass(slots=True, frozen=True)
+class Serve:
+    """Take this request on."""
+
+    live: LiveRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Abort:
+    """Nobody reads this request any more."""
+
+    live: LiveRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Lost:
+    """The executor is gone: hand everything back and end."""
+
+    reason: str
+
+
+EngineMessage = Serve | Abort | StepResult | Lost
+
+
+class ExecutorLink(Protocol):
+    """The engine's way to its executor."""
+
+    async def send(self, frame: bytes) -> bool:
+        """Send one frame; False if the executor cannot be reached."""
+        ...
+
+    def next_epoch(self) -> int:
+        """A higher epoch than any before; results of older ones are dropped from now on."""
+        ...
+
+
+class RequestSink(Protocol):
+    """Where an engine that ends leaves what it could not finish."""
+
+    def give_back(self, requests: list[LiveRequest]) -> None:
+        """Let these requests go on elsewhere, from their tokens."""
+        ...
+
+
+class Engine(Actor[EngineMessage]):
+    """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
+
+    ``load``: sequences assigned and not finished. ``oldest_step_time``: when the oldest step in flight was sent or
+    became the oldest, seconds of the scheduler's clock; None if none is in flight.
+    """
+
+    def __init__(
+        self, executor_id: str, scheduler: Scheduler, link: ExecutorLink, sink: RequestSink, metrics: Metrics
+    ) -> None:
+        super().__init__(f"engine {executor_id}")
+        self.executor_id = executor_id
+        self.scheduler = scheduler
+        self.oldest_step_time: float | None = None
+        self.load = 0
+        self._link = link
+        self._sink = sink
+        self._metrics = metrics
+        self._live: dict[str, LiveRequest] = {}
+        self._preemptions_seen = 0
+        self._lost: str | None = None
+
+    def assign(self, live: LiveRequest) -> None:
+        """Let the engine serve this request; called by the router."""
+        self.load += live.request.n
+        self.tell(Serve(live))
+
+    async def run(self) -> None:
+        """Serve until the executor is lost."""
+        try:
+            while self._lost is None:
+                for message in await self.receive():
+                    await self._handle(message)
+                if self._lost is None:
+                    await self._plan_ahead()
+                self._report()
+        except Exception:
+            log.exception("%s failed; its requests move on", self.name)
+        finally:
+            self._hand_over()
+
+    async def _handle(self, message: EngineMessage) -> None:
+        match message:
+            case Serve(live):
+                self._serve(live)
+            case Abort(live):
+                self._abort(live)
+            case StepResult():
+                await self._take_result(message)
+            case Lost(reason):
+                self._lost = reason
+
+    def _serve(self, live: LiveRequest) -> None:
+        if live.done or live.abandoned:
+            self.load -= live.request.n
+            live.take_error("aborted", clock())
+            return
+        self._live[live.request.request_id] = live
+        try:
+            self.scheduler.add(live.request)
+        except ValueError as error:
+            self._forget(live)
+            live.take_error(str(error), clock())
+
+    def _abort(self, live: LiveRequest) -> None:
+        now = clock()
+        for sequence in self.scheduler.abort(live.request.request_id):
+            live.take_finish(sequence, now)
+        if live.request.request_id in self._live:
+            self._forget(live)
+
+    async def _plan_ahead(self) -> None:
+        """Send plans while there is something to run and room in flight."""
+        while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
+            now = clock()
+            plan = self.scheduler.schedule(now)
+            if plan is None:
+                return
+            if self.scheduler.num_in_flight == 1:
+                self.oldest_step_time = now
+            if not await self._link.send(encode(plan)):
+                self._lost = "it cannot be reached"
+                return
+
+    async def _take_result(self, result: StepResult) -> None:
+        if result.epoch != self.scheduler.epoch:
+            self._metrics.frames_dropped("stale_epoch").inc()
+            return
+        if result.error is not None:
+            await self._start_over(f"{result.error.kind}: {result.error.message}")
+            return
+        try:
+            output = self.scheduler.update(result)
+        except StepMismatchError as error:
+            self._metrics.frames_dropped("out_of_step").inc()
+            await self._start_over(str(error))
+            return
+        now = clock()
+        self.oldest_step_time = now if self.scheduler.num_in_flight else None
+        self._metrics.iteration_tokens.observe(output.num_tokens)
+        self._metrics.generation_tokens.inc(len(output.tokens))
+        for request, entries in output.prompt_logprobs:
+            if (live := self._live.get(request.request_id)) is not None:
+                live.take_prompt_logprobs(entries)
+        live_requests, logprobs = self._live, output.logprobs
+        for sequence, token in zip(output.sequences, output.tokens, strict=True):
+            live = live_requests[sequence.request.request_id]
+            stop = live.take_token(sequence, token, logprobs.get(sequence), now)
+            if stop is not None and not sequence.finished:
+                self.scheduler.finish(sequence, "stop", stop)
+                output.finished.append(sequence)
+        for sequence in output.finished:
+            self._finish(sequence, now)
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        live = self._live[sequence.request.request_id]
+        live.take_finish(sequence, now)
+        if live.done:
+            self._forget(live)
+
+    def _forget(self, live: LiveRequest) -> None:
+        del self._live[live.request.request_id]
+        self.load -= live.request.n
+
+    async def _start_over(self, reason: str) -> None:
+        """A step failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""
+        self._metrics.step_errors.inc()
+        log.warning("%s: a step failed, starting over with smaller steps: %s", self.name, reason)
+        epoch = self._link.next_epoch()
+        self.oldest_step_time = None
+        failed: list[Request] = self.scheduler.fail(epoch)
+        for request in failed:
+            log.error("%s: request %s cannot run even alone: %s", self.name, request.request_id, reason)
+            live = self._live[request.request_id]
+            self._forget(live)
+            live.take_error(f"the executor could not run it: {reason}", clock())
+        if not await self._link.send(encode(self.welcome())):
+            self._lost = "it cannot be reached"
+
+    def welcome(self) -> Welcome:
+        """What admits the executor under the scheduler's current epoch."""
+        limits = self.scheduler.limits
+        return Welcome(
+            epoch=self.scheduler.epoch,
+            max_num_seqs=limits.configured_num_seqs,
+            max_num_batched_tokens=limits.configured_num_batched_tokens,
+            heartbeat_ms=HEARTBEAT_MS,
+        )
+
+    def _report(self) -> None:
+        scheduler, metrics = self.scheduler, self._metrics
+        if (preemptions := scheduler.num_preemptions) != self._preemptions_seen:
+            metrics.num_preemptions.inc(preemptions - self._preemptions_seen)
+            self._preemptions_seen = preemptions
+
+    def _hand_over(self) -> None:
+        self.scheduler.release_all()
+        live, self._live = list(self._live.values()), {}
+        for message in self.leftover():
+            if isinstance(message, Serve):
+                live.append(message.live)
+            elif isinstance(message, Abort) and message.live in live:
+                live.remove(message.live)
+        self._sink.give_back(live)

@@ -1,0 +1,162 @@
+"""A request that is being served: the core's request, its text, and the stream its client reads."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from time import monotonic
+
+from pagewise_shared.protocol import TokenLogprobs
+
+from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.generation import (
+    GenerationError,
+    GenerationRequest,
+    GenerationStats,
+    SequenceDelta,
+)
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.text.detokenizer import IncrementalDetokenizer
+from pagewise_scheduler.text.tokenizer import Tokenizer
+
+
+class LiveRequest:
+    """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
+
+    ``abandoned``: nobody reads it any more. ``engine`` is the engine it was placed on last, ``moves`` the engines that were lost under it.
+    Deltas that the client has not read yet are merged into one list; it is bounded by ``max_tokens``.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationRequest,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        on_abort: Callable[["LiveRequest"], None],
+    ) -> None:
+        self.request = Request(
+            request_id=generation.request_id,
+            prompt_token_ids=generation.prompt_token_ids,
+            max_tokens=generation.max_tokens,
+            sampling=generation.sampling,
+            n=generation.n,
+            priority=generation.priority,
+            arrival_time=generation.arrival_time,
+        )
+        self.stats = GenerationStats(prompt_tokens=len(generation.prompt_token_ids))
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.moves = 0
+        self.engine: object | None = None
+        self.done = False
+        self.abandoned = False
+        self._texts = [
+            IncrementalDetokenizer(
+                tokenizer,
+                generation.prompt_token_ids,
+                skip_special_tokens=generation.skip_special_tokens,
+                stop=generation.stop,
+                include_stop_str_in_output=generation.include_stop_str_in_output,
+            )
+            for _ in range(generation.n)
+        ]
+        self._include_stop = generation.include_stop_str_in_output
+        self._end_of_sequence = tokenizer.eos_token_ids
+        self._metrics = metrics
+        self._on_abort = on_abort
+        self._unfinished = generation.n
+        self._deltas: list[SequenceDelta] = []
+        self._error: GenerationError | None = None
+        self._changed = asyncio.Event()
+        self._first_token_time: float | None = None
+        self._last_token_times = [0.0] * generation.n
+
+    # ---- the engine's side ---------------------------------------------------------------------------
+
+    def take_prompt_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Prompt log-probabilities of one chunk; those of a chunk computed again are dropped."""
+        known = self.prompt_logprobs[-1].index if self.prompt_logprobs else 0
+        self.prompt_logprobs += [entry for entry in entries if entry.index > known]
+
+    def take_token(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> str | None:
+        """A new token; returns the stop string that it completed, if any.
+
+        ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.
+        """
+        self.stats.output_tokens += 1
+        index = sequence.index
+        if self._first_token_time is None:
+            self._first_token_time = now
+            self._metrics.time_to_first_token_seconds.observe(now - self.request.arrival_time)
+        elif (last := self._last_token_times[index]) > 0:
+            self._metrics.inter_token_latency_seconds.observe(now - last)
+        self._last_token_times[index] = now
+        text = self._texts[index]
+        hidden = sequence.finish_reason == "stop" and not self._include_stop
+        fresh = "" if hidden else text.push([token])
+        self._deltas.append(SequenceDelta(index, fresh, [token], [logprobs] if logprobs else []))
+        self._changed.set()
+        return text.stopped_by
+
+    def take_finish(self, sequence: Sequence, now: float) -> None:
+        """The sequence has ended: flush its text and tell why."""
+        index = sequence.index
+        rest = self._texts[index].finish()
+        delta = self._deltas[-1] if self._deltas and self._deltas[-1].index == index else None
+        if delta is None:
+            delta = SequenceDelta(index, "", [])
+            self._deltas.append(delta)
+        delta.text += rest
+        delta.finish_reason = sequence.finish_reason
+        if sequence.stop_reason not in self._end_of_sequence:
+            delta.stop_reason = sequence.stop_reason
+        self._changed.set()
+        self._metrics.request_success(sequence.finish_reason or "abort").inc()
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._end(now)
+
+    def take_error(self, message: str, now: float) -> None:
+        """The whole request failed."""
+        if not self.done:
+            self._error = GenerationError(message)
+            self._metrics.request_success("error").inc(self._unfinished)
+            self._end(now)
+
+    # ---- the client's side ---------------------------------------------------------------------------
+
+    async def __aiter__(self) -> AsyncIterator[list[SequenceDelta]]:
+        """Yield what has come in since the last time, until all sequences have finished."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            deltas, self._deltas = self._deltas, []
+            if deltas:
+                yield deltas
+            if self._error is not None:
+                raise self._error
+            if self.done and not self._deltas:
+                return
+
+    def abort(self) -> None:
+        """Stop all sequences; harmless once the request has ended."""
+        if not self.done:
+            self.abandoned = True
+            self._on_abort(self)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _end(self, now: float) -> None:
+        self.done = True
+        self._changed.set()
+        request, metrics = self.request, self._metrics
+        metrics.e2e_request_latency_seconds.observe(now - request.arrival_time)
+        if request.scheduled_time == request.scheduled_time:  # not NaN: it ran
+            metrics.request_queue_time_seconds.observe(request.scheduled_time - request.arrival_time)
+            if self._first_token_time is not None:
+                metrics.request_prefill_time_seconds.observe(self._first_token_time - request.scheduled_time)
+                metrics.request_decode_time_seconds.observe(now - self._first_token_time)
+
+
+def clock() -> float:
+    """Now, in seconds: the clock of every time in the scheduler."""
+    return monotonic()

@@ -1,0 +1,177 @@
+"""The router: takes requests from the HTTP surface and places each on an engine."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from pagewise_scheduler.actors.actor import Actor
+from pagewise_scheduler.actors.engine import Abort, Engine
+from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_MOVES = 8
+"""Executors that may be lost under one request before it is given up: it may be what kills them."""
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Find an engine for this request."""
+
+    live: LiveRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Expired:
+    """This request has waited long enough for an executor."""
+
+    live: LiveRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Joined:
+    """An engine is ready."""
+
+    engine: Engine
+    capacity_tokens: int
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True, frozen=True)
+class Left:
+    """An engine takes no more requests."""
+
+    engine: Engine
+
+
+RouterMessage = Place | Abort | Expired | Joined | Left
+
+
+class Router(Actor[RouterMessage]):
+    """Implements ``Gateway``. Requests that no engine can take now wait here, in order, for a bounded time."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0
+    ) -> None:
+        super().__init__("router")
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._max_waiting = max_waiting
+        self._patience = patience
+        self._engines: dict[Engine, Joined] = {}
+        self._homeless: dict[LiveRequest, None] = {}
+        self._capacity: Capacity | None = None
+
+    # ---- called by others ----------------------------------------------------------------------------
+
+    def capacity(self) -> Capacity | None:
+        """The limits that hold now; None until the first executor has joined."""
+        return self._capacity
+
+    def submit(self, generation: GenerationRequest) -> GenerationStream:
+        """Take a request.
+
+        Raises:
+            AdmissionError: no executor could ever hold it, or too many requests wait, or nobody is there to run it.
+        """
+        capacity = self._capacity
+        if capacity is None:
+            raise AdmissionError("unavailable", "no executor is ready yet")
+        length = len(generation.prompt_token_ids) + generation.max_tokens
+        if length > capacity.max_model_len:
+            raise AdmissionError(
+                "never_fits",
+                f"the request may reach {length} tokens, the most that fit are {capacity.max_model_len}",
+            )
+        if self.num_waiting + generation.n > self._max_waiting:
+            raise AdmissionError("overloaded", f"{self.num_waiting} sequences are waiting already")
+        live = LiveRequest(generation, self._tokenizer, self._metrics, lambda live: self.tell(Abort(live)))
+        self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+        self.tell(Place(live))
+        return live
+
+    def give_back(self, requests: list[LiveRequest]) -> None:
+        """Let requests of a lost engine go on elsewhere."""
+        for live in requests:
+            live.moves += 1
+            self.tell(Place(live))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, here and at the engines."""
+        here = sum(live.request.n for live in self._homeless)
+        return here + sum(engine.scheduler.num_waiting for engine in self._engines)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Engines that are ready."""
+        return list(self._engines)
+
+    # ---- the actor -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Place requests until cancelled."""
+        while True:
+            for message in await self.receive():
+                self._handle(message)
+
+    def _handle(self, message: RouterMessage) -> None:
+        match message:
+            case Place(live):
+                self._place(live)
+            case Abort(live):
+                self._abort(live)
+            case Expired(live):
+                if self._homeless.pop(live, 0) is None:
+                    live.take_error(
+                        f"no executor could take the request within {self._patience:g} s", clock()
+                    )
+            case Joined():
+                self._engines[message.engine] = message
+                self._update_capacity()
+                homeless, self._homeless = self._homeless, {}
+                for live in homeless:
+                    self._place(live)
+            case Left(engine):
+                self._engines.pop(engine, None)
+                self._update_capacity()
+
+    def _place(self, live: LiveRequest) -> None:
+        if live.done:
+            return
+        if live.abandoned:
+            live.take_error("aborted", clock())
+            return
+        if live.moves > MAX_MOVES:
+            live.take_error(f"{live.moves} executors were lost while they ran it", clock())
+            return
+        request = live.request
+        able = [
+            e for e in self._engines if e.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)
+        ]
+        if not able:
+            self._homeless[live] = None
+            asyncio.get_running_loop().call_later(self._patience, self.tell, Expired(live))
+            return
+        engine = min(able, key=lambda e: e.load)
+        live.engine = engine
+        engine.assign(live)
+
+    def _abort(self, live: LiveRequest) -> None:
+        if self._homeless.pop(live, 0) is None:
+            live.take_error("aborted", clock())
+        elif isinstance(live.engine, Engine):
+            live.engine.tell(Abort(live))
+
+    def _update_capacity(self) -> None:
+        joined = self._engines.values()
+        self._metrics.executors_ready.set(len(self._engines))
+        if joined:
+            longest = max(min(j.max_model_len, j.capacity_tokens) for j in joined)
+            self._capacity = Capacity(len(joined), longest, next(iter(joined)).vocab_size)
+        elif self._capacity is not None:
+            self._capacity = Capacity(0, self._capacity.max_model_len, self._capacity.vocab_size)

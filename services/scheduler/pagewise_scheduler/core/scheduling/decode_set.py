@@ -1,0 +1,76 @@
+"""The sequences that compute one token in every step, and a calendar of when something happens to them.
+
+All of them advance in lockstep, so what a step needs (a block for whoever crosses a block boundary, the end of
+whoever reaches its length) is known steps ahead and filed under the step's number. A step in which nothing is due
+therefore costs nothing per sequence.
+"""
+
+from collections import defaultdict
+
+from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
+
+_Calendar = defaultdict[int, dict[Sequence, None]]
+
+
+class DecodeSet:
+    """Ordered set of decoding sequences; the executor keeps the same order (see ``StepPlan``)."""
+
+    __slots__ = ("_block_calendar", "_block_size", "_length_calendar", "_members", "_order")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._members: dict[Sequence, None] = {}
+        self._order: list[Sequence] | None = None
+        self._block_calendar: _Calendar = defaultdict(dict)
+        self._length_calendar: _Calendar = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def order(self) -> list[Sequence]:
+        """Members in order. The list is shared and never changed afterwards: a snapshot for a step in flight."""
+        if self._order is None:
+            self._order = list(self._members)
+        return self._order
+
+    def add(self, sequence: Sequence, first_step: int) -> None:
+        """Let a sequence decode from ``first_step`` on, where it computes position ``num_scheduled_tokens``."""
+        base = sequence.num_scheduled_tokens
+        sequence.status = SequenceStatus.DECODE
+        sequence.decode_from = first_step
+        sequence.decode_base = base
+        sequence.block_due = first_step + sequence.table.num_slots - base
+        # The step before first_step sampled token base + 1; each step from first_step on samples one more.
+        sequence.length_due = max(first_step, first_step + sequence.max_num_tokens - base - 1)
+        self._block_calendar[sequence.block_due][sequence] = None
+        self._length_calendar[sequence.length_due][sequence] = None
+        self._members[sequence] = None
+        self._order = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a member out."""
+        del self._members[sequence]
+        self._order = None
+        self._forget(self._block_calendar, sequence.block_due, sequence)
+        self._forget(self._length_calendar, sequence.length_due, sequence)
+
+    def length_due(self, step: int) -> list[Sequence]:
+        """Members that have nothing left to run in ``step``: their last token is in flight or has come back."""
+        return list(self._length_calendar[step]) if step in self._length_calendar else []
+
+    def blocks_due(self, step: int) -> list[Sequence]:
+        """Members that write the first slot of a new block in ``step``."""
+        return list(self._block_calendar[step]) if step in self._block_calendar else []
+
+    def block_given(self, sequence: Sequence) -> None:
+        """A due member got its block: it is due again one block later."""
+        self._forget(self._block_calendar, sequence.block_due, sequence)
+        sequence.block_due += self._block_size
+        self._block_calendar[sequence.block_due][sequence] = None
+
+    @staticmethod
+    def _forget(calendar: _Calendar, step: int, sequence: Sequence) -> None:
+        due = calendar[step]
+        del due[sequence]
+        if not due:
+            del calendar[step]

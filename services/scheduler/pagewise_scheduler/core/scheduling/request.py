@@ -1,0 +1,123 @@
+"""Requests and sequences: what is generated, and how far it has come."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal
+
+import msgspec
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_scheduler.core.memory.block_table import BlockTable
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring sequences get far-apart random streams
+
+
+class SequenceStatus(Enum):
+    """WAITING (for admission, fresh or preempted) -> PREFILL -> DECODE -> FINISHED; preemption leads back to WAITING.
+
+    A sequence whose last permitted token is in flight is DRAINING: it runs no more, and finishes when the token comes.
+    """
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    DRAINING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n outputs.
+
+    Fields:
+        output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
+            is needed to go on elsewhere.
+        row: the executor's row it occupies while it runs, else -1.
+        num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
+            (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
+        decode_from: first step in which it decodes. decode_base: position it computes in that step.
+        block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
+        last_step: last step planned that runs it.
+    """
+
+    request: "Request"
+    index: int
+    sampling: SamplingParams
+    table: BlockTable
+    output_token_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    stop_ids: frozenset[int] = frozenset()
+    row: int = -1
+    num_scheduled_tokens: int = 0
+    decode_from: int = 0
+    decode_base: int = 0
+    block_due: int = 0
+    length_due: int = 0
+    last_step: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output that came back."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens at which it ends for its length."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no more tokens."""
+        return self.status is SequenceStatus.FINISHED
+
+    def token_bytes(self) -> bytes:
+        """All known tokens as int32 bytes."""
+        prompt = self.request.prompt_token_ids.tobytes()
+        return prompt + array("i", self.output_token_ids).tobytes() if self.output_token_ids else prompt
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt from which n sequences are generated.
+
+    Times are seconds of whatever clock the caller passes in; NaN until they are known.
+    """
+
+    request_id: str
+    prompt_token_ids: "array[int]"
+    max_tokens: int
+    sampling: SamplingParams
+    n: int = 1
+    priority: int = 0
+    arrival_time: float = 0.0
+    sequences: list[Sequence] = field(default_factory=list)
+    scheduled_time: float = float("nan")
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: who is served first, and who is preempted last."""
+        return (self.priority, self.arrival_time)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its sequences have finished."""
+        return all(sequence.finished for sequence in self.sequences)
+
+
+def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Sampling parameters of sequence ``index``: its own random stream, and prompt logprobs reported once."""
+    if index == 0:
+        return sampling
+    seed = (sampling.seed + index * _SEED_STRIDE) % 2**64
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)

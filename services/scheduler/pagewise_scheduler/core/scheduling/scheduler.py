@@ -1,0 +1,369 @@
+"""Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
+
+from collections import deque
+
+from pagewise_shared.protocol import StepPlan, StepResult, unpack_int32s
+
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.request import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceStatus,
+    sequence_sampling,
+)
+from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepOutput
+from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+
+_WATERMARK = 0.01
+
+
+class StepMismatchError(Exception):
+    """A result does not belong to the oldest step in flight, or is not of its shape: the executor is out of step."""
+
+
+class Scheduler:
+    """Plans steps for one executor and takes in their results.
+
+    ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
+    first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
+    Pure: time is passed in, nothing is sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        epoch: int = 1,
+    ) -> None:
+        self.epoch = epoch
+        self.kv = KVCacheManager(num_blocks, block_size)
+        self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
+        self.waiting = WaitingQueue()
+        self.num_preemptions = 0
+        self._prefilling: dict[Sequence, None] = {}
+        self._decoding = DecodeSet(block_size)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._plan = PlanBuilder()
+        self._step = 0
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and run."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for admission, preempted ones included."""
+        return len(self.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned whose results have not come back."""
+        return len(self._in_flight)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests that have not finished."""
+        return list(self._requests.values())
+
+    def fits(self, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
+        return max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) <= self.kv.capacity_tokens
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
+
+        Raises:
+            ValueError: it could never fit, or its id is taken.
+        """
+        if not self.fits(len(request.prompt_token_ids), request.max_tokens):
+            raise ValueError(
+                f"request {request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool"
+            )
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id} is here already")
+        if not request.sequences:
+            for index in range(request.n):
+                sampling = sequence_sampling(request.sampling, index)
+                sequence = Sequence(
+                    request, index, sampling, self.kv.new_table(), stop_ids=frozenset(sampling.stop_token_ids)
+                )
+                request.sequences.append(sequence)
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
+            if not sequence.finished:
+                sequence.table = self.kv.new_table()
+                sequence.last_step = 0
+                self.waiting.push(sequence)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End a request's sequences and drop their blocks; returns those that had not finished."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        ended = [sequence for sequence in request.sequences if not sequence.finished]
+        for sequence in ended:
+            self.finish(sequence, "abort")
+        return ended
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence; tokens of it that are in flight are dropped when they come back."""
+        if sequence.finished:
+            return
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.discard(sequence, SequenceStatus.FINISHED)
+        else:
+            self._vacate(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        if sequence.request.finished:
+            self._requests.pop(sequence.request.request_id, None)
+
+    def release_all(self) -> list[Request]:
+        """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
+        requests = self.requests
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.status is SequenceStatus.WAITING:
+                    self.waiting.discard(sequence, SequenceStatus.DRAINING)
+                elif not sequence.finished:
+                    self._vacate(sequence)
+        self._requests.clear()
+        self._in_flight.clear()
+        self.kv.step_returned(self._step)
+        self._plan.clear()
+        return requests
+
+    # ---- planning ------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None if there is nothing to run, or nothing before a step in flight returns.
+
+        ``now``: seconds, noted on requests that run for the first time.
+        """
+        step = self._step + 1
+        for sequence in self._decoding.length_due(step):
+            self._vacate(sequence)
+            sequence.status = SequenceStatus.DRAINING
+        if not self._make_room_for_decodes(step):
+            return None
+        for sequence in self._decoding.blocks_due(step):
+            self._plan.append(sequence.row, self.kv.grow(sequence.table, sequence.table.num_slots + 1))
+            self._decoding.block_given(sequence)
+        decoding = self._decoding.order()
+        budget = self.limits.max_num_batched_tokens - len(decoding)
+        chunks = self._plan_chunks(budget)
+        chunks += self._admit(budget - sum(size for _, size in chunks), now)
+        if not decoding and not chunks:
+            return self._unblock(now)
+        return self._commit(step, decoding, chunks)
+
+    def _make_room_for_decodes(self, step: int) -> bool:
+        """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
+        while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_free:
+            if needed > self.kv.num_free + self.kv.num_retiring:
+                self._preempt(self._victim())
+            elif self._in_flight:
+                return False
+        return True
+
+    def _plan_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Chunks for the sequences that are in the middle of their prefill, as far as tokens and blocks last."""
+        chunks = []
+        for sequence in self._prefilling:
+            room = (
+                sequence.table.num_slots
+                - sequence.num_scheduled_tokens
+                + self.kv.num_free * self.kv.block_size
+            )
+            size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget, room)
+            if size <= 0:
+                continue
+            added = self.kv.grow(sequence.table, sequence.num_scheduled_tokens + size)
+            if added:
+                self._plan.append(sequence.row, added)
+            chunks.append((sequence, size))
+            budget -= size
+        return chunks
+
+    def _admit(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
+        """First chunks for waiting sequences, in order, while all their known tokens fit beside what runs."""
+        chunks: list[tuple[Sequence, int]] = []
+        if budget <= 0 or not self.waiting:
+            return chunks
+        owed = sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._prefilling)
+        while budget > 0 and self._free_rows and self.num_running < self.limits.max_num_seqs:
+            sequence = self.waiting.peek()
+            if sequence is None or self._is_in_flight(sequence):
+                break
+            needed = self.kv.blocks_for(sequence.num_tokens)
+            if self.kv.num_free - owed - needed < self._watermark():
+                break
+            self.waiting.pop()
+            size = min(sequence.num_tokens, budget)
+            self.kv.grow(sequence.table, size)
+            sequence.status = SequenceStatus.PREFILL
+            sequence.row = self._free_rows.pop()
+            sequence.num_scheduled_tokens = 0
+            self._prefilling[sequence] = None
+            self._plan.join(sequence, num_computed_tokens=0)
+            if sequence.request.scheduled_time != sequence.request.scheduled_time:  # NaN: the first time
+                sequence.request.scheduled_time = now
+            chunks.append((sequence, size))
+            budget -= size
+            owed += needed - len(sequence.table.blocks)
+        return chunks
+
+    def _watermark(self) -> int:
+        """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
+        running = self.num_running
+        return max(running, int(self.kv.pool.num_blocks * _WATERMARK)) if running else 0
+
+    def _unblock(self, now: float) -> StepPlan | None:
+        """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
+        if self._in_flight or len(self._prefilling) < 2:
+            return None
+        self._preempt(self._victim())
+        return self.schedule(now)
+
+    def _commit(self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
+        """Book the step and build its plan."""
+        num_seqs, num_tokens = len(decoding) + len(chunks), len(decoding)
+        completed: list[Sequence] = []
+        chunk_rows: dict[int, Sequence] = {}
+        for sequence, size in chunks:
+            num_tokens += size
+            self._plan.chunk(sequence.row, size)
+            chunk_rows[sequence.row] = sequence
+            sequence.last_step = step
+            sequence.num_scheduled_tokens += size
+            if sequence.num_scheduled_tokens == sequence.num_tokens:
+                completed.append(sequence)
+                del self._prefilling[sequence]
+                self._decoding.add(sequence, first_step=step + 1)
+        self._step = step
+        sampled = decoding + completed if completed else decoding
+        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows))
+        return self._plan.build(self.epoch, step)
+
+    # ---- results -------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> StepOutput:
+        """Take in the result of the oldest step in flight.
+
+        Raises:
+            StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
+        """
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or result.epoch != self.epoch or result.step != step.step:
+            expected = f"epoch {self.epoch} step {step.step}" if step else "none in flight"
+            raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
+        tokens = unpack_int32s(result.tokens)
+        if len(tokens) != len(step.sampled):
+            raise StepMismatchError(
+                f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences"
+            )
+        self._in_flight.popleft()
+        self.kv.step_returned(step.step)
+        self.limits.step_succeeded()
+        output = StepOutput(num_tokens=step.num_tokens)
+        self._take_tokens(step, tokens.tolist(), output)
+        for entry in result.logprobs:
+            if 0 <= entry.index < len(step.sampled):
+                output.logprobs[step.sampled[entry.index]] = entry
+        for prompt in result.prompt_logprobs:
+            if (owner := step.chunk_rows.get(prompt.row)) is not None:
+                output.prompt_logprobs.append((owner.request, prompt.entries))
+        return output
+
+    def _take_tokens(self, step: StepInFlight, tokens: list[int], output: StepOutput) -> None:
+        finished = SequenceStatus.FINISHED
+        taken, kept = output.sequences, output.tokens
+        for sequence, token in zip(step.sampled, tokens, strict=True):
+            if sequence.status is finished:
+                continue
+            if sequence.request.max_tokens == 0:
+                self._end(sequence, "length", None, output)
+                continue
+            sequence.output_token_ids.append(token)
+            taken.append(sequence)
+            kept.append(token)
+            if token in sequence.stop_ids and len(sequence.output_token_ids) > sequence.sampling.min_tokens:
+                self._end(sequence, "stop", token, output)
+            elif len(sequence.output_token_ids) >= sequence.request.max_tokens:
+                self._end(sequence, "length", None, output)
+
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | None, output: StepOutput
+    ) -> None:
+        self.finish(sequence, reason, stop_reason)
+        output.finished.append(sequence)
+
+    def fail(self, epoch: int) -> list[Request]:
+        """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
+
+        Returns the requests that failed for good: those of a step that had a single sequence and could not be made
+        smaller.
+        """
+        step = self._in_flight[0] if self._in_flight else None
+        failed: list[Request] = []
+        if step is not None:
+            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
+                owner = next(iter(step.chunk_rows.values()), None) or step.sampled[0]
+                failed.append(owner.request)
+            self.limits.step_failed(step.num_seqs, step.num_tokens)
+        requests = self.release_all()
+        self.epoch = epoch
+        self._step = 0
+        for request in requests:
+            if request in failed:
+                for sequence in request.sequences:
+                    if not sequence.finished:
+                        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
+            else:
+                self.add(request)
+        return failed
+
+    # ---- rows and blocks -----------------------------------------------------------------------------
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a token of the sequence may still come back."""
+        return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take a sequence off its row and drop its blocks."""
+        if sequence.status is SequenceStatus.DECODE:
+            self._decoding.remove(sequence)
+            sequence.last_step = self._step
+        elif sequence.status is SequenceStatus.PREFILL:
+            del self._prefilling[sequence]
+        else:  # DRAINING: it has left its row already
+            return
+        self._plan.leave(sequence.row)
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        sequence.num_scheduled_tokens = 0
+        self.kv.free(sequence.table, self._step if self._in_flight else None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
+        self._vacate(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.push(sequence)
+
+    def _victim(self) -> Sequence:
+        """Who is preempted: the lowest priority, then the latest arrival."""
+        running = [*self._prefilling, *self._decoding.order()]
+        return max(running, key=lambda sequence: (*sequence.request.order, sequence.index))

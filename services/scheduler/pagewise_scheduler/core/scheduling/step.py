@@ -1,0 +1,96 @@
+"""What the scheduler remembers of a step in flight, and what it makes of its result."""
+
+from dataclasses import dataclass, field
+
+from pagewise_shared.protocol import NewSequence, StepPlan, TokenLogprobs, pack_int32s
+
+from pagewise_scheduler.core.scheduling.request import Request, Sequence
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A planned step whose result has not come back.
+
+    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
+    prompt a row held when the step was planned.
+    """
+
+    step: int
+    num_seqs: int
+    num_tokens: int
+    sampled: list[Sequence]
+    chunk_rows: dict[int, Sequence]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a result changed.
+
+    Fields:
+        sequences, tokens: parallel: the sequences that took a token, and the token.
+        logprobs: for sequences that asked for them.
+        finished: sequences that ended with this result, ``finish_reason`` set.
+        num_tokens: tokens the step computed.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class PlanBuilder:
+    """Collects the changes that the next plan carries."""
+
+    __slots__ = ("_appended", "_chunks", "_joined", "_left")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything collected so far."""
+        self._left: list[int] = []
+        self._joined: list[NewSequence] = []
+        self._appended: list[int] = []
+        self._chunks: list[tuple[int, int]] = []
+
+    def leave(self, row: int) -> None:
+        """The row's sequence is gone; kept for the next plan if none is sent now."""
+        self._left.append(row)
+
+    def append(self, row: int, blocks: list[int]) -> None:
+        """Blocks added to the row's table."""
+        for block in blocks:
+            self._appended += (row, block)
+
+    def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """The sequence takes its row, with the blocks it holds now."""
+        self._joined.append(
+            NewSequence(
+                row=sequence.row,
+                tokens=sequence.token_bytes(),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_computed_tokens=num_computed_tokens,
+                blocks=pack_int32s(sequence.table.blocks),
+                sampling=sequence.sampling,
+            )
+        )
+
+    def chunk(self, row: int, num_tokens: int) -> None:
+        """Compute the row's next known tokens."""
+        self._chunks.append((row, num_tokens))
+
+    def build(self, epoch: int, step: int) -> StepPlan:
+        """The plan with everything collected so far; the builder is empty afterwards."""
+        plan = StepPlan(
+            epoch=epoch,
+            step=step,
+            left=tuple(self._left),
+            joined=tuple(self._joined),
+            appended=pack_int32s(self._appended) if self._appended else b"",
+            chunks=tuple(self._chunks),
+        )
+        self.clear()
+        return plan

@@ -1,0 +1,44 @@
+"""Builders for core tests: schedulers and requests with only what a test cares about spelled out."""
+
+from array import array
+from itertools import count
+
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.sampling import SamplingParams
+
+_ids = count()
+
+
+def create_scheduler(
+    *, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+) -> Scheduler:
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def create_request(
+    prompt: int | list[int] = 5,
+    max_tokens: int = 4,
+    *,
+    n: int = 1,
+    priority: int = 0,
+    arrival_time: float | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    min_tokens: int = 0,
+) -> Request:
+    number = next(_ids)
+    tokens = prompt if isinstance(prompt, list) else [number * 7 + i for i in range(prompt)]
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=array("i", tokens),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0, stop_token_ids=stop_token_ids, min_tokens=min_tokens),
+        n=n,
+        priority=priority,
+        arrival_time=float(number) if arrival_time is None else arrival_time,
+    )

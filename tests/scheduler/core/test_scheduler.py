@@ -1,0 +1,319 @@
+"""The scheduler against an executor that checks every read and write of KV memory."""
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
+from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.checking_executor import CheckingExecutor, next_token
+
+
+def expected_tokens(request: Request) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(tuple(tokens)))
+        produced = len(tokens) - len(request.prompt_token_ids)
+        if tokens[-1] in request.sampling.stop_token_ids and produced > request.sampling.min_tokens:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+def executor_for(scheduler: Scheduler) -> CheckingExecutor:
+    return CheckingExecutor(num_blocks=scheduler.kv.pool.num_blocks, block_size=scheduler.kv.block_size)
+
+
+def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:
+    """Drive to the end with ``depth`` steps in flight; returns the number of steps."""
+    results: deque[StepResult] = deque()
+    for steps in range(limit):
+        while scheduler.num_in_flight < depth and (plan := scheduler.schedule(now=0.0)) is not None:
+            decoded = decode_from_scheduler(encode(plan))
+            assert isinstance(decoded, StepPlan)
+            results.append(executor.execute(decoded))
+        if not results:
+            assert scheduler.num_running == scheduler.num_waiting == 0
+            return steps
+        scheduler.update(results.popleft())
+    raise AssertionError(f"not done after {limit} steps")
+
+
+def assert_all_free(scheduler: Scheduler) -> None:
+    assert scheduler.kv.num_retiring == 0
+    assert scheduler.kv.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.requests == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_one_request_runs_to_its_length(depth: int) -> None:
+    scheduler = create_scheduler()
+    request = create_request(prompt=9, max_tokens=11)
+    scheduler.add(request)
+    run(scheduler, executor_for(scheduler), depth=depth)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].finish_reason == "length"
+    assert_all_free(scheduler)
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    scheduler = create_scheduler(max_num_batched_tokens=8)
+    executor = executor_for(scheduler)
+    short, long = create_request(prompt=3, max_tokens=30), create_request(prompt=50, max_tokens=3)
+    scheduler.add(short)
+    scheduler.update(executor.execute(scheduler.schedule(0.0)))  # type: ignore[arg-type]
+    scheduler.add(long)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [size for _, size in plan.chunks] == [7], "one token of the budget belongs to the decode"
+    scheduler.update(executor.execute(plan))
+    run(scheduler, executor)
+    assert short.sequences[0].output_token_ids == expected_tokens(short)
+    assert long.sequences[0].output_token_ids == expected_tokens(long)
+
+
+def test_a_step_of_pure_decodes_carries_nothing_but_its_number() -> None:
+    scheduler = create_scheduler(block_size=16)
+    executor = executor_for(scheduler)
+    for _ in range(8):
+        scheduler.add(create_request(prompt=3, max_tokens=50))
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert len(encode(plan)) < 20
+    assert plan == StepPlan(epoch=1, step=3)
+
+
+def test_blocks_are_taken_when_needed_and_never_before() -> None:
+    scheduler = create_scheduler(block_size=4)
+    executor = executor_for(scheduler)
+    request = create_request(prompt=4, max_tokens=9)
+    scheduler.add(request)
+    used = []
+    while (plan := scheduler.schedule(0.0)) is not None:
+        used.append(scheduler.kv.pool.num_in_use)
+        scheduler.update(executor.execute(plan))
+    assert used == [1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def test_preemption_recomputes_and_changes_no_token() -> None:
+    scheduler = create_scheduler(num_blocks=12, block_size=2, max_num_seqs=6)
+    requests = [create_request(prompt=4, max_tokens=18) for _ in range(6)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, executor_for(scheduler))
+    assert scheduler.num_preemptions > 3
+    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert_all_free(scheduler)
+
+
+def test_a_block_freed_under_a_step_in_flight_waits_for_its_return() -> None:
+    scheduler = create_scheduler(num_blocks=4, block_size=4)
+    executor = executor_for(scheduler)
+    request = create_request(prompt=13, max_tokens=2)
+    scheduler.add(request)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.abort(request.request_id)
+    assert scheduler.kv.num_free == 0
+    assert scheduler.kv.num_retiring == 4
+    scheduler.add(create_request(prompt=5, max_tokens=1))
+    assert scheduler.schedule(0.0) is None
+    scheduler.update(executor.execute(plan))
+    assert scheduler.kv.num_free == 4
+    run(scheduler, executor)
+
+
+def test_stop_tokens_end_a_sequence_but_not_before_min_tokens() -> None:
+    probe = create_request(prompt=[1, 2, 3], max_tokens=10)
+    stop = expected_tokens(probe)[3]
+    for min_tokens, length in ((0, 4), (3, 4), (4, 10)):
+        scheduler = create_scheduler()
+        request = create_request([1, 2, 3], max_tokens=10, stop_token_ids=(stop,), min_tokens=min_tokens)
+        scheduler.add(request)
+        run(scheduler, executor_for(scheduler))
+        assert len(request.sequences[0].output_token_ids) == length
+    assert_all_free(scheduler)
+
+
+def test_priority_then_arrival_decide_who_runs_first() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    late_urgent = create_request(priority=-1, arrival_time=9.0)
+    early = create_request(priority=0, arrival_time=1.0)
+    middle = create_request(priority=0, arrival_time=2.0)
+    for request in (middle, late_urgent, early):
+        scheduler.add(request)
+    order = []
+    executor = executor_for(scheduler)
+    while (plan := scheduler.schedule(0.0)) is not None:
+        order += [new.tokens for new in plan.joined]
+        scheduler.update(executor.execute(plan))
+    assert order == [r.prompt_token_ids.tobytes() for r in (late_urgent, early, middle)]
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    scheduler = create_scheduler(num_blocks=4, block_size=4)
+    assert scheduler.fits(10, 7)
+    assert not scheduler.fits(10, 8)
+    with pytest.raises(ValueError, match="16 tokens of the pool"):
+        scheduler.add(create_request(prompt=10, max_tokens=8))
+    scheduler.add(create_request(prompt=10, max_tokens=7))
+    run(scheduler, executor_for(scheduler))
+
+
+def test_max_tokens_zero_computes_the_prompt_and_draws_nothing() -> None:
+    scheduler = create_scheduler()
+    request = create_request(prompt=40, max_tokens=0)
+    scheduler.add(request)
+    run(scheduler, executor_for(scheduler))
+    assert request.sequences[0].output_token_ids == []
+    assert request.sequences[0].finish_reason == "length"
+    assert_all_free(scheduler)
+
+
+def test_results_out_of_step_are_refused_and_change_nothing() -> None:
+    scheduler = create_scheduler()
+    executor = executor_for(scheduler)
+    request = create_request()
+    scheduler.add(request)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    good = executor.execute(plan)
+    for bad in (
+        StepResult(epoch=2, step=1, tokens=good.tokens),
+        StepResult(epoch=1, step=2, tokens=good.tokens),
+        StepResult(epoch=1, step=1, tokens=b""),
+    ):
+        with pytest.raises(StepMismatchError):
+            scheduler.update(bad)
+    scheduler.update(good)
+    run(scheduler, executor)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+
+
+def test_after_a_failed_step_everything_is_recomputed_in_smaller_steps() -> None:
+    scheduler = create_scheduler(num_blocks=64, max_num_batched_tokens=64)
+    executor = executor_for(scheduler)
+    requests = [create_request(prompt=10, max_tokens=6) for _ in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    first = scheduler.schedule(0.0)
+    assert first is not None
+    scheduler.update(executor.execute(first))
+    scheduler.schedule(0.0)
+    executor.reset()
+    assert scheduler.fail(epoch=2) == []
+    assert scheduler.limits.max_num_seqs == 2
+    run(scheduler, executor)
+    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert_all_free(scheduler)
+
+
+def test_a_request_that_fails_even_alone_fails_alone() -> None:
+    scheduler = create_scheduler()
+    executor = executor_for(scheduler)
+    good = [create_request(prompt=6, max_tokens=5) for _ in range(3)]
+    bad = create_request(prompt=[13, 13, 13], max_tokens=5)
+    for request in (*good, bad):
+        scheduler.add(request)
+    epoch, failed = 1, []
+    for _ in range(1000):
+        plan = scheduler.schedule(0.0)
+        if plan is None:
+            break
+        if any(new.tokens == bad.prompt_token_ids.tobytes() for new in plan.joined):
+            epoch += 1
+            failed += scheduler.fail(epoch)
+            executor.reset()
+        else:
+            scheduler.update(executor.execute(plan))
+    assert failed == [bad]
+    assert [r.sequences[0].output_token_ids for r in good] == [expected_tokens(r) for r in good]
+    assert_all_free(scheduler)
+
+
+def test_requests_go_on_elsewhere_from_their_tokens() -> None:
+    first, second = create_scheduler(), create_scheduler(block_size=8)
+    executor = executor_for(first)
+    requests = [create_request(prompt=6, max_tokens=12) for _ in range(3)]
+    for request in requests:
+        first.add(request)
+    for _ in range(4):
+        plan = first.schedule(0.0)
+        assert plan is not None
+        first.update(executor.execute(plan))
+    first.schedule(0.0)  # a step in flight is lost with its executor
+    for request in first.release_all():
+        second.add(request)
+    assert_all_free(first)
+    run(second, executor_for(second))
+    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.DataObject) -> None:
+    block_size = data.draw(st.integers(1, 5), label="block_size")
+    num_blocks = data.draw(st.integers(6, 30), label="num_blocks")
+    scheduler = create_scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=data.draw(st.integers(1, 6), label="max_num_seqs"),
+        max_num_batched_tokens=data.draw(st.integers(1, 20), label="max_num_batched_tokens"),
+    )
+    executor = executor_for(scheduler)
+    results: deque[StepResult] = deque()
+    requests: list[Request] = []
+    aborted: set[str] = set()
+    epoch = 1
+    for _ in range(data.draw(st.integers(5, 60), label="operations")):
+        operation = data.draw(
+            st.sampled_from(["add", "schedule", "schedule", "update", "update", "abort", "fail"])
+        )
+        if operation == "add":
+            request = create_request(
+                prompt=data.draw(st.integers(1, 14)),
+                max_tokens=data.draw(st.integers(0, 14)),
+                n=data.draw(st.integers(1, 2)),
+            )
+            if scheduler.fits(len(request.prompt_token_ids), request.max_tokens):
+                scheduler.add(request)
+                requests.append(request)
+        elif operation == "schedule" and scheduler.num_in_flight < 2:
+            plan = scheduler.schedule(0.0)
+            if plan is not None:
+                results.append(executor.execute(plan))
+        elif operation == "update" and results:
+            scheduler.update(results.popleft())
+        elif operation == "abort" and requests:
+            victim = data.draw(st.sampled_from(requests))
+            if scheduler.abort(victim.request_id):
+                aborted.add(victim.request_id)
+        elif operation == "fail" and scheduler.num_in_flight and data.draw(st.integers(0, 3)) == 0:
+            epoch += 1
+            aborted |= {request.request_id for request in scheduler.fail(epoch)}
+            results.clear()
+            executor.reset()
+        pool = scheduler.kv.pool
+        assert pool.num_free + pool.num_in_use == num_blocks
+        assert sum(pool.references(block) for block in range(num_blocks)) == scheduler.kv.num_retiring + sum(
+            len(sequence.table.blocks) for request in scheduler.requests for sequence in request.sequences
+        )
+    while results:
+        scheduler.update(results.popleft())
+    run(scheduler, executor)
+    for request in requests:
+        for sequence in request.sequences:
+            assert sequence.finished
+            expected = expected_tokens(request)
+            if request.request_id in aborted:
+                assert sequence.output_token_ids == expected[: len(sequence.output_token_ids)]
+            else:
+                assert sequence.output_token_ids == expected
+    assert_all_free(scheduler)
