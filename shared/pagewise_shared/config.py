@@ -6,9 +6,9 @@ the same name, meaning and default in every command.
 """
 
 import argparse
+import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -19,22 +19,18 @@ from pagewise_shared.errors import ConfigError
 ConfigT = TypeVar("ConfigT", bound=Struct)
 
 DEMO_MODEL = "pagewise-demo"
-"""Name of the bundled model; ``resolve_model_path`` turns it into its directory."""
+"""Name of the bundled model."""
 
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def _help(text: str, metavar: str | None = None) -> Meta:
     return Meta(description=text, extra={"metavar": metavar} if metavar else None)
 
 
-Model = Annotated[str, _help("model directory or hub id", "MODEL")]
-ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
-Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
-MaxModelLen = Annotated[Positive | None, _help("most tokens a sequence may reach (default: the model's own limit)", "N")]
-MaxNumSeqs = Annotated[Positive, _help("most sequences that run at once, per executor", "N")]
-MaxNumBatchedTokens = Annotated[Positive, _help("token budget of one step: decodes first, then prefill chunks", "N")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 Device = Annotated[Literal["auto", "cpu", "cuda"], _help("where the model runs; auto: the GPU if there is one")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
@@ -45,83 +41,192 @@ NumBlocks = Annotated[Positive | None, _help("blocks in the KV pool (default: fr
 KVMemory = Annotated[
     str | None, _help("size of the KV pool, such as 4GiB (default: from the memory that is free)", "SIZE")
 ]
-Host = Annotated[str, _help("address the HTTP server listens on", "HOST")]
-HTTPPort = Annotated[Port, _help("port the HTTP server listens on; 0 takes a free one", "PORT")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("least severity that is logged")]
+Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
+Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
 
 
-class SchedulerConfig(Struct, frozen=True, kw_only=True):
+class ModelOptions(Struct, frozen=True, kw_only=True):
+    """Options that every command has."""
+
+    model: Annotated[str, _help("model directory or hub id", "MODEL")] = DEMO_MODEL
+    revision: Annotated[str | None, _help("hub revision of the model", "REV")] = None
+    max_num_seqs: Annotated[Positive, _help("most sequences that run at once, per executor", "N")] = 256
+    max_num_batched_tokens: Annotated[
+        Positive, _help("token budget of one step: decodes first, then prefill chunks", "N")
+    ] = 2048
+    max_model_len: Annotated[
+        Positive | None, _help("most tokens a sequence may reach (default: the model's own limit)", "N")
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _help("least severity that is logged")
+    ] = "info"
+
+
+class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
+    """Options of whoever faces the clients."""
+
+    served_model_name: Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")] = None
+    host: Annotated[str, _help("address the HTTP server listens on", "HOST")] = "127.0.0.1"
+    port: Annotated[Port, _help("port the HTTP server listens on; 0 takes a free one", "PORT")] = 8000
+    max_waiting: Annotated[Positive, _help("most sequences that wait; more are answered 429", "N")] = 4096
+    max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
+    max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
+    executor_timeout: Annotated[
+        Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
+    ] = 10.0
+
+
+class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):
     """Options of ``pagewise-scheduler``."""
 
-    model: Model = DEMO_MODEL
-    served_model_name: ServedModelName = None
-    revision: Revision = None
-    host: Host = "127.0.0.1"
-    port: HTTPPort = 8000
     listen: Annotated[str, _help("ZeroMQ endpoint executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
         "tcp://127.0.0.1:5757"
     )
-    max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
-    max_model_len: MaxModelLen = None
-    max_waiting: Annotated[Positive, _help("most requests that wait; more are answered 429", "N")] = 4096
-    max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
-    max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
-    executor_timeout: Annotated[
-        float, Meta(gt=0), _help("seconds without a heartbeat after which an executor is given up", "S")
-    ] = 10.0
-    log_level: LogLevel = "info"
 
 
-class ExecutorConfig(Struct, frozen=True, kw_only=True):
+class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     """Options of ``pagewise-executor``."""
 
-    model: Model = DEMO_MODEL
-    revision: Revision = None
-    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
-    executor_id: Annotated[str | None, _help("name of this executor (default: host name and a random part)", "ID")] = None
     device: Device = "auto"
     dtype: Dtype = "auto"
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
-    max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
-    max_model_len: MaxModelLen = None
-    threads: Annotated[Positive | None, _help("CPU threads (default: the physical cores this process may use)", "N")] = None
+    threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
-    simulate: Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")] = False
-    log_level: LogLevel = "info"
+    simulate: Simulate = False
+    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
+    executor_id: Annotated[
+        str | None, _help("name of this executor (default: host name and process id)", "ID")
+    ] = None
 
 
-class ServeConfig(Struct, frozen=True, kw_only=True):
+class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     """Options of ``pagewise serve``: those of both services, and how many executors to start."""
 
-    model: Model = DEMO_MODEL
-    served_model_name: ServedModelName = None
-    revision: Revision = None
-    host: Host = "127.0.0.1"
-    port: HTTPPort = 8000
-    executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
     device: Device = "auto"
     dtype: Dtype = "auto"
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
-    max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
-    max_model_len: MaxModelLen = None
-    threads: Annotated[Positive | None, _help("CPU threads per executor (default: the cores, shared out)", "N")] = None
-    listen: Annotated[
-        str | None, _help("ZeroMQ endpoint for executors (default: an ipc socket of this run)", "ENDPOINT")
-    ] = None
-    max_waiting: Annotated[Positive, _help("most requests that wait; more are answered 429", "N")] = 4096
-    max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
-    max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
-    executor_timeout: Annotated[
-        float, Meta(gt=0), _help("seconds without a heartbeat after which an executor is given up", "S")
-    ] = 10.0
+    threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
-    simulate: Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")] = False
-    log_level: LogLevel = "info"
+    simulate: Simulate = False
+    executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
+    listen: Annotated[
+        str | None, _help("ZeroMQ endpoint for executors (default: a private ipc socket)", "ENDPOINT")
+    ] = None
+
+
+def parse_config(
+    config_type: type[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    environ: Mapping[str, str] | None = None,
+) -> ConfigT:
+    """Read a configuration from the command line, then the environment, then the defaults.
+
+    Exits with code 2 and a line that names the option or variable if one is unusable (as argparse does).
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="Every option can be set by an environment variable too: --max-num-seqs is PAGEWISE_MAX_NUM_SEQS.",
+        allow_abbrev=False,
+    )
+    hints = get_type_hints(config_type, include_extras=True)
+    for field in msgspec.structs.fields(config_type):
+        _add_argument(parser, field.name, hints[field.name], field.default)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    if (model := given.pop("model_argument", None)) is not None:
+        given["model"] = model
+    try:
+        return build_config(config_type, given, os.environ if environ is None else environ)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
+    """A configuration from option values by field name, environment variables, and defaults.
+
+    Raises:
+        ConfigError: a value is unusable; the text names the option or variable it came from.
+    """
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(config_type):
+        variable = "PAGEWISE_" + field.name.upper()
+        if field.name in given:
+            values[field.name] = _convert(given[field.name], field.type, _flag(field.name))
+        elif environ.get(variable):
+            values[field.name] = _convert(environ[variable], field.type, variable)
+    if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
+        raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
+    if values.get("kv_memory") is not None:
+        parse_size(values["kv_memory"])
+    return config_type(**values)
+
+
+def to_argv(config: Struct, target: type[Struct]) -> list[str]:
+    """The options of ``config`` that ``target`` has too and that differ from its defaults, as arguments."""
+    argv = []
+    for field in msgspec.structs.fields(target):
+        value = getattr(config, field.name, None)
+        if value is None or value == field.default:
+            continue
+        argv.append(_flag(field.name) if value is True else f"{_flag(field.name)}={value}")
+    return argv
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as ``4GiB``, ``500MB`` or ``1073741824``.
+
+    Raises:
+        ConfigError: it is no positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if match is None or match[2] == "I" or float(match[1]) <= 0:
+        raise ConfigError(f"{text!r} is no size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _convert(value: Any, kind: Any, source: str) -> Any:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error} (got {value!r})") from error
+
+
+def _add_argument(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any) -> None:
+    help_text, metavar, choices = "", None, None
+    for meta in _metas(hint):
+        help_text = meta.description or help_text
+        metavar = (meta.extra or {}).get("metavar", metavar)
+    base = _base(hint)
+    if get_origin(base) is Literal:
+        choices = get_args(base)
+    if default is not None and default is not False and "(default" not in help_text:
+        help_text += f" (default: {default})"
+    if name == "model":
+        parser.add_argument("model_argument", nargs="?", metavar=metavar, help=help_text)
+        parser.add_argument("--model", help=argparse.SUPPRESS)
+    elif base is bool:
+        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
+    else:
+        parser.add_argument(_flag(name), metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+
+
+def _metas(hint: Any) -> list[Meta]:
+    if get_origin(hint) is Annotated:
+        return [*_metas(get_args(hint)[0]), *(meta for meta in hint.__metadata__ if isinstance(meta, Meta))]
+    return []
+
+
+def _base(hint: Any) -> Any:
+    return _base(get_args(hint)[0]) if get_origin(hint) is Annotated else hint

@@ -1,9 +1,9 @@
 """Errors that cross a room's edge.
 
-    PagewiseError
-    ├── ConfigError      an option or environment variable is unusable
-    ├── ModelError       a model cannot be found, read or run
-    └── ProtocolError    bytes on the wire do not follow the protocol
+PagewiseError
+├── ConfigError      an option or environment variable is unusable
+├── ModelError       a model cannot be found, read or run
+└── ProtocolError    bytes on the wire do not follow the protocol
 """
 
 

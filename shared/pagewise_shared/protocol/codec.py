@@ -16,8 +16,9 @@ if sys.byteorder != "little":  # pragma: no cover
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
-_from_executor = msgspec.msgpack.Decoder(FromExecutor)
-_from_scheduler = msgspec.msgpack.Decoder(FromScheduler)
+# mypy takes a union of types for no type.
+_from_executor: msgspec.msgpack.Decoder[FromExecutor] = msgspec.msgpack.Decoder(FromExecutor)
+_from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
 
 
 def encode(message: Message) -> bytes:
