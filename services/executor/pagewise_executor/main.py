@@ -1,0 +1,80 @@
+"""``pagewise-executor``: starts the executor service."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import zmq
+from pagewise_shared.config import ExecutorConfig, parse_config
+from pagewise_shared.errors import PagewiseError
+from pagewise_shared.logs import configure_logging
+
+from pagewise_executor.runner import Runner
+from pagewise_executor.service import ExecutorService, RefusedError
+
+log = logging.getLogger(__name__)
+
+CANNOT_START = 2
+"""Exit code when starting again would fail the same way."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the service; returns the process's exit code."""
+    config = parse_config(
+        ExecutorConfig,
+        argv,
+        prog="pagewise-executor",
+        description="Hold a KV pool and run the step plans that a pagewise-scheduler sends.",
+    )
+    configure_logging(config.log_level, "executor")
+    try:
+        runner = build_runner(config)
+        service = ExecutorService(
+            runner,
+            config.scheduler,
+            config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        _run(service)
+    except RefusedError as error:
+        log.error("the scheduler at %s refused this executor: %s", config.scheduler, error)
+        return CANNOT_START
+    except (PagewiseError, zmq.ZMQError) as error:
+        log.error("cannot start: %s", error)
+        return CANNOT_START
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def build_runner(config: ExecutorConfig) -> Runner:
+    """The runner that ``config`` asks for. Torch is imported only if a model is run.
+
+    Raises:
+        ModelError: the model cannot be served.
+    """
+    if config.simulate:
+        from pagewise_executor.simulated import SimulatedRunner
+
+        return SimulatedRunner(config)
+    log.info("starting torch")
+    from pagewise_executor.model_runner import ModelRunner
+
+    return ModelRunner(config)
+
+
+def _run(service: ExecutorService) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(service.run())
+    else:
+        uvloop.run(service.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

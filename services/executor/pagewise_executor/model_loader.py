@@ -1,0 +1,211 @@
+"""Loads a model through transformers, and says plainly why one cannot be used."""
+
+import hashlib
+import json
+import logging
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.model_files import resolve_model
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from pagewise_executor.attention import NAME
+
+log = logging.getLogger(__name__)
+
+_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
+_MODES_BY_BATCH = {"dynamic", "longrope"}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model that is ready to run, and what the rest has to know of it.
+
+    ``attention``: attention modules in layer order; ``shapes``: (kv_heads, head_dim) of each.
+    """
+
+    model: torch.nn.Module
+    config: PretrainedConfig
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+    attention: list[torch.nn.Module]
+    shapes: list[tuple[int, int]]
+
+
+def load_model(config: ExecutorConfig) -> LoadedModel:
+    """Find, check and load the model that ``config`` names.
+
+    Raises:
+        ModelError: it cannot be found, read or run; the text says why.
+    """
+    path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
+    files = _weight_files(path)
+    for file in files:
+        _check_safetensors(file)
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
+    text = model_config.get_text_config(decoder=True)
+    _check_supported(config.model, model_config, text)
+    device, dtype = choose_device(config), choose_dtype(config, text)
+    log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model = model.to(device).eval().requires_grad_(False)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
+    attention = _attention_modules(config.model, model, text)
+    return LoadedModel(
+        model=model,
+        config=text,
+        fingerprint=fingerprint(path, files),
+        vocab_size=int(text.vocab_size),
+        max_model_len=_max_model_len(config, text),
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        shapes=[_kv_shape(module, text) for module in attention],
+    )
+
+
+def choose_device(config: ExecutorConfig) -> torch.device:
+    """The device that ``--device`` asks for.
+
+    Raises:
+        ModelError: CUDA was asked for and there is none.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch sees no CUDA device here")
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:
+    """The type that ``--dtype`` asks for; auto is the model's own on CUDA and float32 on the CPU."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    if choose_device(config).type == "cpu":
+        return torch.float32
+    own = text.dtype
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def fingerprint(path: Path, files: list[Path]) -> str:
+    """A short hash that is equal for equal configurations and weights (headers, sizes, and a sample of the data)."""
+    digest = hashlib.sha256()
+    settings = {k: v for k, v in json.loads((path / "config.json").read_text()).items() if k not in _VOLATILE}
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {size}".encode())
+            for offset in (0, size // 3, 2 * size // 3, max(0, size - 65536)):
+                stream.seek(offset)
+                digest.update(stream.read(65536))
+    return digest.hexdigest()[:16]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} is no model directory: it has no config.json")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is unusable: {_first_line(error)}") from error
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise ModelError(f"{path} lacks weight files that its index names: {', '.join(missing)}")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern)]
+        found = f" (it has {', '.join(others[:3])}: only safetensors are loaded)" if others else ""
+        raise ModelError(f"{path} has no weights: no *.safetensors file{found}")
+    return files
+
+
+def _check_safetensors(file: Path) -> None:
+    """Read the header and compare the size it implies: a truncated download fails here, not in the middle of a load."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > size - 8:
+            raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes)")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
+    if size < 8 + length + end:
+        raise ModelError(f"{file} is truncated: {size} bytes of {8 + length + end}")
+
+
+def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfig) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    modes = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
+    if modes & _MODES_BY_BATCH:
+        names = ", ".join(sorted(modes & _MODES_BY_BATCH))
+        raise ModelError(f"{model} scales positions by the longest sequence of a batch ({names} rope): not supported")
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        raise ModelError(f"{model} uses ALiBi, which paged attention does not support")
+
+
+def _attention_modules(name: str, model: torch.nn.Module, text: PretrainedConfig) -> list[torch.nn.Module]:
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
+    }
+    if sorted(found) != list(range(text.num_hidden_layers)):
+        raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers: not supported")
+    if any(getattr(module, "sinks", None) is not None for module in found.values()):
+        raise ModelError(f"{name} uses attention sinks, which paged attention does not support")
+    return [found[layer] for layer in sorted(found)]
+
+
+def _kv_shape(module: torch.nn.Module, text: PretrainedConfig) -> tuple[int, int]:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None)
+    return int(heads), int(dim or text.hidden_size // text.num_attention_heads)
+
+
+def _max_model_len(config: ExecutorConfig, text: PretrainedConfig) -> int:
+    own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
+    if config.max_model_len is not None and config.max_model_len > own:
+        raise ModelError(f"--max-model-len {config.max_model_len} is over the model's own limit of {own}")
+    return int(config.max_model_len or own)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

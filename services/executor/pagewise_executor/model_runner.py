@@ -1,0 +1,238 @@
+"""Runs step plans on a real model: rows to tensors, one forward pass over a flat batch, sampling."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, Welcome
+
+from pagewise_executor.attention import ChunkContext, DecodeGroup, PagedLayer, StepContext, StepHolder, group_decodes
+from pagewise_executor.cpu import use_cpu_well
+from pagewise_executor.kv_pool import KVPool, bytes_per_block, pool_size
+from pagewise_executor.model_loader import load_model
+from pagewise_executor.rows import Chunk, RowTable, StepWork
+from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.sampler import LogprobsWanted, Sampler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class IssuedStep:
+    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device (``done``: its event, on CUDA)."""
+
+    plan: StepPlan
+    tokens: torch.Tensor
+    logprobs: list[LogprobsWanted]
+    prompt_logprobs: list[tuple[int, list[LogprobsWanted]]]
+    began: float
+    done: "torch.cuda.Event | None"
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has finished it."""
+        return self.done is None or self.done.query()
+
+    def result(self) -> StepResult:
+        """The step's result; waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        return StepResult(
+            epoch=self.plan.epoch,
+            step=self.plan.step,
+            tokens=self.tokens.numpy().astype(np.int32).tobytes(),
+            logprobs=tuple(wanted.report() for wanted in self.logprobs),
+            prompt_logprobs=tuple(
+                PromptLogprobs(row, tuple(wanted.report() for wanted in entries))
+                for row, entries in self.prompt_logprobs
+            ),
+            elapsed_us=int((time.perf_counter() - self.began) * 1e6),
+        )
+
+
+class ModelRunner:
+    """One model, its KV pool, and the rows that use it.
+
+    Raises ModelError from its constructor if the model cannot be served.
+    """
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        use_cpu_well(config.threads)
+        loaded = load_model(config)
+        self._model, self._device = loaded.model, loaded.device
+        self._vocab_size = loaded.vocab_size
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, loaded.dtype)
+        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len)
+        self._pool = KVPool(loaded.shapes, num_blocks, config.block_size, loaded.dtype, self._device)
+        self._holder = StepHolder()
+        for module, keys, values in zip(loaded.attention, self._pool.keys, self._pool.values, strict=True):
+            module.paged_layer = PagedLayer(keys, values, self._holder)  # type: ignore[assignment]
+        self.info = RunnerInfo(
+            model_fingerprint=loaded.fingerprint,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            bytes_per_block=block_bytes,
+            device=_device_name(self._device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+        )
+        log.info(
+            "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
+        )
+
+    def reset(self, welcome: Welcome) -> None:
+        """Empty all rows and make room for as many as the scheduler wants."""
+        self._table = RowTable(
+            num_rows=welcome.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            block_size=self.info.block_size,
+            pool_blocks=self.info.num_blocks,
+        )
+        self._sampler = Sampler(self._vocab_size, self._device)
+        # The token that each row sampled last: written by sampling, read by the next step, never leaves the device.
+        self._last_tokens = torch.zeros(welcome.max_num_seqs, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> IssuedStep:
+        """Issue a step.
+
+        Raises:
+            InvalidPlanError: the plan contradicts what the rows hold; torch's own errors if the device fails.
+        """
+        began = time.perf_counter()
+        table, sampler = self._table, self._sampler
+        work = table.apply(plan)
+        for row in work.left:
+            sampler.leave(row)
+        for row in work.joined:
+            held = table.rows[row]
+            sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+        if len(work.copies):
+            self._pool.copy_blocks(torch.from_numpy(work.copies.astype(np.int64)).to(self._device))
+        rows = work.sampled_rows
+        tokens = torch.zeros(0, dtype=torch.int64)
+        logprobs: list[LogprobsWanted] = []
+        prompts: list[tuple[int, list[LogprobsWanted]]] = []
+        if len(work.decoding) or work.chunks:
+            logits, prompts = self._forward(work)
+            if rows:
+                index = self._to_device(np.array(rows, np.int64))
+                positions = self._to_device(self._drawn_positions(work))
+                sampled, logprobs = sampler.sample(logits, rows, positions)
+                self._last_tokens[index] = sampled
+                tokens = sampled
+        table.advance(work)
+        done = None
+        if self._device.type == "cuda":
+            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            tokens = host.copy_(tokens, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        return IssuedStep(plan, tokens, logprobs, prompts, began, done)
+
+    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
+        """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
+        table = self._table
+        decodes = len(work.decoding)
+        positions = np.concatenate(
+            [table.num_computed[work.decoding], *(np.arange(c.start, c.start + c.size) for c in work.chunks)]
+        )
+        rows = np.concatenate([work.decoding, *(np.full(c.size, c.row, np.int64) for c in work.chunks)])
+        ids = self._last_tokens[self._to_device(work.decoding)]
+        if work.chunks:
+            known = [table.rows[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
+            ids = torch.cat([ids, self._to_device(np.concatenate(known).astype(np.int64))])
+        self._holder.step = StepContext(
+            slots=self._to_device(table.slots(rows, positions)),
+            num_decodes=decodes,
+            groups=self._decode_groups(work),
+            chunks=self._chunk_contexts(work),
+        )
+        kept, reported = _kept_logits(work, table)
+        output = self._model(
+            input_ids=ids[None],
+            position_ids=self._to_device(positions)[None],
+            use_cache=False,
+            logits_to_keep=self._to_device(np.array(kept, np.int64)),
+        )
+        logits = output.logits[0]
+        sampled = len(work.sampled_rows)
+        return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
+
+    def _decode_groups(self, work: StepWork) -> list[DecodeGroup]:
+        if not len(work.decoding):
+            return []
+        table = self._table
+        lengths = table.num_computed[work.decoding] + 1
+        needed = -(-lengths // table.block_size)
+        return [
+            DecodeGroup(
+                index=self._to_device(members),
+                blocks=self._to_device(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
+                lengths=self._to_device(lengths[members]),
+            )
+            for members in group_decodes(needed)
+        ]
+
+    def _chunk_contexts(self, work: StepWork) -> list[ChunkContext]:
+        contexts, offset = [], len(work.decoding)
+        for chunk in work.chunks:
+            blocks = -(-(chunk.start + chunk.size) // self._table.block_size)
+            table = self._to_device(self._table.tables[chunk.row, :blocks].astype(np.int64))
+            contexts.append(ChunkContext(offset, chunk.start, chunk.size, table))
+            offset += chunk.size
+        return contexts
+
+    def _drawn_positions(self, work: StepWork) -> np.ndarray:  # type: ignore[type-arg]
+        """Absolute positions of the tokens that this step draws, in the order of the sampled rows."""
+        completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
+        return np.concatenate([self._table.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
+
+    def _prompt_logprobs(
+        self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
+    ) -> list[tuple[int, list[LogprobsWanted]]]:
+        """``logits`` [sum of counts, vocab]: for each chunk, its first ``count`` positions predict prompt tokens."""
+        prompts, offset = [], 0
+        for chunk, count in reported:
+            held = self._table.rows[chunk.row]
+            entries = [
+                LogprobsWanted(
+                    index=chunk.start + i + 1,
+                    logits=logits[offset + i].float(),
+                    token=torch.tensor(int(held.tokens[chunk.start + i + 1])),
+                    num_alternatives=held.sampling.prompt_logprobs,
+                )
+                for i in range(count)
+            ]
+            prompts.append((chunk.row, entries))
+            offset += count
+        return prompts
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        tensor = torch.from_numpy(array)
+        return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
+
+
+def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:
+    """Batch positions whose logits are needed: of sampled rows first, then of chunks that report their prompt."""
+    kept = list(range(len(work.decoding)))
+    offset, extra, reported = len(work.decoding), [], []
+    for chunk in work.chunks:
+        if chunk.completes:
+            kept.append(offset + chunk.size - 1)
+        held = table.rows[chunk.row]
+        if held.sampling.prompt_logprobs is not None:
+            count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
+            if count > 0:
+                extra += range(offset, offset + count)
+                reported.append((chunk, count))
+        offset += chunk.size
+    return kept + extra, reported
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"

@@ -1,0 +1,187 @@
+"""Rows: what the executor remembers of the sequences it runs. Applies plans, and refuses those that make no sense.
+
+No torch here: the simulated runner keeps its rows in the same table.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from pagewise_shared.errors import PagewiseError
+from pagewise_shared.protocol import NewSequence, StepPlan
+from pagewise_shared.sampling import SamplingParams
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class InvalidPlanError(PagewiseError):
+    """A plan contradicts what the executor holds; the text says how."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence: its known tokens when it joined, and how it is sampled."""
+
+    tokens: Int32s
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """Compute ``size`` known tokens of ``row`` from position ``start``; ``completes``: the last of them samples."""
+
+    row: int
+    start: int
+    size: int
+    completes: bool
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a plan asks to compute.
+
+    ``decoding`` [num_decodes]: rows that compute one token each, in order. ``changed``: its members are not those of
+    the step before. ``copies`` [n, 2]: block pairs source, destination.
+    """
+
+    decoding: Int64s
+    changed: bool
+    chunks: list[Chunk]
+    joined: list[int]
+    left: list[int]
+    copies: Int32s
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Rows that get a token, in the order of ``StepResult.tokens``."""
+        return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks if chunk.completes)]
+
+
+class RowTable:
+    """Rows, their block tables and the decode set, as arrays that a step indexes with the rows it runs.
+
+    ``num_computed`` [rows]: tokens whose K and V are in the pool. ``tables`` [rows, max_blocks] int32, of which the
+    first ``num_blocks`` [rows] entries count.
+    """
+
+    def __init__(self, *, num_rows: int, max_model_len: int, block_size: int, pool_blocks: int) -> None:
+        self.block_size = block_size
+        self.pool_blocks = pool_blocks
+        self.max_model_len = max_model_len
+        max_blocks = -(-max_model_len // block_size)
+        self.rows: dict[int, Row] = {}
+        self.num_computed: Int64s = np.zeros(num_rows, np.int64)
+        self.num_blocks: Int64s = np.zeros(num_rows, np.int64)
+        self.tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
+        self._num_rows = num_rows
+        self._decoding: dict[int, None] = {}
+        self._order: Int64s = np.zeros(0, np.int64)
+        self._changed = False
+
+    def apply(self, plan: StepPlan) -> StepWork:
+        """Take over a plan's changes and tell what is to be computed.
+
+        Raises:
+            InvalidPlanError: the plan names rows, blocks or tokens that are not there.
+        """
+        for row in plan.left:
+            if self.rows.pop(row, None) is None:
+                raise InvalidPlanError(f"row {row} leaves but holds no sequence")
+            if row in self._decoding:
+                del self._decoding[row]
+                self._changed = True
+        for new in plan.joined:
+            self._join(new)
+        self._append(_int32s(plan.appended))
+        if self._changed:
+            self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
+        order = self._order
+        self._check_slots(order)
+        work = StepWork(
+            decoding=order,
+            changed=self._changed,
+            chunks=[self._chunk(row, size) for row, size in plan.chunks],
+            joined=[new.row for new in plan.joined],
+            left=list(plan.left),
+            copies=self._copies(plan.copies),
+        )
+        self._changed = False
+        return work
+
+    def advance(self, work: StepWork) -> None:
+        """The step has been issued: its tokens count as computed, and rows that completed decode from now on."""
+        self.num_computed[work.decoding] += 1
+        for chunk in work.chunks:
+            self.num_computed[chunk.row] = chunk.start + chunk.size
+            if chunk.completes:
+                self._decoding[chunk.row] = None
+                self._changed = True
+
+    def slots(self, rows: Int64s, positions: Int64s) -> Int64s:
+        """Pool slots of ``positions`` [n] of ``rows`` [n]: block id times block size plus the offset inside."""
+        blocks = self.tables[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+    def _join(self, new: NewSequence) -> None:
+        if not 0 <= new.row < self._num_rows:
+            raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
+        if new.row in self.rows:
+            raise InvalidPlanError(f"row {new.row} is taken")
+        tokens = _int32s(new.tokens)
+        if not 0 <= new.num_computed_tokens < len(tokens) <= self.max_model_len:
+            raise InvalidPlanError(
+                f"row {new.row} joins with {len(tokens)} tokens, {new.num_computed_tokens} of them computed; "
+                f"at most {self.max_model_len} fit"
+            )
+        self.rows[new.row] = Row(tokens, new.num_prompt_tokens, new.sampling)
+        self.num_computed[new.row] = new.num_computed_tokens
+        self.num_blocks[new.row] = 0
+        blocks = _int32s(new.blocks)
+        self._extend(new.row, blocks)
+
+    def _append(self, pairs: Int32s) -> None:
+        if len(pairs) % 2:
+            raise InvalidPlanError("appended blocks come in pairs of row and block")
+        for row, block in pairs.reshape(-1, 2).tolist():
+            if row not in self.rows:
+                raise InvalidPlanError(f"row {row} gets a block but holds no sequence")
+            self._extend(row, np.array([block], np.int32))
+
+    def _extend(self, row: int, blocks: Int32s) -> None:
+        if len(blocks) and not (0 <= blocks.min() and blocks.max() < self.pool_blocks):
+            raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
+        held = int(self.num_blocks[row])
+        if held + len(blocks) > self.tables.shape[1]:
+            raise InvalidPlanError(f"row {row} gets more than {self.tables.shape[1]} blocks")
+        self.tables[row, held : held + len(blocks)] = blocks
+        self.num_blocks[row] = held + len(blocks)
+
+    def _chunk(self, row: int, size: int) -> Chunk:
+        held = self.rows.get(row)
+        if held is None or row in self._decoding:
+            raise InvalidPlanError(f"row {row} has no known tokens left to compute")
+        start = int(self.num_computed[row])
+        if not 0 < size <= len(held.tokens) - start:
+            raise InvalidPlanError(f"row {row}: a chunk of {size} tokens from {start}, of {len(held.tokens)} known")
+        if start + size > self.num_blocks[row] * self.block_size:
+            raise InvalidPlanError(f"row {row}: {self.num_blocks[row]} blocks do not hold {start + size} tokens")
+        return Chunk(row, start, size, completes=start + size == len(held.tokens))
+
+    def _check_slots(self, order: Int64s) -> None:
+        short = self.num_computed[order] >= self.num_blocks[order] * self.block_size
+        if short.any():
+            raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
+
+    def _copies(self, data: bytes) -> Int32s:
+        pairs = _int32s(data)
+        if len(pairs) % 2 or (len(pairs) and not (0 <= pairs.min() and pairs.max() < self.pool_blocks)):
+            raise InvalidPlanError("block copies are pairs of blocks inside the pool")
+        return pairs.reshape(-1, 2)
+
+
+def _int32s(data: bytes) -> Int32s:
+    if len(data) % 4:
+        raise InvalidPlanError(f"{len(data)} bytes are no whole number of int32 values")
+    return np.frombuffer(data, np.int32)

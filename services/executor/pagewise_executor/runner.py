@@ -1,0 +1,67 @@
+"""What the executor service needs of whatever computes the steps."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagewise_shared.protocol import StepPlan, StepResult, Welcome
+
+
+@dataclass(slots=True, frozen=True)
+class RunnerInfo:
+    """What a runner has to offer; the Hello is made of it (see ``Hello`` for the fields)."""
+
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    device: str
+    dtype: str
+
+
+class PendingStep(Protocol):
+    """A step that has been issued."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``result`` will not have to wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """The step's result; waits for the device."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. All calls come from one thread."""
+
+    info: RunnerInfo
+
+    def reset(self, welcome: Welcome) -> None:
+        """Empty all rows and make room for ``welcome.max_num_seqs`` of them."""
+        ...
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Issue a step; on a GPU it may still be running when this returns.
+
+        Raises:
+            InvalidPlanError: the plan contradicts what the runner holds.
+        """
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class FinishedStep:
+    """A step whose result is there already."""
+
+    finished: StepResult
+
+    @property
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> StepResult:
+        """The result."""
+        return self.finished

@@ -1,0 +1,287 @@
+"""The executor service: joins a scheduler, runs its plans in one worker thread, and answers on the event loop."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from time import monotonic
+
+import zmq
+import zmq.asyncio
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Drain,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Message,
+    Refused,
+    Rejoin,
+    Shutdown,
+    StepError,
+    StepPlan,
+    StepResult,
+    Welcome,
+    decode_from_scheduler,
+    encode,
+)
+
+from pagewise_executor.rows import InvalidPlanError
+from pagewise_executor.runner import PendingStep, Runner
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+_HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
+_SILENCE_SECONDS = 5.0
+
+
+class RefusedError(Exception):
+    """The scheduler does not let this executor in; the text is its reason."""
+
+
+class Worker:
+    """The thread that owns the runner. Takes welcomes and plans in order; after a failed step it answers every plan
+    with the same error until the next welcome."""
+
+    def __init__(self, runner: Runner, answer: Callable[[StepResult], None]) -> None:
+        self._runner = runner
+        self._answer = answer
+        self._inbox: queue.SimpleQueue[Welcome | StepPlan | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._epoch, self._step = 0, 0
+        self._error: StepError | None = None
+        self.dropped = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, message: Welcome | StepPlan) -> None:
+        """Leave work for the thread."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Let the thread finish what it has, and wait for it."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        pending: PendingStep | None = None
+        while True:
+            if pending is not None and (pending.ready or self._inbox.empty()):
+                self._finish(pending)
+                pending = None
+            # With a step on the device, the next plan is issued before that step is waited for.
+            message = self._inbox.get()
+            if message is None:
+                break
+            if isinstance(message, Welcome):
+                self._finish(pending)
+                pending = None
+                self._runner.reset(message)
+                self._epoch, self._step, self._error = message.epoch, 0, None
+            else:
+                issued = self._issue(message)
+                self._finish(pending)
+                pending = issued
+        self._finish(pending)
+
+    def _issue(self, plan: StepPlan) -> PendingStep | None:
+        if plan.epoch != self._epoch or plan.step != self._step + 1:
+            self.dropped += 1
+            log.warning(
+                "dropped a plan of epoch %d step %d at epoch %d step %d", plan.epoch, plan.step, self._epoch, self._step
+            )
+            return None
+        self._step = plan.step
+        if self._error is None:
+            try:
+                return self._runner.execute(plan)
+            except Exception as error:
+                self._fail(error)
+        self._answer(StepResult(plan.epoch, plan.step, error=self._error))
+        return None
+
+    def _finish(self, pending: PendingStep | None) -> None:
+        if pending is None:
+            return
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._fail(error)
+            result = StepResult(self._epoch, self._step, error=self._error)
+        self._answer(result)
+
+    def _fail(self, error: Exception) -> None:
+        log.exception("step %d failed", self._step)
+        kind = "internal"
+        if isinstance(error, InvalidPlanError):
+            kind = "invalid_plan"
+        elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+            kind = "out_of_memory"
+        self._error = StepError(kind, str(error)[:500])
+
+
+class ExecutorService:
+    """One executor's life: Hello, Welcome, plans and heartbeats, until it is told to stop."""
+
+    def __init__(
+        self, runner: Runner, endpoint: str, executor_id: str, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        info = runner.info
+        self._hello = Hello(
+            protocol_major=PROTOCOL_MAJOR,
+            protocol_minor=PROTOCOL_MINOR,
+            executor_id=executor_id,
+            model_fingerprint=info.model_fingerprint,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            bytes_per_block=info.bytes_per_block,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            device=info.device,
+            dtype=info.dtype,
+        )
+        self._runner = runner
+        self._endpoint = endpoint
+        self._welcome: Welcome | None = None
+        self._last_heard = monotonic()
+        self._stop: asyncio.Event = asyncio.Event()
+        self._stop_reason = ""
+        self._hello_wanted = asyncio.Event()
+        self.bad_frames = 0
+
+    async def run(self) -> None:
+        """Serve until Shutdown, Drain, SIGTERM or SIGINT.
+
+        Raises:
+            RefusedError: the scheduler does not let this executor in.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+        context = zmq.asyncio.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        self._socket.connect(self._endpoint)
+        worker = Worker(self._runner, lambda result: self._post(loop, result))
+        worker.start()
+        try:
+            tasks = [
+                asyncio.ensure_future(job)
+                for job in (self._receive(worker), self._keep_in_touch(), self._greet(), self._stop.wait())
+            ]
+            done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            for task in done:
+                task.result()
+        finally:
+            await asyncio.to_thread(worker.stop)
+            await asyncio.sleep(0)  # lets the last results, posted from the worker's thread, go out
+            if self._welcome is not None:
+                with contextlib.suppress(zmq.ZMQError):
+                    await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
+            self._socket.close()
+            context.term()
+
+    def stop(self, reason: str) -> None:
+        """Say Goodbye once the step in progress is answered, and end ``run``."""
+        self._stop_reason = reason
+        self._stop.set()
+
+    # ---- talking to the scheduler --------------------------------------------------------------------
+
+    async def _send(self, message: Message) -> None:
+        await self._socket.send(encode(message))
+
+    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult) -> None:
+        """Send a result from the worker's thread; encoded there, so that the loop stays free."""
+        frame = encode(result)
+        loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
+
+    async def _greet(self) -> None:
+        """Say Hello until there is a Welcome, again whenever the scheduler has forgotten us."""
+        while True:
+            attempt = 0
+            while self._welcome is None:
+                await self._send(self._hello)
+                pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._welcomed(), pause)
+                if self._welcome is None and attempt < len(_HELLO_PAUSES):
+                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                attempt += 1
+            self._hello_wanted.clear()
+            await self._hello_wanted.wait()
+
+    async def _welcomed(self) -> None:
+        while self._welcome is None:
+            await asyncio.sleep(0.01)
+
+    async def _keep_in_touch(self) -> None:
+        """Heartbeats, and a new Hello when nothing has been heard for long."""
+        while True:
+            welcome = self._welcome
+            await asyncio.sleep(welcome.heartbeat_ms / 1000 if welcome else 0.2)
+            if (welcome := self._welcome) is None:
+                continue
+            if monotonic() - self._last_heard > _SILENCE_SECONDS:
+                log.warning("nothing heard from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
+                self._rejoin()
+            else:
+                await self._send(Heartbeat(welcome.epoch))
+
+    def _rejoin(self) -> None:
+        self._welcome = None
+        self._hello_wanted.set()
+
+    async def _receive(self, worker: Worker) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_from_scheduler(frame)
+            except ProtocolError as error:
+                self.bad_frames += 1
+                if self.bad_frames == 1:
+                    log.warning("dropped a frame from the scheduler: %s", error)
+                continue
+            self._last_heard = monotonic()
+            match message:
+                case StepPlan():
+                    worker.put(message)
+                case Welcome():
+                    first = self._welcome is None
+                    self._welcome = message
+                    worker.put(message)
+                    if first:
+                        log.info("joined the scheduler at %s", self._endpoint)
+                case Refused(reason):
+                    raise RefusedError(reason)
+                case Rejoin():
+                    if self._welcome is not None:
+                        log.warning("the scheduler does not know this executor, saying Hello again")
+                        self._rejoin()
+                case HeartbeatAck():
+                    pass
+                case Drain():
+                    self.stop("drained")
+                case Shutdown():
+                    self.stop("shut down by the scheduler")

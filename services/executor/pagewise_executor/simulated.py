@@ -1,0 +1,72 @@
+"""A runner that invents tokens: no torch, no model, the same protocol. For tests, benchmarks and demonstrations."""
+
+import time
+import zlib
+
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import StepPlan, StepResult, Welcome, pack_int32s
+
+from pagewise_executor.rows import RowTable
+from pagewise_executor.runner import FinishedStep, RunnerInfo
+
+_DEFAULT_BLOCKS = 4096
+_MAX_MODEL_LEN = 8192
+_VOCAB_SIZE = 4096
+
+
+class SimulatedRunner:
+    """Tokens are a hash of the prompt and the position, so a sequence that moves or is recomputed goes on the same.
+
+    ``step_seconds`` and ``token_seconds``: time a step takes, and each of its tokens.
+    """
+
+    def __init__(self, config: ExecutorConfig, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
+        self.info = RunnerInfo(
+            model_fingerprint="simulated",
+            vocab_size=_VOCAB_SIZE,
+            max_model_len=min(config.max_model_len or _MAX_MODEL_LEN, _MAX_MODEL_LEN),
+            block_size=config.block_size,
+            num_blocks=config.num_blocks or _DEFAULT_BLOCKS,
+            bytes_per_block=0,
+            device="simulated",
+            dtype="none",
+        )
+        self._step_seconds, self._token_seconds = step_seconds, token_seconds
+        self._hashes: dict[int, int] = {}
+
+    def reset(self, welcome: Welcome) -> None:
+        """Empty all rows."""
+        self._table = RowTable(
+            num_rows=welcome.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            block_size=self.info.block_size,
+            pool_blocks=self.info.num_blocks,
+        )
+        self._hashes.clear()
+
+    def execute(self, plan: StepPlan) -> FinishedStep:
+        """Invent the step's tokens.
+
+        Raises:
+            InvalidPlanError: the plan contradicts what the runner holds.
+        """
+        began = time.perf_counter()
+        table = self._table
+        work = table.apply(plan)
+        for row in work.joined:
+            held = table.rows[row]
+            seed = held.sampling.seed if held.sampling.temperature > 0 else 0
+            self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
+        table.advance(work)
+        tokens = [self._token(row) for row in work.sampled_rows]
+        computed = len(work.decoding) + sum(chunk.size for chunk in work.chunks)
+        wanted = self._step_seconds + self._token_seconds * computed
+        if wanted:
+            time.sleep(wanted)
+        elapsed = int((time.perf_counter() - began) * 1e6)
+        return FinishedStep(StepResult(plan.epoch, plan.step, pack_int32s(tokens), elapsed_us=elapsed))
+
+    def _token(self, row: int) -> int:
+        position = int(self._table.num_computed[row])
+        mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
+        return (mixed ^ (mixed >> 15)) % _VOCAB_SIZE

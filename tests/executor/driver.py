@@ -1,0 +1,51 @@
+"""Plays the scheduler for a runner: the real scheduler core in front of the runner, no sockets between."""
+
+from array import array
+from collections import deque
+
+from pagewise_executor.runner import Runner
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.step import StepOutput
+from pagewise_shared.protocol import StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.sampling import SamplingParams
+
+
+def run_requests(
+    runner: Runner,
+    requests: list[Request],
+    *,
+    num_blocks: int | None = None,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    arrive_every: int = 0,
+) -> tuple[Scheduler, list[StepOutput]]:
+    """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once)."""
+    scheduler = Scheduler(
+        num_blocks=num_blocks or runner.info.num_blocks,
+        block_size=runner.info.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    runner.reset(Welcome(1, max_num_seqs, max_num_batched_tokens))
+    coming = deque(requests)
+    outputs, results, steps = [], deque(), 0
+    while True:
+        while coming and (not arrive_every or steps % arrive_every == 0 or not scheduler.requests):
+            scheduler.add(coming.popleft())
+            if arrive_every:
+                break
+        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(0.0)) is not None:
+            received = decode_from_scheduler(encode(plan))
+            assert isinstance(received, StepPlan)
+            results.append(runner.execute(received))
+        if not results and not coming:
+            return scheduler, outputs
+        if results:
+            outputs.append(scheduler.update(results.popleft().result()))
+        steps += 1
+
+
+def request(tokens: list[int], max_tokens: int, name: str = "r", **sampling: object) -> Request:
+    params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    return Request(name, array("i", tokens), max_tokens, params)

@@ -1,0 +1,68 @@
+"""Greedy tokens equal transformers' ``generate()``, token for token, for every family."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_shared.config import ExecutorConfig
+
+from tests.executor.driver import request, run_requests
+from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
+
+LENGTHS = [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20), (5, 40), (90, 16)]
+
+
+def reference(model: transformers.PreTrainedModel, prompts: list[list[int]], device: str) -> list[list[int]]:
+    outputs = []
+    for prompt, (_, max_tokens) in zip(prompts, LENGTHS, strict=True):
+        ids = torch.tensor([prompt], device=device)
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        outputs.append(generated[0, len(prompt) :].tolist())
+    return outputs
+
+
+def check_family(family: str, path: Path, device: str, block_size: int, attention: str = "sdpa") -> None:
+    build_model(family, path, seed=7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
+    ).to(device)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
+    expected = reference(model, prompts, device)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
+    runner = ModelRunner(
+        ExecutorConfig(model=str(path), device=device, dtype="float32", block_size=block_size, num_blocks=300)  # type: ignore[arg-type]
+    )
+    tightest = max(-(-(prompt + output) // block_size) for prompt, output in LENGTHS)
+    for num_blocks, budget, arrive_every in ((300, 19, 2), (tightest + 1, 64, 0)):
+        requests = [
+            request(prompt, max_tokens, name=f"r{i}")
+            for i, (prompt, (_, max_tokens)) in enumerate(zip(prompts, LENGTHS, strict=True))
+        ]
+        scheduler, _ = run_requests(
+            runner, requests, num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=budget, arrive_every=arrive_every
+        )
+        assert [r.sequences[0].output_token_ids for r in requests] == expected
+        assert (scheduler.num_preemptions > 1) == (num_blocks < 300)
+        assert scheduler.kv.num_free == num_blocks
+
+
+@pytest.mark.parametrize(("family", "block_size"), [(f, (16, 5, 1)[i % 3]) for i, f in enumerate(FAMILIES)])
+def test_greedy_tokens_equal_generate(family: str, block_size: int, tmp_path: Path) -> None:
+    check_family(family, tmp_path, "cpu", block_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate_on_cuda(family: str, tmp_path: Path) -> None:
+    check_family(family, tmp_path, "cuda", 16)

@@ -1,0 +1,75 @@
+"""Tiny random-weight models, one per family, saved where a test wants them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 199
+
+_COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_DECODER = _COMMON | {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _DECODER),
+    "qwen2": ("Qwen2Config", _DECODER),
+    "qwen3": ("Qwen3Config", _DECODER | {"head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _DECODER | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral": ("MistralConfig", _DECODER | {"sliding_window": 13}),
+    "gemma2": ("Gemma2Config", _DECODER | {"head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        _DECODER | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    ),
+    "phi3": ("Phi3Config", _DECODER),
+    "opt": (
+        "OPTConfig",
+        _COMMON
+        | {
+            "hidden_size": 48,
+            "ffn_dim": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 48,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "gpt2": ("GPT2Config", _COMMON | {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        _COMMON
+        | {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+        },
+    ),
+}
+
+
+def build_model(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
+    """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next)."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = getattr(transformers, name)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(5.0)
+    model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    model.save_pretrained(path)
+    return model.eval()
