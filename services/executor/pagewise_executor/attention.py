@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from pagewise_executor.rows import Int64s
+
 NAME = "pagewise"
 
 _WASTE = 1.25
@@ -73,7 +75,7 @@ class StepHolder:
     step: StepContext | None = None
 
 
-def group_decodes(blocks_needed: np.ndarray) -> list[np.ndarray]:  # type: ignore[type-arg]
+def group_decodes(blocks_needed: Int64s) -> list[Int64s]:
     """Partition decodes [n] by blocks needed into few groups, so that padding gathers little in vain."""
     order = np.argsort(-blocks_needed, kind="stable")
     groups, start = [], 0

@@ -67,7 +67,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-        model = model.to(device).eval().requires_grad_(False)
+        model = model.eval().requires_grad_(False)
+        model.to(device)  # type: ignore[arg-type]
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -167,8 +168,8 @@ def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfi
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}")
-    rope = getattr(text, "rope_parameters", None) or {}
-    modes = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    modes = {str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict)}
     if modes & _MODES_BY_BATCH:
         names = ", ".join(sorted(modes & _MODES_BY_BATCH))
         raise ModelError(f"{model} scales positions by the longest sequence of a batch ({names} rope): not supported")
@@ -177,8 +178,8 @@ def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfi
 
 
 def _attention_modules(name: str, model: torch.nn.Module, text: PretrainedConfig) -> list[torch.nn.Module]:
-    found = {
-        module.layer_idx: module
+    found: dict[int, torch.nn.Module] = {
+        int(module.layer_idx): module  # type: ignore[arg-type]
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
     }

@@ -13,7 +13,7 @@ from pagewise_executor.attention import ChunkContext, DecodeGroup, PagedLayer, S
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.model_loader import load_model
-from pagewise_executor.rows import Chunk, RowTable, StepWork
+from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import LogprobsWanted, Sampler
 
@@ -34,7 +34,7 @@ class IssuedStep:
     @property
     def ready(self) -> bool:
         """Whether the device has finished it."""
-        return self.done is None or self.done.query()
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
         """The step's result; waits for the device."""
@@ -130,7 +130,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             tokens = host.copy_(tokens, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return IssuedStep(plan, tokens, logprobs, prompts, began, done)
 
@@ -187,7 +187,7 @@ class ModelRunner:
             offset += chunk.size
         return contexts
 
-    def _drawn_positions(self, work: StepWork) -> np.ndarray:  # type: ignore[type-arg]
+    def _drawn_positions(self, work: StepWork) -> Int64s:
         """Absolute positions of the tokens that this step draws, in the order of the sampled rows."""
         completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
         return np.concatenate([self._table.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
@@ -212,7 +212,7 @@ class ModelRunner:
             offset += count
         return prompts
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _to_device(self, array: Int64s) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
 
@@ -220,7 +220,9 @@ class ModelRunner:
 def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:
     """Batch positions whose logits are needed: of sampled rows first, then of chunks that report their prompt."""
     kept = list(range(len(work.decoding)))
-    offset, extra, reported = len(work.decoding), [], []
+    offset = len(work.decoding)
+    extra: list[int] = []
+    reported: list[tuple[Chunk, int]] = []
     for chunk in work.chunks:
         if chunk.completes:
             kept.append(offset + chunk.size - 1)

@@ -8,6 +8,7 @@ from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.rows import Int32s
 
 _NEGATIVE = float("-inf")
 
@@ -50,7 +51,7 @@ class Sampler:
         self._seeds: dict[int, int] = {}
         self._plain: set[int] = set()
 
-    def join(self, row: int, tokens: np.ndarray, num_prompt_tokens: int, params: SamplingParams) -> None:  # type: ignore[type-arg]
+    def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """A sequence takes ``row``; ``tokens`` are all its known tokens."""
         state = RowSampling(params, num_prompt_tokens, len(tokens) - num_prompt_tokens)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:

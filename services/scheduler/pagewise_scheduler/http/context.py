@@ -1,0 +1,41 @@
+"""What every handler needs, kept in the application."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from aiohttp import web
+
+from pagewise_scheduler.generation import Capacity, Gateway
+from pagewise_scheduler.http.errors import Unavailable
+from pagewise_scheduler.http.params import Limits
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class Service:
+    """The HTTP surface's surroundings. ``patience``: seconds a client may take to read what was written."""
+
+    KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
+
+    gateway: Gateway
+    tokenizer: Tokenizer
+    metrics: Metrics
+    limits: Limits
+    patience: float
+
+    def require_capacity(self) -> Capacity:
+        """The limits that requests are checked against.
+
+        Raises:
+            Unavailable: no executor has joined yet.
+        """
+        capacity = self.gateway.capacity()
+        if capacity is None:
+            raise Unavailable("no executor is ready yet")
+        return capacity
+
+    @staticmethod
+    def headers(request: web.Request) -> dict[str, str]:
+        """Headers of every answer."""
+        return {"X-Request-Id": request["client_request_id"]}
