@@ -67,8 +67,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-        model = model.eval().requires_grad_(False)
-        model.to(device)  # type: ignore[arg-type]
+        model = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+        model.to(device)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:

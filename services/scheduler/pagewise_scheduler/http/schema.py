@@ -43,7 +43,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    seed: int | None = None
     n: Count | None = None
     stop: StopText | StopTexts | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_LIST)] | None = None

@@ -1,0 +1,58 @@
+# The habits of this project. CI calls the same targets.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+TORCH := torch==2.13.0
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-long test-gpu lint format types bench docs clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## Make the virtual environment and install everything into it
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Pagewise needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "The venv module is missing: apt install python3-venv"; exit 1; }
+	@# torch first and by itself: TORCH_INDEX_URL then decides which build it is, for torch alone.
+	$(PY) -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[executor,dev]'
+	@touch $@
+
+serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
+	@exec $(VENV)/bin/pagewise serve $(ARGS)
+
+test: setup ## The whole suite (no GPU, no Docker)
+	$(PY) -m pytest -m "not long and not gpu and not compose" $(ARGS)
+
+test-long: setup ## Tests that take minutes
+	$(PY) -m pytest -m long $(ARGS)
+
+test-gpu: setup ## Tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: setup ## ruff, import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+
+format: setup ## Put the code into shape
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: setup ## mypy, strict
+	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_scheduler -p pagewise_executor -p pagewise
+
+bench: setup ## Measure: serving over HTTP, and the control plane
+	$(PY) benchmarks/control_plane/run.py
+	$(PY) benchmarks/serving/run.py
+
+docs: setup ## Check that links in the documents lead somewhere
+	$(PY) -m pytest tests/architecture/test_documents.py
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

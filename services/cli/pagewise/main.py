@@ -1,0 +1,47 @@
+"""``pagewise``: the command that starts everything."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+
+from pagewise_shared.config import ServeConfig, parse_config
+from pagewise_shared.logs import configure_logging
+
+from pagewise.serve import serve
+
+USAGE = """usage: pagewise COMMAND [OPTIONS]
+
+commands:
+  serve [MODEL]   start a scheduler and executors on this machine and serve MODEL over HTTP
+
+`pagewise COMMAND --help` tells a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        print(f"pagewise: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    return command(arguments[1:])
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    config = parse_config(
+        ServeConfig,
+        arguments,
+        prog="pagewise serve",
+        description="Start a scheduler and executors as separate processes, and serve a model over HTTP.",
+    )
+    configure_logging(config.log_level, "serve")
+    return asyncio.run(serve(config))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve}
+
+if __name__ == "__main__":
+    sys.exit(main())

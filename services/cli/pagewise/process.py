@@ -1,0 +1,82 @@
+"""A service as a child process that cannot outlive its parent."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+STOP_SECONDS = 10.0
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class Service:
+    """One child process, its output relayed line by line behind its name.
+
+    ``on_line`` sees each line of its standard output.
+    """
+
+    def __init__(self, name: str, module: str, argv: Sequence[str], on_line: Callable[[str], None]) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", module, *argv]
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> int:
+        """Start the process and wait for its end; returns its exit code, negative for a signal."""
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        await asyncio.gather(self._relay(process.stdout, self._on_line), self._relay(process.stderr, None))
+        return await process.wait()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def stop(self) -> None:
+        """Ask it to stop, and kill it if it does not within ``STOP_SECONDS``."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None] | None) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # a line longer than the reader's limit
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            if on_line is not None:
+                on_line(text)
+            else:
+                print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before it becomes the service: a parent that is killed takes its services along (Linux)."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

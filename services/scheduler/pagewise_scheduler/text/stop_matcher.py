@@ -1,0 +1,75 @@
+"""Finds stop strings in text that arrives in pieces."""
+
+
+class StopMatcher:
+    """Lets text through until a stop string is complete.
+
+    The match that ends first wins, and of those that end together the longest: what comes out does not depend on
+    where the pieces were cut. Text that may turn out to be the beginning of a stop string is held back. Work per
+    character is constant on average (Knuth, Morris and Pratt, 1977), however long the stop strings are.
+
+    ``matched``: the stop string that was found; nothing comes out after it.
+    """
+
+    __slots__ = ("_failures", "_first_characters", "_held", "_include", "_states", "_stops", "matched")
+
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self.matched: str | None = None
+        self._stops = stops
+        self._include = include
+        self._failures = [_failure_function(stop) for stop in stops]
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._states = [0] * len(stops)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take text, return what is final; with ``include``, the stop string ends it."""
+        if self.matched is not None:
+            return ""
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            stop = self._advance(buffer[position])
+            if stop is not None:
+                self.matched = stop
+                self._held = ""
+                end = position + 1
+                return buffer[: end if self._include else end - len(stop)]
+        held = max(self._states)
+        final, self._held = buffer[: len(buffer) - held], buffer[len(buffer) - held :]
+        return final
+
+    def finish(self) -> str:
+        """No more text comes: what was held back."""
+        held, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        complete = None
+        for i, stop in enumerate(self._stops):
+            state, failure = self._states[i], self._failures[i]
+            while state and stop[state] != character:
+                state = failure[state - 1]
+            if stop[state] == character:
+                state += 1
+            if state == len(stop):
+                if complete is None or len(stop) > len(complete):
+                    complete = stop
+                state = failure[state - 1]
+            self._states[i] = state
+        return complete
+
+
+def _failure_function(stop: str) -> list[int]:
+    """For each prefix of ``stop``, the length of its longest proper prefix that is also its suffix."""
+    failure = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = failure[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        failure[i] = length
+    return failure
