@@ -39,8 +39,9 @@ class TokenBytes:
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> "TokenBytes | None":
         """The table for a tokenizer, given its ``decoder`` as in tokenizer.json; None if there can be none."""
-        parts = decoder.get("decoders", []) if decoder and decoder.get("type") == "Sequence" else [decoder]
-        kinds = [part.get("type") if part else None for part in parts]
+        decoder = decoder or {}
+        parts: list[dict[str, Any]] = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+        kinds = [part.get("type") for part in parts]
         if set(kinds) - {"Fuse"} == {"ByteLevel"}:
             return cls(backend, byte_level=True, strips_first_space=False)
         if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):

@@ -175,7 +175,7 @@ class _TokenizerFile(msgspec.Struct):
 def _renderer() -> Callable[..., Any]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    return render_jinja_template  # type: ignore[no-any-return]
+    return render_jinja_template
 
 
 def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
