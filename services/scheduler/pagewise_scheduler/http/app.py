@@ -128,9 +128,9 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give a prompt or messages", param="prompt")
     if body.messages is not None:
-        tokens = await service.tokenizer.encode_async(render(service, body), bool(body.add_special_tokens))
+        tokens = await service.encode(render(service, body), bool(body.add_special_tokens))
     else:
-        tokens = await service.tokenizer.encode_async(body.prompt or "", body.add_special_tokens is not False)
+        tokens = await service.encode(body.prompt or "", body.add_special_tokens is not False)
     capacity = service.gateway.capacity()
     answer: dict[str, object] = {
         "count": len(tokens),

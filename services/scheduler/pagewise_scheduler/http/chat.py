@@ -21,7 +21,7 @@ from pagewise_scheduler.http.params import (
     truncated,
 )
 from pagewise_scheduler.http.schema import ChatRequest
-from pagewise_scheduler.text.tokenizer import ChatTemplateError
+from pagewise_scheduler.text.errors import ChatTemplateError
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -46,7 +46,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
-    tokens = await service.tokenizer.encode_async(render(service, body), add_special_tokens=False)
+    tokens = await service.encode(render(service, body), add_special_tokens=False)
     if not tokens:
         raise InvalidRequest("the messages render to an empty prompt", param="messages")
     tokens = truncated(tokens, body, capacity)

@@ -177,7 +177,7 @@ async def _tokenize(
     service: Service, body: CompletionRequest, prompt: str | list[int], capacity: Capacity
 ) -> Prompt:
     if isinstance(prompt, str):
-        tokens = await service.tokenizer.encode_async(prompt, body.add_special_tokens is not False)
+        tokens = await service.encode(prompt, body.add_special_tokens is not False)
         text: str | None = prompt
     else:
         wrong = next((t for t in prompt if not 0 <= t < capacity.vocab_size), None)

@@ -1,5 +1,6 @@
 """What every handler needs, kept in the application."""
 
+from array import array
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,9 @@ from pagewise_scheduler.http.errors import Unavailable
 from pagewise_scheduler.http.params import Limits
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
+
+_SHORT_CHARACTERS = 2_000
+"""Texts up to here are tokenized on the event loop: a round trip to a thread would take longer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +38,13 @@ class Service:
         if capacity is None:
             raise Unavailable("no executor is ready yet")
         return capacity
+
+    async def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
+        """Token ids (int32) of a text, off the event loop if it is long."""
+        if len(text) <= _SHORT_CHARACTERS:
+            return array("i", self.tokenizer.encode(text, add_special_tokens))
+        ids = await self.tokenizer.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens))
+        return array("i", ids)
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

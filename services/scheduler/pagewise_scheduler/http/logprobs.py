@@ -15,7 +15,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> dict[st
         return {
             "token": tokenizer.token_text(token_id),
             "logprob": max(logprob, _LOWEST),
-            "bytes": list(tokenizer.token_bytes(token_id)),
+            "bytes": list(tokenizer.token_as_bytes(token_id)),
         }
 
     return {
