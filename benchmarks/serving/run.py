@@ -110,11 +110,10 @@ def _generate(model, works: list[Work], device: str) -> None:  # type: ignore[no
 
 def _generate_batch(model, works: list[Work], device: str) -> None:  # type: ignore[no-untyped-def]
     """Continuous batching takes one output length for a call, so requests are added one by one."""
-    import torch
     from transformers import GenerationConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, use_cuda_graph=False)
-    with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
         wanted = {manager.add_request(w.prompt, max_new_tokens=w.output): w.output for w in works}
         done = 0
         while done < len(wanted):

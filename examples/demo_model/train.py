@@ -175,23 +175,29 @@ def learning_rate(progress: float, peak: float) -> float:
 def train(model: LlamaForCausalLM, corpus: Corpus, minutes: float, seed: int) -> None:
     """Train for ``minutes`` of wall time; the learning rate follows the clock, so that it always ends at zero."""
     generator = torch.Generator().manual_seed(seed)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    # Muon for the layers' matrices learns faster per token than AdamW, which keeps the embedding and the norms.
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([embedding, *vectors], lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
     began, step, smooth = time.monotonic(), 0, math.nan
     while (progress := (time.monotonic() - began) / (minutes * 60)) < 1:
         # Now and then a window of the full length, so that every position has been seen.
         context = MAX_POSITIONS if step % 8 == 7 else CONTEXT
         batch = sample(corpus.train, context, BATCH * CONTEXT // context, generator)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress, peak=3e-3)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(progress, peak=4e-3)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         smooth = loss.item() if math.isnan(smooth) else 0.98 * smooth + 0.02 * loss.item()
         if step % 50 == 0:

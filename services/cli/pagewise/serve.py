@@ -146,7 +146,7 @@ class _Fleet:
                 told = time.monotonic()
                 log.info("loading the model, %.0f s so far", told - began)
         name = self._config.served_model_name or self._config.model
-        body = json.dumps({"model": name, "prompt": "def read_file(path):\n", "max_tokens": 64, "stream": True})
+        body = json.dumps({"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True})
         print(
             f"\nServing {name} at {url} (ready after {time.monotonic() - began:.1f} s). Try:\n\n"
             f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
