@@ -12,6 +12,7 @@ time of all processes that serve, without loading.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,17 +86,26 @@ def run_transformers(kind: str, model_path: str, works: list[Work], device: str,
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
-    step = _generate_batch if kind == "generate_batch" else _generate
-    step(model, [Work(w.prompt[:8], 4) for w in works[:4]], device)
-    print("ready", flush=True)
-    for _ in range(rounds):
-        sys.stdin.readline()
-        began, cpu = time.perf_counter(), time.process_time()
-        step(model, works, device)
-        print(json.dumps({"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}), flush=True)
+    with contextlib.ExitStack() as stack:
+        step: Callable[[list[Work]], None]
+        if kind == "generate_batch":
+            # ``max_new_tokens`` is each request's own; the manager's caches are made once, as a server would.
+            config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+            manager = stack.enter_context(model.continuous_batching_context_manager(generation_config=config))
+            step = functools.partial(_generate_batch, manager)
+        else:
+            step = functools.partial(_generate, model, device)
+        step([Work(w.prompt[:8], 4) for w in works[:4]])
+        print("ready", flush=True)
+        for _ in range(rounds):
+            sys.stdin.readline()
+            began, cpu = time.perf_counter(), time.process_time()
+            step(works)
+            taken = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
+            print(json.dumps(taken), flush=True)
 
 
-def _generate(model, works: list[Work], device: str) -> None:  # type: ignore[no-untyped-def]
+def _generate(model, device: str, works: list[Work]) -> None:  # type: ignore[no-untyped-def]
     import torch
 
     longest = max(len(w.prompt) for w in works)
@@ -108,21 +119,16 @@ def _generate(model, works: list[Work], device: str) -> None:  # type: ignore[no
     assert out.shape[1] == longest + most
 
 
-def _generate_batch(model, works: list[Work], device: str) -> None:  # type: ignore[no-untyped-def]
-    """Continuous batching takes one output length for a call, so requests are added one by one."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, use_cuda_graph=False)
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
-        wanted = {manager.add_request(w.prompt, max_new_tokens=w.output): w.output for w in works}
-        done = 0
-        while done < len(wanted):
-            result = manager.get_result(timeout=60)
-            if result is None:
-                raise RuntimeError("continuous batching gave no result")
-            if result.is_finished():
-                assert len(result.generated_tokens) == wanted[result.request_id]
-                done += 1
+def _generate_batch(manager, works: list[Work]) -> None:  # type: ignore[no-untyped-def]
+    wanted = {manager.add_request(w.prompt, max_new_tokens=w.output): w.output for w in works}
+    done = 0
+    while done < len(wanted):
+        result = manager.get_result(timeout=60)
+        if result is None:
+            raise RuntimeError("continuous batching gave no result")
+        if result.is_finished():
+            assert len(result.generated_tokens) == wanted[result.request_id]
+            done += 1
 
 
 # ---- pagewise, over HTTP --------------------------------------------------------------------------------
