@@ -93,9 +93,7 @@ def main() -> None:
             f"{row['us_per_sequence_median']:>17}"
         )
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         report = {
             "commit": commit,
             "command": " ".join(["python", *sys.argv]),

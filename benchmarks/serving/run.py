@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import platform
@@ -166,7 +167,7 @@ async def one_request(session: aiohttp.ClientSession, url: str, work: Work, dela
                     arrivals.append(time.perf_counter())
                 elif event.get("usage"):
                     tokens = event["usage"]["completion_tokens"]
-    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
     return Timing(arrivals[0] - began, time.perf_counter() - began, gaps, tokens)
 
 

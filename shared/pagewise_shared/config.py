@@ -58,9 +58,7 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[
         Positive | None, _help("most tokens a sequence may reach (default: the model's own limit)", "N")
     ] = None
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], _help("least severity that is logged")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severity that is logged")] = "info"
 
 
 class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
@@ -97,9 +95,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
-    executor_id: Annotated[
-        str | None, _help("name of this executor (default: host name and process id)", "ID")
-    ] = None
+    executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
 
 
 class ServeConfig(HTTPOptions, frozen=True, kw_only=True):

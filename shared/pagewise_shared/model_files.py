@@ -50,4 +50,6 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     except Exception as error:  # the client raises whatever its HTTP library raises
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{model} is no directory here, and the hub could not be reached{offline}: {reason}") from error
+        raise ModelError(
+            f"{model} is no directory here, and the hub could not be reached{offline}: {reason}"
+        ) from error

@@ -50,7 +50,12 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
             for i, (prompt, (_, max_tokens)) in enumerate(zip(prompts, LENGTHS, strict=True))
         ]
         scheduler, _ = run_requests(
-            runner, requests, num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=budget, arrive_every=arrive_every
+            runner,
+            requests,
+            num_blocks=num_blocks,
+            max_num_seqs=8,
+            max_num_batched_tokens=budget,
+            arrive_every=arrive_every,
         )
         assert [r.sequences[0].output_token_ids for r in requests] == expected
         assert (scheduler.num_preemptions > 1) == (num_blocks < 300)

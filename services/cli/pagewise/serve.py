@@ -1,7 +1,6 @@
 """``pagewise serve``: one scheduler and its executors on this machine, started, watched and stopped together."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -146,7 +144,9 @@ class _Fleet:
                 told = time.monotonic()
                 log.info("loading the model, %.0f s so far", told - began)
         name = self._config.served_model_name or self._config.model
-        body = json.dumps({"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True})
+        body = json.dumps(
+            {"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True}
+        )
         print(
             f"\nServing {name} at {url} (ready after {time.monotonic() - began:.1f} s). Try:\n\n"
             f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
@@ -156,10 +156,11 @@ class _Fleet:
 
 
 def _healthy(url: str) -> bool:
-    with contextlib.suppress(OSError, urllib.error.URLError):
+    try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:  # noqa: S310
             return bool(answer.status == 200)
-    return False
+    except OSError:  # not there yet, or 503: URLError and HTTPError are OSErrors
+        return False
 
 
 def _without(argv: list[str], name: str) -> list[str]:

@@ -60,7 +60,9 @@ def pool_size(config: ExecutorConfig, block_bytes: int, device: torch.device, ma
     if wanted > free:
         raise ModelError(f"not enough memory: the KV pool asks for {_gib(wanted)}, {_gib(free)} are free on {device}")
     if wanted < block_bytes:
-        raise ModelError(f"not enough memory: one KV block takes {_gib(block_bytes)}, the pool would get {_gib(wanted)}")
+        raise ModelError(
+            f"not enough memory: one KV block takes {_gib(block_bytes)}, the pool would get {_gib(wanted)}"
+        )
     return wanted // block_bytes
 
 

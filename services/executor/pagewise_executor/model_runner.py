@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult, Welcome
 
 from pagewise_executor.attention import ChunkContext, DecodeGroup, PagedLayer, StepContext, StepHolder, group_decodes
 from pagewise_executor.cpu import use_cpu_well

@@ -150,7 +150,7 @@ class RowTable:
             self._extend(row, np.array([block], np.int32))
 
     def _extend(self, row: int, blocks: Int32s) -> None:
-        if len(blocks) and not (0 <= blocks.min() and blocks.max() < self.pool_blocks):
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self.pool_blocks):
             raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
         held = int(self.num_blocks[row])
         if held + len(blocks) > self.tables.shape[1]:
@@ -176,7 +176,7 @@ class RowTable:
 
     def _copies(self, data: bytes) -> Int32s:
         pairs = _int32s(data)
-        if len(pairs) % 2 or (len(pairs) and not (0 <= pairs.min() and pairs.max() < self.pool_blocks)):
+        if len(pairs) % 2 or (len(pairs) and not (pairs.min() >= 0 and pairs.max() < self.pool_blocks)):
             raise InvalidPlanError("block copies are pairs of blocks inside the pool")
         return pairs.reshape(-1, 2)
 

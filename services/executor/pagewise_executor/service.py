@@ -159,6 +159,7 @@ class ExecutorService:
         self._last_heard = monotonic()
         self._stop: asyncio.Event = asyncio.Event()
         self._stop_reason = ""
+        self._welcomed = asyncio.Event()
         self._hello_wanted = asyncio.Event()
         self.bad_frames = 0
 
@@ -225,16 +226,12 @@ class ExecutorService:
                 await self._send(self._hello)
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._welcomed(), pause)
+                    await asyncio.wait_for(self._welcomed.wait(), pause)
                 if self._welcome is None and attempt < len(_HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1
             self._hello_wanted.clear()
             await self._hello_wanted.wait()
-
-    async def _welcomed(self) -> None:
-        while self._welcome is None:
-            await asyncio.sleep(0.01)
 
     async def _keep_in_touch(self) -> None:
         """Heartbeats, and a new Hello when nothing has been heard for long."""
@@ -251,6 +248,7 @@ class ExecutorService:
 
     def _rejoin(self) -> None:
         self._welcome = None
+        self._welcomed.clear()
         self._hello_wanted.set()
 
     async def _receive(self, worker: Worker) -> None:
@@ -270,6 +268,7 @@ class ExecutorService:
                 case Welcome():
                     first = self._welcome is None
                     self._welcome = message
+                    self._welcomed.set()
                     worker.put(message)
                     if first:
                         log.info("joined the scheduler at %s", self._endpoint)

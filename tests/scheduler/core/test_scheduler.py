@@ -273,9 +273,7 @@ def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.Dat
     aborted: set[str] = set()
     epoch = 1
     for _ in range(data.draw(st.integers(5, 60), label="operations")):
-        operation = data.draw(
-            st.sampled_from(["add", "schedule", "schedule", "update", "update", "abort", "fail"])
-        )
+        operation = data.draw(st.sampled_from(["add", "schedule", "schedule", "update", "update", "abort", "fail"]))
         if operation == "add":
             request = create_request(
                 prompt=data.draw(st.integers(1, 14)),

@@ -21,8 +21,8 @@ from pagewise_scheduler.text.tokenizer import Tokenizer
 class LiveRequest:
     """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
 
-    ``abandoned``: nobody reads it any more. ``engine`` is the engine it was placed on last, ``moves`` the engines that were lost under it.
-    Deltas that the client has not read yet are merged into one list; it is bounded by ``max_tokens``.
+    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``moves``: engines that were
+    lost under it. Deltas that the client has not read yet are merged into one list, bounded by ``max_tokens``.
     """
 
     def __init__(
@@ -75,9 +75,7 @@ class LiveRequest:
         known = self.prompt_logprobs[-1].index if self.prompt_logprobs else 0
         self.prompt_logprobs += [entry for entry in entries if entry.index > known]
 
-    def take_token(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
-    ) -> str | None:
+    def take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> str | None:
         """A new token; returns the stop string that it completed, if any.
 
         ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.

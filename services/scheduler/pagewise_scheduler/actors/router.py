@@ -54,9 +54,7 @@ RouterMessage = Place | Abort | Expired | Joined | Left
 class Router(Actor[RouterMessage]):
     """Implements ``Gateway``. Requests that no engine can take now wait here, in order, for a bounded time."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0) -> None:
         super().__init__("router")
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -127,9 +125,7 @@ class Router(Actor[RouterMessage]):
                 self._abort(live)
             case Expired(live):
                 if self._homeless.pop(live, 0) is None:
-                    live.take_error(
-                        f"no executor could take the request within {self._patience:g} s", clock()
-                    )
+                    live.take_error(f"no executor could take the request within {self._patience:g} s", clock())
             case Joined():
                 self._engines[message.engine] = message
                 self._update_capacity()
@@ -150,9 +146,7 @@ class Router(Actor[RouterMessage]):
             live.take_error(f"{live.moves} executors were lost while they ran it", clock())
             return
         request = live.request
-        able = [
-            e for e in self._engines if e.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)
-        ]
+        able = [e for e in self._engines if e.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)]
         if not able:
             self._homeless[live] = None
             asyncio.get_running_loop().call_later(self._patience, self.tell, Expired(live))

@@ -169,4 +169,3 @@ def _json(body: object, status: int = 200) -> web.Response:
 
 
 _STARTED = int(time.time())
-

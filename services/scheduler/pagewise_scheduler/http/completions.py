@@ -173,9 +173,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     return prompt
 
 
-async def _tokenize(
-    service: Service, body: CompletionRequest, prompt: str | list[int], capacity: Capacity
-) -> Prompt:
+async def _tokenize(service: Service, body: CompletionRequest, prompt: str | list[int], capacity: Capacity) -> Prompt:
     if isinstance(prompt, str):
         tokens = await service.encode(prompt, body.add_special_tokens is not False)
         text: str | None = prompt

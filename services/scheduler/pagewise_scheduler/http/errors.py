@@ -1,12 +1,12 @@
 """Errors that a client sees, in OpenAI's shape.
 
-    APIError                 status 500, "internal_error"
-    ├── InvalidRequest       400, "invalid_request_error": the text and ``param`` name what is wrong
-    │   ├── Unsupported      400, code "unsupported_parameter"
-    │   └── ModelNotFound    404, code "model_not_found"
-    ├── TooLarge             413
-    ├── Overloaded           429, with Retry-After
-    └── Unavailable          503, with Retry-After
+APIError                 status 500, "internal_error"
+├── InvalidRequest       400, "invalid_request_error": the text and ``param`` name what is wrong
+│   ├── Unsupported      400, code "unsupported_parameter"
+│   └── ModelNotFound    404, code "model_not_found"
+├── TooLarge             413
+├── Overloaded           429, with Retry-After
+└── Unavailable          503, with Retry-After
 """
 
 import msgspec

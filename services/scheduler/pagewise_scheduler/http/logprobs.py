@@ -45,9 +45,7 @@ def completion_logprobs(
     for entry in entries:
         tokens.append(tokenizer.token_text(entry.token_id))
         values.append(max(entry.logprob, _LOWEST))
-        top = {
-            tokenizer.token_text(i): max(p, _LOWEST) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        }
+        top = {tokenizer.token_text(i): max(p, _LOWEST) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)}
         tops.append({tokens[-1]: max(entry.logprob, _LOWEST)} | top)
     for text in tokens:
         offsets.append(offset)

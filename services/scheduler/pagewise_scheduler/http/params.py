@@ -183,7 +183,8 @@ def message_fields(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             for part in content:
                 if part.type != "text" or part.text is None:
                     raise Unsupported(
-                        f"content of type {part.type!r} is not supported: only text", param=f"messages[{number}].content"
+                        f"content of type {part.type!r} is not supported: only text",
+                        param=f"messages[{number}].content",
                     )
             content = "".join(part.text or "" for part in content)
         if content is None:
@@ -196,7 +197,9 @@ def message_fields(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[int, ...]:
     for token in ids or ():
         if token >= capacity.vocab_size:
-            raise InvalidRequest(f"{name}: token {token} is outside the vocabulary of {capacity.vocab_size}", param=name)
+            raise InvalidRequest(
+                f"{name}: token {token} is outside the vocabulary of {capacity.vocab_size}", param=name
+            )
     return tuple(ids or ())
 
 
@@ -204,9 +207,7 @@ def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or int(key) >= capacity.vocab_size:
-            raise InvalidRequest(
-                f"logit_bias: {key!r} is no token id below {capacity.vocab_size}", param="logit_bias"
-            )
+            raise InvalidRequest(f"logit_bias: {key!r} is no token id below {capacity.vocab_size}", param="logit_bias")
         result[int(key)] = value
     return result
 

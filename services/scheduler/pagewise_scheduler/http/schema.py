@@ -158,5 +158,3 @@ def decode(kind: type[Any], body: bytes) -> Any:
             if name in known or not (value is None or value in HARMLESS.get(name, ()))
         }
     return msgspec.convert(fields, kind)
-
-

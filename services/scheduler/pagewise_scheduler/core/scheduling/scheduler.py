@@ -182,11 +182,7 @@ class Scheduler:
         """Chunks for the sequences that are in the middle of their prefill, as far as tokens and blocks last."""
         chunks = []
         for sequence in self._prefilling:
-            room = (
-                sequence.table.num_slots
-                - sequence.num_scheduled_tokens
-                + self.kv.num_free * self.kv.block_size
-            )
+            room = sequence.table.num_slots - sequence.num_scheduled_tokens + self.kv.num_free * self.kv.block_size
             size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget, room)
             if size <= 0:
                 continue
@@ -271,9 +267,7 @@ class Scheduler:
             raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
         tokens = unpack_int32s(result.tokens)
         if len(tokens) != len(step.sampled):
-            raise StepMismatchError(
-                f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences"
-            )
+            raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
         self._in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
@@ -304,9 +298,7 @@ class Scheduler:
             elif len(sequence.output_token_ids) >= sequence.request.max_tokens:
                 self._end(sequence, "length", None, output)
 
-    def _end(
-        self, sequence: Sequence, reason: FinishReason, stop_reason: int | None, output: StepOutput
-    ) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | None, output: StepOutput) -> None:
         self.finish(sequence, reason, stop_reason)
         output.finished.append(sequence)
 

@@ -32,9 +32,7 @@ class StepLimits:
         """A step of this size failed: go below half of it."""
         self._good_steps = 0
         self.max_num_seqs = max(1, min(self.max_num_seqs, num_seqs) // 2)
-        self.max_num_batched_tokens = max(
-            self.max_num_seqs, min(self.max_num_batched_tokens, num_tokens) // 2
-        )
+        self.max_num_batched_tokens = max(self.max_num_seqs, min(self.max_num_batched_tokens, num_tokens) // 2)
 
     def step_succeeded(self) -> None:
         """A step came back: after enough of them, widen again."""
@@ -47,6 +45,4 @@ class StepLimits:
         if self._good_steps >= _GOOD_STEPS_TO_WIDEN:
             self._good_steps = 0
             self.max_num_seqs = min(self.configured_num_seqs, self.max_num_seqs * 2)
-            self.max_num_batched_tokens = min(
-                self.configured_num_batched_tokens, self.max_num_batched_tokens * 2
-            )
+            self.max_num_batched_tokens = min(self.configured_num_batched_tokens, self.max_num_batched_tokens * 2)

@@ -1,0 +1,77 @@
+"""The house rules that a tool can hold: who imports whom, what is never loaded, how long things may get."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ["shared", "kernels", "services", "services/scheduler", "services/executor", "services/cli"]
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = {"kernels": 150}
+DEFAULT_FUNCTION_LINES = 60
+LONGER_FILES: dict[str, str] = {}
+"""Files that may be longer, each with the reason."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for room in ("shared", "kernels", "services") for path in (ROOT / room).rglob("*.py"))
+
+
+def test_import_contracts_hold() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "lint-imports"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", ["pagewise_scheduler.main", "pagewise_shared.model_files", "pagewise.main"])
+def test_only_the_executor_loads_torch(module: str) -> None:
+    code = f"import sys, {module}; assert not {{'torch', 'triton'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_and_simulation_do_not_load_torch() -> None:
+    code = (
+        "import sys; from pagewise_executor.main import build_runner; "
+        "from pagewise_shared.config import ExecutorConfig; build_runner(ExecutorConfig(simulate=True)); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_room_is_importable_by_its_bare_name() -> None:
+    # transformers looks for a library called ``kernels``, and would find ours.
+    assert not [room for room in ROOMS if (ROOT / room / "__init__.py").exists()]
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not [path for path in sources() if path.stem in {"utils", "util", "helpers", "misc", "common"}]
+
+
+def test_files_and_functions_stay_short() -> None:
+    too_long = []
+    for path in sources():
+        name = str(path.relative_to(ROOT))
+        text = path.read_text()
+        if (lines := text.count("\n")) > MAX_FILE_LINES and name not in LONGER_FILES:
+            too_long.append(f"{name} has {lines} lines")
+        limit = MAX_FUNCTION_LINES.get(name.split("/")[0], DEFAULT_FUNCTION_LINES)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size > limit:
+                    too_long.append(f"{name}:{node.lineno} {node.name} has {size} lines")
+    assert not too_long
+
+
+def test_exceptions_to_the_ratchet_are_still_needed() -> None:
+    for name in LONGER_FILES:
+        assert (ROOT / name).read_text().count("\n") > MAX_FILE_LINES, f"{name} needs no exception any more"
+
+
+def test_nothing_is_pickled() -> None:
+    assert not [p for p in sources() if "pickle" in p.read_text()]

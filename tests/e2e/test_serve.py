@@ -1,0 +1,180 @@
+"""The demo model through real processes, with the real ``openai`` client."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+from pagewise_shared.model_files import resolve_model
+
+from tests.e2e.server import Server, alive, serving
+
+TEXTS = [
+    "import os",
+    "class Point:\n    def __init__(self",
+    "def main(argv):",
+    "for key, value in",
+    "raise ValueError(",
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    # A small pool: 64 streams do not fit at once, so sequences are preempted while this runs.
+    with serving("--num-blocks", "64", "--max-num-seqs", "48", "--executor-timeout", "5") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tuple[str, int]]:
+    rng = random.Random(5)
+    lines = [rng.choice(TEXTS) + f"  # {rng.randrange(1000)}\n" * rng.randrange(1, 8) for _ in range(64)]
+    return [(line, rng.randrange(1, 90)) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def references(requests: list[tuple[str, int]]) -> list[str]:
+    path = resolve_model("pagewise-demo")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    texts = []
+    for text, max_tokens in requests:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+async def stream_text(
+    client: openai.AsyncOpenAI, prompt: str, max_tokens: int, hang_up_after: int | None = None
+) -> str:
+    stream = await client.completions.create(
+        model="pagewise-demo", prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
+    )
+    text, chunks = "", 0
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        chunks += 1
+        if hang_up_after is not None and chunks >= hang_up_after:
+            await stream.close()
+            break
+    return text
+
+
+async def run_all(url: str, requests: list[tuple[str, int]], hang_up: bool) -> list[str]:
+    limits = httpx.Limits(max_connections=200)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(limits=limits, timeout=110)
+    ) as client:
+        return await asyncio.gather(
+            *(
+                stream_text(client, text, max_tokens, hang_up_after=3 if hang_up and number % 3 == 0 else None)
+                for number, (text, max_tokens) in enumerate(requests)
+            )
+        )
+
+
+async def test_64_streams_equal_their_references_while_a_third_hang_up(
+    server: Server, requests: list[tuple[str, int]], references: list[str]
+) -> None:
+    texts = await run_all(server.url, requests, hang_up=True)
+    for number, (text, reference) in enumerate(zip(texts, references, strict=True)):
+        if number % 3 == 0:
+            assert reference.startswith(text)
+        else:
+            assert text == reference
+    assert server.metric("num_preemptions_total") > 0
+    server.wait_for_metric("num_requests_running", 0)
+    server.wait_for_metric("num_requests_waiting", 0)
+    server.wait_for_metric("kv_cache_usage_perc", 0)
+
+
+async def test_an_executor_that_is_killed_costs_nobody_a_token(
+    server: Server, requests: list[tuple[str, int]], references: list[str]
+) -> None:
+    async def kill() -> None:
+        await asyncio.sleep(0.7)
+        os.kill(server.pids("pagewise_executor.main")[0], signal.SIGKILL)
+
+    texts, _ = await asyncio.gather(run_all(server.url, requests[:24], hang_up=False), kill())
+    assert texts == references[:24]
+    server.wait_for_metric("kv_cache_usage_perc", 0)
+
+
+def test_sampling_with_a_seed_is_reproducible_and_without_one_is_not(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        def sample(seed: int | None) -> str:
+            answer = client.chat.completions.create(
+                model="pagewise-demo",
+                messages=[{"role": "user", "content": "Write a function named main."}],
+                max_tokens=24,
+                temperature=1.0,
+                seed=seed,
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens <= 24
+            return answer.choices[0].message.content or ""
+
+        assert sample(7) == sample(7)
+        assert len({sample(None) for _ in range(3)} | {sample(8)}) > 1
+
+
+def test_the_scheduler_process_never_loads_torch(server: Server) -> None:
+    (pid,) = server.pids("pagewise_scheduler.main")
+    with open(f"/proc/{pid}/maps") as maps:
+        assert "torch" not in maps.read()
+
+
+def test_health_turns_good_when_an_executor_joins_and_ctrl_c_stops_everything() -> None:
+    with serving("--simulate", "--executors", "2") as simulated:
+        simulated.wait_for_metric("executors_ready", 2)
+        assert httpx.get(f"{simulated.url}/health").json() == {"status": "ok", "executors": 2}
+        pids = [*simulated.pids("pagewise_executor.main"), *simulated.pids("pagewise_scheduler.main")]
+        assert len(pids) == 3
+        assert simulated.interrupt() == 0
+        assert not any(alive(pid) for pid in pids)
+
+
+def test_services_die_with_a_serve_that_is_killed() -> None:
+    with serving("--simulate") as simulated:
+        pids = [*simulated.pids("pagewise_executor.main"), *simulated.pids("pagewise_scheduler.main")]
+        simulated.process.kill()
+        deadline = time.monotonic() + 10
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["/no/such/model"], "no such model: /no/such/model"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--kv-memory", "4000GiB"], "not enough memory"),
+        (["--max-model-len", "1000000"], "over the model's own limit"),
+    ],
+)
+def test_it_says_plainly_why_it_cannot_start(arguments: list[str], reason: str) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        arguments, reason = ["/no/such/model"], "no such model"
+    done = subprocess.run(
+        [sys.executable, "-m", "pagewise.main", "serve", "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,112 @@
+"""The wire: round trips, garbage, and messages of older and newer minor versions."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagewise_shared import protocol
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import (
+    Hello,
+    NewSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Welcome,
+    decode_from_executor,
+    decode_from_scheduler,
+    encode,
+    pack_int32s,
+    unpack_int32s,
+)
+from pagewise_shared.sampling import SamplingParams
+
+PLAN = StepPlan(
+    epoch=3,
+    step=9,
+    left=(1, 2),
+    joined=(
+        NewSequence(
+            row=1,
+            tokens=pack_int32s([5, 6, 7]),
+            num_prompt_tokens=2,
+            num_computed_tokens=0,
+            blocks=pack_int32s([8]),
+            sampling=SamplingParams(
+                temperature=0.5, seed=2**64 - 1, logit_bias={3: -1.5}, bad_words=((1, 2), (3,)), logprobs=0
+            ),
+        ),
+    ),
+    appended=pack_int32s([1, 4]),
+    chunks=((1, 3),),
+)
+RESULT = StepResult(epoch=3, step=9, tokens=pack_int32s([1]), logprobs=(TokenLogprobs(0, 1, -0.5, 1, (1,), (-0.5,)),))
+
+
+def test_round_trips() -> None:
+    assert decode_from_scheduler(encode(PLAN)) == PLAN
+    assert decode_from_executor(encode(RESULT)) == RESULT
+
+
+def test_a_plan_without_changes_is_a_few_bytes() -> None:
+    assert len(encode(StepPlan(epoch=2**40, step=100_000))) < 40
+
+
+def test_each_side_refuses_the_other_sides_messages() -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_executor(encode(PLAN))
+    with pytest.raises(ProtocolError):
+        decode_from_scheduler(encode(RESULT))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error_and_nothing_else(frame: bytes) -> None:
+    for decode in (decode_from_executor, decode_from_scheduler):
+        try:
+            decode(frame)
+        except ProtocolError:
+            continue
+
+
+@given(st.data())
+def test_damaged_messages_are_protocol_errors_or_messages(data: st.DataObject) -> None:
+    frame = bytearray(encode(PLAN))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_from_scheduler(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+    except ProtocolError:
+        return
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_executor(b"\x91" * 100_000)
+
+
+def test_older_and_newer_minor_versions_are_understood() -> None:
+    older = msgspec.msgpack.encode(["welcome", 7, 4, 64])
+    assert decode_from_scheduler(older) == Welcome(7, 4, 64)
+    fields = msgspec.msgpack.decode(encode(Welcome(7, 4, 64, 500)))
+    assert decode_from_scheduler(msgspec.msgpack.encode([*fields, "a field of the future", 1])) == Welcome(
+        7, 4, 64, 500
+    )
+
+
+def test_every_message_belongs_to_exactly_one_direction() -> None:
+    directions = (protocol.FromExecutor, protocol.FromScheduler)
+    members = [kind for direction in directions for kind in direction.__args__]
+    assert len(members) == len(set(members))
+    assert Hello in members
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_int32s(values: list[int]) -> None:
+    assert unpack_int32s(pack_int32s(values)).tolist() == values
+
+
+def test_int32s_that_are_none() -> None:
+    with pytest.raises(OverflowError):
+        pack_int32s([2**31])
+    with pytest.raises(ProtocolError, match="whole number"):
+        unpack_int32s(b"abc")
