@@ -10,13 +10,23 @@ import msgspec
 from aiohttp import web
 from pagewise_shared.config import SchedulerConfig
 
-from pagewise_scheduler.generation import Gateway
-from pagewise_scheduler.http.chat import create_chat_completion, render
+from pagewise_scheduler.generation import Gateway, GenerationError
+from pagewise_scheduler.http.chat import create_chat_completion
 from pagewise_scheduler.http.completions import create_completion
-from pagewise_scheduler.http.context import Service
-from pagewise_scheduler.http.errors import APIError, HTTPProblem, InvalidRequest
+from pagewise_scheduler.http.context import CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, from_http_exception
 from pagewise_scheduler.http.openapi import document
-from pagewise_scheduler.http.params import Limits, check_model, read_body
+from pagewise_scheduler.http.params import Limits, check_model
+from pagewise_scheduler.http.parsing import read_request
+from pagewise_scheduler.http.prompts import encode_chat
+from pagewise_scheduler.http.responses import (
+    DetokenizeResponse,
+    Health,
+    Model,
+    ModelList,
+    TokenizeResponse,
+    Version,
+)
 from pagewise_scheduler.http.schema import DetokenizeRequest, TokenizeRequest
 from pagewise_scheduler.metrics import CONTENT_TYPE, Metrics, package_version
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -41,6 +51,7 @@ def create_app(
     app = web.Application(middlewares=[_shape_errors], client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     app[Service.KEY] = Service(gateway, tokenizer, metrics, limits, slow_reader_seconds)
+    app.on_cleanup.append(_close)
     app.add_routes(
         [
             web.post("/v1/completions", create_completion),
@@ -58,27 +69,35 @@ def create_app(
     return app
 
 
+async def _close(app: web.Application) -> None:
+    app[Service.KEY].tokenizer.close()
+
+
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give every request an id, and every error OpenAI's shape. A client's own id comes back but names nothing."""
     sent = request.headers.get("X-Request-Id", "")
-    request["request_id"] = uuid.uuid4().hex
-    request["client_request_id"] = sent if _REQUEST_ID.fullmatch(sent) else request["request_id"]
+    request[REQUEST_ID] = uuid.uuid4().hex
+    request[CLIENT_REQUEST_ID] = sent if _REQUEST_ID.fullmatch(sent) else request[REQUEST_ID]
+    metrics = request.app[Service.KEY].metrics
+    metrics.http_requests_in_progress.inc()
     try:
         response = await handler(request)
     except APIError as error:
         response = error.response()
-    except web.HTTPRequestEntityTooLarge as error:
-        response = HTTPProblem(413, f"the body is too large: {error.text}").response()
+    except GenerationError as error:
+        response = InternalError(str(error)).response()
     except web.HTTPException as error:
-        response = HTTPProblem(error.status, f"{request.method} {request.path}: {error.reason}").response()
+        response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except ConnectionError:
-        raise
+        raise  # the client is gone: there is nobody to answer
     except Exception:
-        log.exception("request %s failed", request["request_id"])
-        response = APIError(f"internal error; the log has more under {request['request_id']}").response()
+        log.exception("request %s failed", request[REQUEST_ID])
+        response = InternalError(f"internal error; the log has more under {request[REQUEST_ID]}").response()
+    finally:
+        metrics.http_requests_in_progress.dec()
     if not response.prepared:
         response.headers.update(Service.headers(request))
     return response
@@ -88,13 +107,12 @@ async def health(request: web.Request) -> web.Response:
     """200 once an executor is ready, else 503."""
     capacity = request.app[Service.KEY].gateway.capacity()
     ready = capacity.ready_executors if capacity else 0
-    status = "ok" if ready else "no executor is ready"
-    return _json({"status": status, "executors": ready}, 200 if ready else 503)
+    return _json(Health("ok" if ready else "no executor is ready", ready), 200 if ready else 503)
 
 
 async def version(_: web.Request) -> web.Response:
     """The version of this service."""
-    return _json({"version": package_version()})
+    return _json(Version(package_version()))
 
 
 async def render_metrics(request: web.Request) -> web.Response:
@@ -110,7 +128,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def list_models(request: web.Request) -> web.Response:
     """The one model that is served."""
-    return _json({"object": "list", "data": [_model(request.app[Service.KEY])]})
+    return _json(ModelList([_model(request.app[Service.KEY])]))
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -123,45 +141,38 @@ async def get_model(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """Tokens of a prompt or of messages."""
     service = request.app[Service.KEY]
-    body = await read_body(request, TokenizeRequest)
+    body = await read_request(request, TokenizeRequest)
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give a prompt or messages", param="prompt")
-    if body.messages is not None:
-        tokens = await service.encode(render(service, body), bool(body.add_special_tokens))
+        raise InvalidRequestError("give a prompt or messages", "prompt")
+    if body.prompt is None:
+        tokens = await encode_chat(service, body, None)
     else:
-        tokens = await service.encode(body.prompt or "", body.add_special_tokens is not False)
-    capacity = service.gateway.capacity()
-    answer: dict[str, object] = {
-        "count": len(tokens),
-        "max_model_len": capacity.max_model_len if capacity else None,
-        "tokens": list(tokens),
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.token_text(token) for token in tokens]
-    return _json(answer)
+        tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+    strings = [service.tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+    return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Text of tokens, special tokens included."""
     service = request.app[Service.KEY]
-    body = await read_body(request, DetokenizeRequest)
+    body = await read_request(request, DetokenizeRequest)
     check_model(body.model, service.limits)
-    for token in body.tokens:
-        if token >= service.tokenizer.vocab_size:
-            raise InvalidRequest(f"tokens: {token} is outside the vocabulary", param="tokens")
-    return _json({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-
-def _model(service: Service) -> dict[str, object]:
     capacity = service.gateway.capacity()
-    return {
-        "id": service.limits.model_name,
-        "object": "model",
-        "created": _STARTED,
-        "owned_by": "pagewise",
-        "max_model_len": capacity.max_model_len if capacity else None,
-    }
+    vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)
+    for token in body.tokens:
+        if token >= vocab_size:
+            raise InvalidRequestError(f"tokens: token id {token} is outside the vocabulary of {vocab_size}", "tokens")
+    return _json(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+def _model(service: Service) -> Model:
+    return Model(service.limits.model_name, _STARTED, _max_model_len(service))
+
+
+def _max_model_len(service: Service) -> int | None:
+    capacity = service.gateway.capacity()
+    return capacity.max_model_len if capacity else None
 
 
 def _json(body: object, status: int = 200) -> web.Response:

@@ -1,27 +1,36 @@
 """``POST /v1/chat/completions``."""
 
 import time
-from typing import Any
+from contextlib import aclosing
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
-from pagewise_scheduler.generation import GenerationError
-from pagewise_scheduler.http.context import Service
-from pagewise_scheduler.http.errors import APIError, InvalidRequest
-from pagewise_scheduler.http.generate import ChoiceDelta, Generations, Prompt, stream_events
+from pagewise_scheduler.generation import SequenceDelta
+from pagewise_scheduler.http.context import REQUEST_ID, Service
+from pagewise_scheduler.http.errors import InvalidRequestError
+from pagewise_scheduler.http.generate import Generations, Prompt, one_of
 from pagewise_scheduler.http.logprobs import chat_logprobs
 from pagewise_scheduler.http.params import (
-    check_model,
-    message_fields,
+    check_common,
     output_budget,
-    read_body,
     sampling_params,
-    sequence_count,
     truncated,
 )
+from pagewise_scheduler.http.parsing import read_request
+from pagewise_scheduler.http.prompts import encode_chat
+from pagewise_scheduler.http.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponse,
+)
 from pagewise_scheduler.http.schema import ChatRequest
-from pagewise_scheduler.text.errors import ChatTemplateError
+from pagewise_scheduler.http.sse import stream_events
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -29,16 +38,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
     Raises:
         APIError: the request is wrong, or cannot be served now.
+        GenerationError: it failed before anything was answered.
     """
     service = request.app[Service.KEY]
-    body = await read_body(request, ChatRequest)
-    check_model(body.model, service.limits)
-    capacity = service.require_capacity()
-    n = sequence_count(body, service.limits)
+    body = await read_request(request, ChatRequest)
+    n = check_common(body, service.limits)
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    capacity = service.require_capacity()
     sampling = sampling_params(
         body,
         service.tokenizer,
@@ -46,130 +53,103 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
-    tokens = await service.encode(render(service, body), add_special_tokens=False)
-    if not tokens:
-        raise InvalidRequest("the messages render to an empty prompt", param="messages")
-    tokens = truncated(tokens, body, capacity)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    prompt = Prompt(tokens, output_budget(wanted, None, len(tokens), body, capacity))
-    generations = Generations(service.gateway, body, [prompt], sampling, n, request["request_id"])
-    head = {
-        "id": f"chatcmpl-{request['request_id']}",
-        "created": int(time.time()),
-        "model": service.limits.model_name,
-    }
-    with generations:
-        if body.stream:
-            return await _stream(request, service, body, generations, prompt, head, n)
-        return await _answer(service, body, generations, prompt, head, n)
-
-
-def render(service: Service, body: Any) -> str:
-    """The prompt text of a request's messages.
-
-    Raises:
-        InvalidRequest: they cannot be rendered.
-    """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+    given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted: int | None = getattr(body, given)
+    if wanted is not None and wanted < 1:
+        raise InvalidRequestError(f"{given} must be at least 1", given)
+    tokens = truncated(await encode_chat(service, body, capacity), body, wanted, capacity)
+    budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
+    prompt = Prompt(tokens, budget)
+    chat = _Chat(service, body, prompt, f"chatcmpl-{request[REQUEST_ID]}")
+    with Generations(service.gateway, body, [prompt], sampling, n) as generations:
+        if not body.stream:
+            return await chat.answer(generations)
+        return await stream_events(
+            request, service, generations, lambda news: chat.chunks(news, generations), lambda: chat.last(generations)
         )
-    try:
-        return service.tokenizer.render_chat(
-            message_fields(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final_message=bool(body.continue_final_message),
+
+
+class _Chat:
+    """How a chat completion is told."""
+
+    def __init__(self, service: Service, body: ChatRequest, prompt: Prompt, completion_id: str) -> None:
+        self._service = service
+        self._body = body
+        self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
+        self._id = completion_id
+        self._created = int(time.time())
+        self._started: set[int] = set()
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = bool(self._usage and options and options.continuous_usage_stats)
+
+    def chunks(self, news: list[SequenceDelta], generations: Generations) -> list[object]:
+        """The chunks that tell the news."""
+        chunks: list[object] = []
+        for delta in news:
+            index = delta.index
+            if index not in self._started:
+                self._started.add(index)
+                opening = ChatChunkChoice(index, ChatDelta("assistant", ""))
+                chunk = self._chunk([opening], generations)
+                chunk.prompt_token_ids = self._prompt_token_ids
+                chunks.append(chunk)
+            logprobs = self._logprobs(delta)
+            token_ids = delta.token_ids if self._body.return_token_ids else UNSET
+            # Tokens whose text is held back need no chunk, unless there is more to tell of them.
+            if delta.text or logprobs is not None or token_ids:
+                choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
+                chunks.append(self._chunk([choice], generations))
+            if delta.finish_reason is not None:
+                ending = ChatChunkChoice(
+                    index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+                )
+                chunks.append(self._chunk([ending], generations))
+        return chunks
+
+    def last(self, generations: Generations) -> list[object]:
+        """The chunk with the usage, if it is wanted."""
+        if not self._usage:
+            return []
+        chunk = self._chunk([], generations)
+        chunk.usage = generations.usage()
+        return [chunk]
+
+    async def answer(self, generations: Generations) -> web.Response:
+        """The whole, in one answer."""
+        parts: list[list[SequenceDelta]] = [[] for _ in range(generations.n)]
+        async with aclosing(generations.deltas()) as deltas:
+            async for news in deltas:
+                for delta in news:
+                    parts[delta.index].append(delta)
+        choices = []
+        for delta in map(one_of, parts):
+            choice = ChatChoice(
+                delta.index,
+                AssistantMessage(delta.text),
+                self._logprobs(delta),
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.token_ids if self._body.return_token_ids else UNSET,
+            )
+            choices.append(choice)
+        answer = ChatResponse(
+            self._id,
+            self._created,
+            self._service.limits.model_name,
+            choices,
+            generations.usage(),
+            prompt_token_ids=self._prompt_token_ids,
         )
-    except ChatTemplateError as error:
-        raise InvalidRequest(str(error), param="messages") from error
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
+    def _chunk(self, choices: list[ChatChunkChoice], generations: Generations) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._service.limits.model_name, choices)
+        if self._usage:
+            chunk.usage = generations.usage() if self._continuous else None
+        return chunk
 
-def _echoed(body: ChatRequest) -> str:
-    """With ``echo``, a message that is continued comes back in front of its continuation."""
-    if not (body.echo and body.continue_final_message):
-        return ""
-    return str(message_fields(body.messages[-1:])[0]["content"])
-
-
-async def _stream(
-    request: web.Request,
-    service: Service,
-    body: ChatRequest,
-    generations: Generations,
-    prompt: Prompt,
-    head: dict[str, Any],
-    n: int,
-) -> web.StreamResponse:
-    head = head | {"object": "chat.completion.chunk"}
-    options = body.stream_options
-    usage = bool(options and options.include_usage)
-    continuous = bool(usage and options and options.continuous_usage_stats)
-
-    def first() -> list[object]:
-        delta = {"role": "assistant", "content": _echoed(body)}
-        extra = {"prompt_token_ids": list(prompt.tokens)} if body.return_token_ids else {}
-        return [
-            head | {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}]} | extra
-            for i in range(n)
-        ]
-
-    def chunks(items: list[ChoiceDelta]) -> list[object]:
-        extra = {"usage": generations.usage()} if continuous else {"usage": None} if usage else {}
-        return [head | {"choices": [_chunk(service, body, item)]} | extra for item in items]
-
-    def last() -> list[object]:
-        return [head | {"choices": [], "usage": generations.usage()}] if usage else []
-
-    return await stream_events(
-        request, generations, service.metrics, service.patience, service.headers(request), first, chunks, last
-    )
-
-
-def _chunk(service: Service, body: ChatRequest, item: ChoiceDelta) -> dict[str, object]:
-    delta = item.delta
-    choice: dict[str, object] = {
-        "index": item.choice,
-        "delta": {"content": delta.text} if delta.text or delta.finish_reason is None else {},
-        "logprobs": chat_logprobs(service.tokenizer, delta.logprobs) if body.logprobs else None,
-        "finish_reason": delta.finish_reason,
-    }
-    if delta.finish_reason is not None:
-        choice["stop_reason"] = delta.stop_reason
-    if body.return_token_ids:
-        choice["token_ids"] = delta.token_ids
-    return choice
-
-
-async def _answer(
-    service: Service,
-    body: ChatRequest,
-    generations: Generations,
-    prompt: Prompt,
-    head: dict[str, Any],
-    n: int,
-) -> web.Response:
-    deltas: list[list[Any]] = [[] for _ in range(n)]
-    try:
-        async for items in generations.deltas():
-            for item in items:
-                deltas[item.choice].append(item.delta)
-    except GenerationError as error:
-        raise APIError(str(error)) from error
-    choices = []
-    for index, parts in enumerate(deltas):
-        text = _echoed(body) + "".join(part.text for part in parts)
-        entries = [entry for part in parts for entry in part.logprobs]
-        choice: dict[str, object] = {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": chat_logprobs(service.tokenizer, entries) if body.logprobs else None,
-            "finish_reason": parts[-1].finish_reason,
-            "stop_reason": parts[-1].stop_reason,
-        }
-        if body.return_token_ids:
-            choice["token_ids"] = [token for part in parts for token in part.token_ids]
-        choices.append(choice)
-    answer: dict[str, object] = head | {"object": "chat.completion", "choices": choices, "usage": generations.usage()}
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = list(prompt.tokens)
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+    def _logprobs(self, delta: SequenceDelta) -> ChatLogprobs | None:
+        if not self._body.logprobs or not delta.logprobs:
+            return None
+        return chat_logprobs(self._service.tokenizer, delta.logprobs)

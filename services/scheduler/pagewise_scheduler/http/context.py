@@ -7,10 +7,16 @@ from typing import ClassVar
 from aiohttp import web
 
 from pagewise_scheduler.generation import Capacity, Gateway
-from pagewise_scheduler.http.errors import Unavailable
+from pagewise_scheduler.http.errors import UnavailableError
 from pagewise_scheduler.http.params import Limits
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
+
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Our own id of a request: unique, and what the log and the answer's id say."""
+
+CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
+"""The X-Request-Id that comes back: the client's own, if it sent one that can be sent back."""
 
 _SHORT_CHARACTERS = 2_000
 """Texts up to here are tokenized on the event loop: a round trip to a thread would take longer."""
@@ -32,11 +38,11 @@ class Service:
         """The limits that requests are checked against.
 
         Raises:
-            Unavailable: no executor has joined yet.
+            UnavailableError: no executor has joined yet.
         """
         capacity = self.gateway.capacity()
         if capacity is None:
-            raise Unavailable("no executor is ready yet")
+            raise UnavailableError("no executor is ready yet")
         return capacity
 
     async def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
@@ -49,4 +55,4 @@ class Service:
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:
         """Headers of every answer."""
-        return {"X-Request-Id": request["client_request_id"]}
+        return {"X-Request-Id": request[CLIENT_REQUEST_ID]}

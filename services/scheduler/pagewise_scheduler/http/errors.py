@@ -1,86 +1,181 @@
-"""Errors that a client sees, in OpenAI's shape.
+"""Errors a client is told about, in OpenAI's shape and with OpenAI's status codes.
 
-APIError                 status 500, "internal_error"
-├── InvalidRequest       400, "invalid_request_error": the text and ``param`` name what is wrong
-│   ├── Unsupported      400, code "unsupported_parameter"
-│   └── ModelNotFound    404, code "model_not_found"
-├── TooLarge             413
-├── Overloaded           429, with Retry-After
-└── Unavailable          503, with Retry-After
+APIError
+├── InvalidRequestError (400)
+│   ├── UnsupportedParameterError   a field we know of and do not support
+│   ├── UnknownParameterError       a field nobody knows
+│   └── ContextLengthError          prompt and output exceed the model's length
+├── NotFoundError (404)
+│   └── ModelNotFoundError
+├── MethodNotAllowedError (405)
+├── BodyTimeoutError (408)
+├── BodyTooLargeError (413)
+├── MediaTypeError (415)
+├── OverloadedError (429, Retry-After)
+├── InternalError (500)
+└── UnavailableError (503, Retry-After)
 """
+
+from typing import ClassVar
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from pagewise_scheduler.generation import AdmissionError
 
+RETRY_AFTER_SECONDS = 2
+
+
+class ErrorDetail(Struct, frozen=True):
+    """What went wrong: ``param`` names the field, ``code`` is for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Struct, frozen=True):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
 
 class APIError(Exception):
-    """Answered as ``{"error": {"message", "type", "param", "code"}}`` with ``status``."""
+    """An answer that is not a success; the text is shown to the client."""
 
-    status = 500
-    kind = "internal_error"
-    code: str | None = None
-    retry_after: int | None = None
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+    headers: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
         self.param = param
-        self.code = code or type(self).code
 
     def body(self) -> bytes:
-        """The answer's JSON."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        """The JSON body."""
+        return msgspec.json.encode(ErrorResponse(ErrorDetail(str(self), self.type, self.param, self.code)))
 
     def response(self) -> web.Response:
         """The answer."""
-        headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else None
-        return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=headers)
+        return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=self.headers)
 
 
-class InvalidRequest(APIError):  # noqa: N818
-    """The request is wrong; the client has to change it."""
+class InvalidRequestError(APIError):
+    """The request cannot be understood or has an unusable value; ``param`` names the field."""
 
-    status, kind = 400, "invalid_request_error"
+    status = 400
+    type = "invalid_request_error"
 
 
-class Unsupported(InvalidRequest):
-    """A parameter that is known and not supported, or not known at all."""
+class UnsupportedParameterError(InvalidRequestError):
+    """A field of OpenAI's or vLLM's API that Pagewise does not support, with a value that asks for something."""
 
     code = "unsupported_parameter"
 
 
-class ModelNotFound(InvalidRequest):
-    """Another model's name."""
+class UnknownParameterError(InvalidRequestError):
+    """A field that no API has."""
 
-    status, code = 404, "model_not_found"
-
-
-class HTTPProblem(InvalidRequest):
-    """A route or method that does not exist, or a body that is too large; ``status`` is given."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    code = "unknown_parameter"
 
 
-class Overloaded(APIError):  # noqa: N818
-    """Too many requests wait."""
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together exceed what the model, or the KV pool, can hold."""
 
-    status, kind, retry_after = 429, "rate_limit_error", 1
-    code = "overloaded"
-
-
-class Unavailable(APIError):  # noqa: N818
-    """Nobody is there to serve it now."""
-
-    status, kind, retry_after = 503, "service_unavailable", 5
+    code = "context_length_exceeded"
 
 
-def from_admission(error: AdmissionError) -> APIError:
-    """What the client is told when a request cannot be taken."""
-    if error.kind == "never_fits":
-        return InvalidRequest(str(error), code="context_length_exceeded")
-    return Overloaded(str(error)) if error.kind == "overloaded" else Unavailable(str(error))
+class NotFoundError(APIError):
+    """There is nothing at this path."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """No model of this name is served here."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowedError(APIError):
+    """The path exists, the method does not."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTimeoutError(APIError):
+    """The body did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+    headers: ClassVar[dict[str, str]] = {"Connection": "close"}
+
+
+class BodyTooLargeError(APIError):
+    """The body exceeds the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class MediaTypeError(APIError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class OverloadedError(APIError):
+    """Too much waits already."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+
+
+class InternalError(APIError):
+    """Something failed on our side."""
+
+    code = "internal_error"
+
+
+class UnavailableError(APIError):
+    """No executor is there to run the request."""
+
+    status = 503
+    code = "service_unavailable"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+
+
+def from_http_exception(error: web.HTTPException, what: str) -> APIError:
+    """The error for an answer that aiohttp itself would have given to ``what`` (method and path)."""
+    kinds: dict[int, type[APIError]] = {
+        404: NotFoundError,
+        405: MethodNotAllowedError,
+        413: BodyTooLargeError,
+        415: MediaTypeError,
+    }
+    kind = kinds.get(error.status, InternalError if error.status >= 500 else InvalidRequestError)
+    return kind(f"{what}: {error.reason}")
+
+
+def refusal(error: AdmissionError) -> APIError:
+    """The answer to a request that the actors did not take."""
+    match error.kind:
+        case "never_fits":
+            return ContextLengthError(str(error))
+        case "overloaded":
+            return OverloadedError(str(error))
+        case "unavailable":
+            return UnavailableError(str(error))

@@ -1,32 +1,29 @@
-"""Runs the generations of one HTTP request: submits them, merges their streams, and writes server-sent events."""
+"""Runs the generations of one HTTP request: submits them, merges their streams, aborts them."""
 
 import asyncio
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
+from typing import TypeVar
 
-import msgspec
-from aiohttp import web
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.generation import (
     AdmissionError,
     Gateway,
-    GenerationError,
     GenerationRequest,
-    GenerationStats,
     GenerationStream,
     SequenceDelta,
 )
-from pagewise_scheduler.http.errors import APIError, from_admission
+from pagewise_scheduler.http.errors import refusal
 from pagewise_scheduler.http.params import stop_texts
+from pagewise_scheduler.http.responses import PromptTokensDetails, Usage
 from pagewise_scheduler.http.schema import GenerationFields
-from pagewise_scheduler.metrics import Metrics
 
-DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,17 +35,11 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(slots=True, frozen=True)
-class ChoiceDelta:
-    """A sequence's news, with the prompt it belongs to and the choice's index in the response."""
-
-    prompt: int
-    choice: int
-    delta: SequenceDelta
-
-
 class Generations:
-    """The running generations of one HTTP request, one per prompt. Leaving the context aborts what still runs."""
+    """The running generations of one HTTP request, one per prompt. Leaving the context aborts what still runs.
+
+    Deltas come out with ``index`` being the choice's index in the response: prompt by prompt, n each.
+    """
 
     def __init__(
         self,
@@ -57,15 +48,13 @@ class Generations:
         prompts: list[Prompt],
         sampling: SamplingParams,
         n: int,
-        request_id: str,
     ) -> None:
-        self._gateway = gateway
-        self._prompts = prompts
-        self._n = n
+        self.n = n
         self.streams: list[GenerationStream] = []
+        self._gateway = gateway
         self._requests = [
             GenerationRequest(
-                request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+                request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt.tokens,
                 max_tokens=prompt.max_tokens,
                 sampling=sampling,
@@ -85,136 +74,107 @@ class Generations:
                 self.streams.append(self._gateway.submit(request))
         except AdmissionError as error:
             self.__exit__()
-            raise from_admission(error) from error
+            raise refusal(error) from error
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         for stream in self.streams:
             stream.abort()
 
-    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """News of all choices as they come, several at once where several have come.
+    async def deltas(self) -> AsyncGenerator[list[SequenceDelta], None]:
+        """What is new, at most one delta per choice at a time.
 
         Raises:
             GenerationError: one of the generations failed.
         """
         if len(self.streams) == 1:
-            async for deltas in self.streams[0]:
-                yield [ChoiceDelta(0, delta.index, delta) for delta in deltas]
+            async with aclosing(self._of(0)) as deltas:
+                async for some in deltas:
+                    yield some
             return
-        news: asyncio.Queue[list[ChoiceDelta] | BaseException | None] = asyncio.Queue()
+        news: list[SequenceDelta] = []
+        changed = asyncio.Event()
 
-        async def follow(number: int, stream: GenerationStream) -> None:
+        async def follow(number: int) -> None:
             try:
-                async for deltas in stream:
-                    news.put_nowait([ChoiceDelta(number, number * self._n + d.index, d) for d in deltas])
-            except GenerationError as error:
-                news.put_nowait(error)
-            else:
-                news.put_nowait(None)
+                async with aclosing(self._of(number)) as deltas:
+                    async for some in deltas:
+                        news.extend(some)
+                        changed.set()
+            finally:
+                changed.set()
 
-        tasks = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(self.streams)]
+        tasks = [asyncio.create_task(follow(number)) for number in range(len(self.streams))]
         try:
-            running = len(tasks)
+            running = True
             while running:
-                item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+                await changed.wait()
+                changed.clear()
+                running = not all(task.done() for task in tasks)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                if news:
+                    yield merged(news)
+                    news.clear()
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def usage(self) -> dict[str, object]:
-        """Token counts so far, in OpenAI's shape."""
-        return usage_of(stream.stats for stream in self.streams)
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        stats = [stream.stats for stream in self.streams]
+        prompt = sum(one.prompt_tokens for one in stats)
+        # A request for no tokens may have computed one that is not shown.
+        output = sum(
+            one.output_tokens for one, request in zip(stats, self._requests, strict=True) if request.max_tokens
+        )
+        cached = sum(one.cached_tokens for one in stats)
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
-
-def usage_of(stats: Iterable[GenerationStats]) -> dict[str, object]:
-    """Token counts in OpenAI's shape."""
-    every = list(stats)
-    prompt = sum(s.prompt_tokens for s in every)
-    output = sum(s.output_tokens for s in every)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in every)},
-    }
-
-
-@dataclass(slots=True)
-class EventWriter:
-    """Server-sent events to one client. A client that stops reading is cut off after ``patience`` seconds."""
-
-    request: web.Request
-    response: web.StreamResponse
-    metrics: Metrics
-    patience: float
-
-    async def send(self, events: Iterable[object]) -> None:
-        """Write events in one go.
-
-        Raises:
-            ConnectionError: the client is gone, or reads too slowly.
-        """
-        data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
-        if data:
-            await self.write(data)
-
-    async def write(self, data: bytes) -> None:
-        """Write raw bytes, under the same rule."""
+    async def _of(self, number: int) -> AsyncGenerator[list[SequenceDelta], None]:
+        stream: AsyncIterator[list[SequenceDelta]] = aiter(self.streams[number])
+        shown = self._requests[number].max_tokens > 0
+        first = number * self.n
         try:
-            await asyncio.wait_for(self.response.write(data), self.patience)
-        except TimeoutError as error:
-            self.metrics.slow_readers.inc()
-            if self.request.transport is not None:
-                self.request.transport.abort()
-            raise ConnectionResetError("the client stopped reading") from error
+            async for deltas in stream:
+                if not shown:
+                    deltas = [replace(delta, text="", token_ids=[], logprobs=[]) for delta in deltas]
+                if first:
+                    deltas = [replace(delta, index=first + delta.index) for delta in deltas]
+                yield merged(deltas)
+        finally:
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
 
 
-async def stream_events(
-    request: web.Request,
-    generations: Generations,
-    metrics: Metrics,
-    patience: float,
-    headers: dict[str, str],
-    first: Callable[[], list[object]],
-    chunks: Callable[[list[ChoiceDelta]], list[object]],
-    last: Callable[[], list[object]],
-) -> web.StreamResponse:
-    """Answer with a stream: ``first`` events, ``chunks`` of each piece of news, ``last`` events, ``[DONE]``.
+def merged(deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+    """The deltas put together, one per index, in the order in which the indexes appear."""
+    if len(deltas) == 1:
+        return deltas
+    by_index: dict[int, list[SequenceDelta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [one_of(parts) for parts in by_index.values()]
 
-    The response starts with the first news, so that a request that fails at once still gets a proper status.
-    """
-    response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | headers)
-    response.content_type = "text/event-stream"
-    response.charset = "utf-8"
-    writer = EventWriter(request, response, metrics, patience)
-    started = False
-    try:
-        async with aclosing(generations.deltas()) as news:
-            async for deltas in news:
-                events = chunks(deltas)
-                if not started:
-                    started = True
-                    await response.prepare(request)
-                    events = first() + events
-                await writer.send(events)
-    except GenerationError as error:
-        failure = APIError(str(error))
-        if not started:
-            raise failure from error
-        await writer.write(b"data: " + failure.body() + b"\n\n")
-        await response.write_eof()
-        return response
-    if not started:
-        await response.prepare(request)
-        await writer.send(first())
-    await writer.send(last())
-    await writer.write(DONE)
-    await response.write_eof()
-    return response
+
+def one_of(parts: list[SequenceDelta]) -> SequenceDelta:
+    """Deltas of one sequence put together."""
+    if len(parts) == 1:
+        return parts[0]
+    return SequenceDelta(
+        parts[0].index,
+        "".join([part.text for part in parts]),
+        _joined(part.token_ids for part in parts),
+        _joined(part.logprobs for part in parts),
+        parts[-1].finish_reason,
+        parts[-1].stop_reason,
+    )
+
+
+def _joined(lists: Iterable[list[T]]) -> list[T]:
+    return [item for items in lists for item in items]

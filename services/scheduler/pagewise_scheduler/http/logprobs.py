@@ -1,53 +1,73 @@
 """Log-probabilities in the two shapes that OpenAI's endpoints use."""
 
+from collections.abc import Sequence
+
 from pagewise_shared.protocol import TokenLogprobs
 
+from pagewise_scheduler.http.responses import (
+    ChatLogprobs,
+    ChosenTokenLogprob,
+    CompletionLogprobs,
+    TokenLogprob,
+)
+from pagewise_scheduler.text.detokenizer import IncrementalDetokenizer
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
-"""JSON has no minus infinity: a token that cannot be drawn reads as this."""
+"""JSON has no minus infinity: a token that cannot be drawn reads as this, as at OpenAI."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> dict[str, object]:
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """``choices[].logprobs`` of a chat completion."""
-
-    def one(token_id: int, logprob: float) -> dict[str, object]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": max(logprob, _LOWEST),
-            "bytes": list(tokenizer.token_as_bytes(token_id)),
-        }
-
-    return {
-        "content": [
-            one(entry.token_id, entry.logprob)
-            | {"top_logprobs": [one(i, p) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)]}
-            for entry in entries
-        ]
-    }
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, entries: list[TokenLogprobs], first_token: int | None, offset: int
-) -> tuple[dict[str, object], int]:
-    """``choices[].logprobs`` of a text completion, and the text offset behind it.
-
-    ``first_token``: a prompt's first token, which has no log-probability, if the prompt is echoed.
-    """
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    if first_token is not None:
-        tokens.append(tokenizer.token_text(first_token))
-        values.append(None)
-        tops.append(None)
+    content = []
     for entry in entries:
-        tokens.append(tokenizer.token_text(entry.token_id))
-        values.append(max(entry.logprob, _LOWEST))
-        top = {tokenizer.token_text(i): max(p, _LOWEST) for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)}
-        tops.append({tokens[-1]: max(entry.logprob, _LOWEST)} | top)
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+        tops = [
+            TokenLogprob(tokenizer.token_text(i), max(p, _LOWEST), list(tokenizer.token_as_bytes(i)))
+            for i, p in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        ]
+        text, data = tokenizer.token_text(entry.token_id), list(tokenizer.token_as_bytes(entry.token_id))
+        content.append(ChosenTokenLogprob(text, max(entry.logprob, _LOWEST), data, tops))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """``choices[].logprobs`` of one choice of a text completion, piece by piece.
+
+    ``context``: tokens in front of the choice's text, for the offsets of tokens that hold part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._text = IncrementalDetokenizer(tokenizer, context, skip_special_tokens)
+        self._offset = 0
+
+    def add(self, entries: Sequence[TokenLogprobs], first_token: int | None = None) -> CompletionLogprobs:
+        """The piece for these tokens. ``first_token``: an echoed prompt's first, which has no log-probability."""
+        piece = CompletionLogprobs([], [], [], [])
+        if first_token is not None:
+            self._append(piece, first_token, None, None)
+        for entry in entries:
+            logprob = max(entry.logprob, _LOWEST)
+            # The token itself first, so that no other token that reads the same takes its place.
+            top = {self._name(entry.token_id): logprob}
+            for token_id, alternative in zip(entry.top_ids, entry.top_logprobs, strict=True):
+                top.setdefault(self._name(token_id), max(alternative, _LOWEST))
+            self._append(piece, entry.token_id, logprob, top)
+        return piece
+
+    def _append(
+        self, piece: CompletionLogprobs, token_id: int, logprob: float | None, top: dict[str, float] | None
+    ) -> None:
+        piece.tokens.append(self._name(token_id))
+        piece.token_logprobs.append(logprob)
+        piece.top_logprobs.append(top)
+        piece.text_offset.append(self._offset)
+        self._offset += len(self._text.push((token_id,)))
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; part of a character reads "bytes:\\xe2\\x82", as at OpenAI."""
+        data = self._tokenizer.token_as_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -4,81 +4,106 @@ from typing import Any
 
 import msgspec
 
+from pagewise_scheduler.http.errors import ErrorResponse
+from pagewise_scheduler.http.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Health,
+    Model,
+    ModelList,
+    TokenizeResponse,
+    Version,
+)
 from pagewise_scheduler.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-_BODIES = {
-    "/v1/completions": (CompletionRequest, "Complete one or several prompts."),
-    "/v1/chat/completions": (ChatRequest, "Continue a conversation."),
-    "/tokenize": (TokenizeRequest, "Tokens of a prompt or of messages."),
-    "/detokenize": (DetokenizeRequest, "Text of tokens."),
+# Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
+_POSTS: dict[str, tuple[str, type, type, type | None]] = {
+    "/v1/completions": (
+        "Complete one or several prompts.",
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponse,
+    ),
+    "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
+    "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
+    "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
 }
-_READS = {
-    "/v1/models": "The model that is served.",
-    "/health": "200 once an executor is ready, else 503.",
-    "/version": "The version of this service.",
-    "/openapi.json": "This document.",
+_GETS: dict[str, tuple[str, type]] = {
+    "/v1/models": ("The model that is served.", ModelList),
+    "/v1/models/{model}": ("The model by its name.", Model),
+    "/health": ("200 once an executor is ready, else 503.", Health),
+    "/version": ("The version of this service.", Version),
 }
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ERRORS = {
+_GENERATION_ERRORS = {
     400: "The request is wrong; param names the field.",
-    404: "No such model or route.",
+    404: "No such model.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is not declared as JSON.",
     429: "Too many requests wait.",
     500: "It failed on our side.",
     503: "No executor is ready.",
 }
+_READ_ERRORS = (400, 404, 408, 413, 415, 500)
+_REF = "#/components/schemas/{name}"
 
 
 def document(version: str, model_name: str) -> dict[str, Any]:
     """The document, as plain JSON values."""
-    kinds = [kind for kind, _ in _BODIES.values()]
-    references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    errors = {
-        str(status): {"description": text, "content": {"application/json": {"schema": _ref("Error")}}}
-        for status, text in _ERRORS.items()
-    }
-    paths: dict[str, Any] = {}
-    for (path, (_, text)), reference in zip(_BODIES.items(), references, strict=True):
-        good: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-        if "completions" in path:
-            good["text/event-stream"] = {"schema": {"type": "string"}}
-        paths[path] = {
-            "post": {
-                "summary": text,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-                "responses": {"200": {"description": "Done.", "content": good}} | errors,
-            }
-        }
-    for path, text in _READS.items():
-        good = {"application/json": {"schema": {"type": "object"}}}
-        responses = {"200": {"description": "Done.", "content": good}}
-        if path == "/health":
-            responses["503"] = {"description": _ERRORS[503], "content": good}
-        paths[path] = {"get": {"summary": text, "responses": responses}}
-    metrics = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    paths["/metrics"] = {"get": {"summary": "Prometheus metrics.", "responses": metrics}}
+    types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
+    _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
+    paths: dict[str, Any] = {path: {"post": _post(path)} for path in _POSTS}
+    paths |= {path: {"get": _get(path)} for path in _GETS}
+    paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
+    text = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    paths["/metrics"] = {"get": _operation("Prometheus metrics.", text)}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Pagewise, serving {model_name}", "version": version},
         "paths": paths,
-        "components": {"schemas": components | {"Error": _ERROR_SCHEMA}},
+        "components": {"schemas": dict(sorted(components.items()))},
     }
 
 
-def _ref(name: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _post(path: str) -> dict[str, Any]:
+    summary, request, answer, event = _POSTS[path]
+    responses = _good(_ref(answer))
+    if event is not None:
+        # Each event is "data: " and this, as JSON; the last one is "data: [DONE]".
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": _ref(event)}
+    responses |= {
+        str(status): {"description": text, "content": {"application/json": {"schema": _ref(ErrorResponse)}}}
+        for status, text in _GENERATION_ERRORS.items()
+        if event is not None or status in _READ_ERRORS
+    }
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    return _operation(summary, responses) | {"requestBody": body}
+
+
+def _get(path: str) -> dict[str, Any]:
+    summary, answer = _GETS[path]
+    responses = _good(_ref(answer))
+    operation = _operation(summary, responses)
+    if path == "/health":
+        responses["503"] = responses["200"] | {"description": "No executor is ready."}
+    if "{model}" in path:
+        responses["404"] = {
+            "description": _GENERATION_ERRORS[404],
+            "content": {"application/json": {"schema": _ref(ErrorResponse)}},
+        }
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    return {"summary": summary, "responses": responses}
+
+
+def _good(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}

@@ -1,25 +1,23 @@
 """From a request body to what the engine runs: defaults, limits, and errors that name the field."""
 
-import math
-import re
 import secrets
 from array import array
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import msgspec
-from aiohttp import web
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.generation import Capacity
-from pagewise_scheduler.http.errors import InvalidRequest, ModelNotFound, Unsupported
-from pagewise_scheduler.http.schema import ChatMessage, GenerationFields, decode
+from pagewise_scheduler.http.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedParameterError,
+)
+from pagewise_scheduler.http.schema import GenerationFields
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
-BodyT = TypeVar("BodyT")
-
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.+?)`")
-_AT_PATH = re.compile(r" - at `\$\.?(.*?)`$")
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures are greedy: dividing by them would overflow."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,39 +28,32 @@ class Limits:
     max_n: int
 
 
-async def read_body(request: web.Request, kind: type[BodyT]) -> BodyT:
-    """The request's JSON body as ``kind``.
-
-    Raises:
-        InvalidRequest: it is not valid; the text and param name where.
-    """
-    raw = await request.read()
-    try:
-        body: BodyT = decode(kind, raw)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    return body
-
-
-def _invalid(text: str) -> InvalidRequest:
-    path = _AT_PATH.search(text)
-    param = path[1] if path else None
-    if (unknown := _UNKNOWN_FIELD.search(text)) is not None:
-        name = f"{param}.{unknown[1]}" if param else unknown[1]
-        return Unsupported(f"{name} is not supported", param=name)
-    return InvalidRequest(_AT_PATH.sub("", text) + (f": {param}" if param else ""), param=param)
-
-
 def check_model(name: str | None, limits: Limits) -> None:
     """Refuse another model's name.
 
     Raises:
-        ModelNotFound: it is not the one that is served.
+        ModelNotFoundError: it is not the one that is served.
     """
     if name is not None and name != limits.model_name:
-        raise ModelNotFound(f"the model {name!r} does not exist here; {limits.model_name!r} does", param="model")
+        raise ModelNotFoundError(f"the model {name!r} does not exist here; {limits.model_name!r} does", param="model")
+
+
+def check_common(body: GenerationFields, limits: Limits) -> int:
+    """Check what needs no tokens; returns n.
+
+    Raises:
+        ModelNotFoundError: another model is meant.
+        InvalidRequestError: n is over the limit, or fields contradict each other.
+    """
+    check_model(body.model, limits)
+    n = body.n or 1
+    if n > limits.max_n:
+        raise InvalidRequestError(f"n is {n}, the most this server allows is {limits.max_n}", "n")
+    if body.best_of not in (None, n):
+        raise UnsupportedParameterError("best_of is not supported, unless it equals n", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
+    return n
 
 
 def sampling_params(
@@ -76,36 +67,28 @@ def sampling_params(
     """Sampling parameters of a request, defaults filled in, everything checked against the vocabulary.
 
     Raises:
-        InvalidRequest: a value makes no sense; ``param`` names it.
+        InvalidRequestError: a value makes no sense; ``param`` names it.
     """
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        value = getattr(body, name)
-        if value is not None and not math.isfinite(value):
-            raise InvalidRequest(f"{name} must be a finite number", param=name)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise Unsupported(
-            f"response_format {body.response_format.type!r} is not supported: only text", param="response_format"
-        )
     stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     if not body.ignore_eos:
         stop_ids = tuple(sorted({*stop_ids, *tokenizer.eos_token_ids}))
-    allowed = _token_ids("allowed_token_ids", body.allowed_token_ids, capacity)
-    if body.allowed_token_ids is not None and not allowed:
-        raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
-    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    top_p = 1.0 if body.top_p is None else body.top_p
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if temperature < _GREEDY_BELOW or top_p == 0.0:  # a nucleus of nothing but the best token
+        temperature, top_p = 0.0, 1.0
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=temperature,
         top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=top_p,
         min_p=body.min_p or 0.0,
-        seed=seed,
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_ids,
         logit_bias=_logit_bias(body.logit_bias or {}, capacity),
-        allowed_token_ids=allowed,
+        allowed_token_ids=_token_ids("allowed_token_ids", body.allowed_token_ids, capacity),
         bad_words=_bad_words(body.bad_words or [], tokenizer),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -113,44 +96,59 @@ def sampling_params(
 
 
 def output_budget(
-    wanted: int | None, default: int | None, num_prompt_tokens: int, body: GenerationFields, capacity: Capacity
+    body: GenerationFields,
+    wanted: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    capacity: Capacity,
+    *,
+    prompt: str = "prompt",
+    output: str = "max_tokens",
 ) -> int:
     """Output tokens a sequence may have; ``default`` None is what the model's length leaves.
 
+    ``prompt`` and ``output`` name the fields that errors speak of.
+
     Raises:
-        InvalidRequest: prompt and output do not fit.
+        InvalidRequestError: the number is negative, or less than ``min_tokens``.
+        ContextLengthError: prompt and output do not fit.
     """
+    if wanted is not None and wanted < 0:
+        raise InvalidRequestError(f"{output} must not be negative", output)
     left = capacity.max_model_len - num_prompt_tokens
-    if left < 1 and not (wanted == 0 and left == 0):
-        raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens; the most this model takes is {capacity.max_model_len}, "
-            "with at least one left for the output",
-            param="prompt",
-            code="context_length_exceeded",
+    about = f"This model's maximum context length is {capacity.max_model_len} tokens."
+    if left < (0 if wanted == 0 else 1):
+        raise ContextLengthError(
+            f"{about} However, your {prompt} resulted in {num_prompt_tokens} tokens"
+            f"{'' if wanted == 0 else ', which leaves none for the output'}. Please reduce its length.",
+            prompt,
         )
-    budget = wanted if wanted is not None else min(left, default if default is not None else left)
+    budget = wanted if wanted is not None else left if default is None else min(left, default)
     if budget > left:
-        raise InvalidRequest(
-            f"max_tokens {budget} is too large: the prompt has {num_prompt_tokens} tokens and the most this model "
-            f"takes is {capacity.max_model_len} in all",
-            param="max_tokens",
-            code="context_length_exceeded",
+        raise ContextLengthError(
+            f"{about} However, you requested {num_prompt_tokens + budget} tokens ({num_prompt_tokens} in the {prompt}, "
+            f"{budget} in the completion). Please reduce the length of the {prompt} or the completion.",
+            output,
         )
     if (body.min_tokens or 0) > budget:
-        raise InvalidRequest(f"min_tokens {body.min_tokens} is over max_tokens {budget}", param="min_tokens")
+        raise InvalidRequestError(f"min_tokens is {body.min_tokens}, {output} is only {budget}", "min_tokens")
     return budget
 
 
-def truncated(tokens: "array[int]", body: GenerationFields, capacity: Capacity) -> "array[int]":
-    """The prompt's last ``truncate_prompt_tokens`` tokens (-1: what the model's length allows beside one more)."""
+def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | None, capacity: Capacity) -> "array[int]":
+    """The prompt's last ``truncate_prompt_tokens`` tokens (-1: as many as leave room for ``max_tokens``).
+
+    Raises:
+        InvalidRequestError: nothing would be left.
+    """
     keep = body.truncate_prompt_tokens
     if keep is None:
         return tokens
     if keep == -1:
-        keep = capacity.max_model_len - (body.max_tokens or 1)
+        keep = capacity.max_model_len - (1 if max_tokens is None else max_tokens)
     if keep < 1:
-        raise InvalidRequest("truncate_prompt_tokens must be at least 1, or -1", param="truncate_prompt_tokens")
-    return tokens[-keep:]
+        raise InvalidRequestError("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
+    return tokens if len(tokens) <= keep else tokens[-keep:]
 
 
 def stop_texts(body: GenerationFields) -> tuple[str, ...]:
@@ -158,47 +156,11 @@ def stop_texts(body: GenerationFields) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def sequence_count(body: GenerationFields, limits: Limits) -> int:
-    """n, checked.
-
-    Raises:
-        InvalidRequest: it is over the limit.
-    """
-    n = body.n or 1
-    if n > limits.max_n:
-        raise InvalidRequest(f"n is {n}, the most this server allows is {limits.max_n}", param="n")
-    return n
-
-
-def message_fields(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates want them: content as one string.
-
-    Raises:
-        InvalidRequest, Unsupported: a part is not text.
-    """
-    plain = []
-    for number, message in enumerate(messages):
-        content = message.content
-        if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    raise Unsupported(
-                        f"content of type {part.type!r} is not supported: only text",
-                        param=f"messages[{number}].content",
-                    )
-            content = "".join(part.text or "" for part in content)
-        if content is None:
-            raise InvalidRequest("a message needs content", param=f"messages[{number}].content")
-        fields = {"role": message.role, "content": content}
-        plain.append(fields | ({"name": message.name} if message.name is not None else {}))
-    return plain
-
-
 def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[int, ...]:
     for token in ids or ():
         if token >= capacity.vocab_size:
-            raise InvalidRequest(
-                f"{name}: token {token} is outside the vocabulary of {capacity.vocab_size}", param=name
+            raise InvalidRequestError(
+                f"{name}: token id {token} is outside the vocabulary of {capacity.vocab_size}", name
             )
     return tuple(ids or ())
 
@@ -206,18 +168,26 @@ def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[in
 def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
-        if not key.isascii() or not key.isdigit() or int(key) >= capacity.vocab_size:
-            raise InvalidRequest(f"logit_bias: {key!r} is no token id below {capacity.vocab_size}", param="logit_bias")
+        # The length first: turning a string of a million digits into a number takes its time.
+        if len(key) > 10 or not (key.isascii() and key.isdigit()) or int(key) >= capacity.vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {key[:20]!r} is no token id below {capacity.vocab_size}", "logit_bias"
+            )
         result[int(key)] = value
     return result
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens, as it stands and as it reads behind a space."""
+    """Each word as tokens, as it stands and as it reads behind a space.
+
+    The second form only counts if it is as long and begins differently, as in vLLM: else it would ban the space.
+    """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        for form in (word.lstrip(), " " + word.lstrip()):
-            tokens = tuple(tokenizer.encode(form, add_special_tokens=False))
-            if tokens:
-                found[tokens] = None
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if plain:
+            found[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
     return tuple(found)
