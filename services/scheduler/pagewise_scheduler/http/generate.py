@@ -99,10 +99,11 @@ class Generations:
         changed = asyncio.Event()
 
         async def follow(number: int) -> None:
+            nonlocal news
             try:
                 async with aclosing(self._of(number)) as deltas:
                     async for some in deltas:
-                        news.extend(some)
+                        news += some
                         changed.set()
             finally:
                 changed.set()
@@ -113,13 +114,13 @@ class Generations:
             while running:
                 await changed.wait()
                 changed.clear()
-                running = not all(task.done() for task in tasks)
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                done = [task for task in tasks if task.done()]
+                running = len(done) < len(tasks)
                 if news:
-                    yield merged(news)
-                    news.clear()
+                    some, news = news, []
+                    yield merged(some)
+                for task in done:
+                    task.result()  # raises where a stream has failed
         finally:
             for task in tasks:
                 task.cancel()
