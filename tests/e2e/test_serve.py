@@ -30,7 +30,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     # A small pool: 64 streams do not fit at once, so sequences are preempted while this runs.
-    with serving("--num-blocks", "64", "--max-num-seqs", "48", "--executor-timeout", "5") as running:
+    with serving("--num-blocks", "26", "--max-num-seqs", "48", "--executor-timeout", "5") as running:
         yield running
 
 

@@ -56,7 +56,8 @@ class Service:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

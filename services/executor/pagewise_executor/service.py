@@ -225,8 +225,10 @@ class ExecutorService:
             while self._welcome is None:
                 await self._send(self._hello)
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
+                # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._welcomed.wait(), pause)
+                    async with asyncio.timeout(pause):
+                        await self._welcomed.wait()
                 if self._welcome is None and attempt < len(_HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1

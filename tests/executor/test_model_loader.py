@@ -1,0 +1,104 @@
+"""Models that cannot be served, and why; and how large the pool becomes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pagewise_executor.kv_pool import bytes_per_block, pool_size
+from pagewise_executor.model_loader import load_model
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from tests.model_builders import build_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    build_model("llama", path)
+    return path
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def refused(path: Path | str, **options: object) -> str:
+    with pytest.raises(ModelError) as error:
+        load_model(ExecutorConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def edit_config(path: Path, **values: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_missing_and_truncated_files(model: Path) -> None:
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-100], whole[:50], whole[:3], b""):
+        weights.write_bytes(damaged)
+        assert "truncated" in refused(model)
+    weights.write_bytes(b"\x10" + b"\0" * 7 + b"x" * 400)
+    assert "header cannot be read" in refused(model)
+    weights.unlink()
+    assert "has no weights" in refused(model)
+    (model / "pytorch_model.bin").touch()
+    assert "only safetensors are loaded" in refused(model)
+    (model / "config.json").unlink()
+    assert "has no config.json" in refused(model)
+    assert "no such model" in refused(model / "nowhere")
+    assert "is a file" in refused(model / "generation_config.json")
+
+
+def test_an_index_that_names_missing_files(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "one.safetensors" in refused(model)
+    (model / "model.safetensors.index.json").write_text("{}")
+    assert "index.json is unusable" in refused(model)
+
+
+def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
+    edit_config(model, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    assert "dynamic rope" in refused(model)
+    edit_config(model, model_type="no_such_architecture")
+    assert "config.json is unusable" in refused(model)
+    (model / "config.json").write_text("{")
+    assert "config.json is unusable" in refused(model)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "owner/name is no directory here" in refused("owner/name")
+
+
+def test_fingerprints_tell_models_apart(llama: Path, model: Path) -> None:
+    def of(path: Path) -> str:
+        return load_model(ExecutorConfig(model=str(path), device="cpu")).fingerprint
+
+    assert of(llama) == of(model)
+    edit_config(model, rms_norm_eps=0.01)
+    assert of(llama) != of(model)
+
+
+def test_the_pool_takes_what_it_is_given() -> None:
+    shapes = [(2, 64)] * 3
+    size = bytes_per_block(shapes, 16, torch.float32)
+    assert size == 2 * 16 * 4 * 3 * 2 * 64
+    cpu = torch.device("cpu")
+
+    def blocks(**options: object) -> int:
+        return pool_size(ExecutorConfig(**options), size, cpu, max_model_len=100)  # type: ignore[arg-type]
+
+    assert blocks(num_blocks=17) == 17
+    assert blocks(kv_memory="10MiB") == 10 * 2**20 // size
+    assert blocks(max_num_seqs=3) == 3 * 7, "never more than all sequences at full length can use"
+    with pytest.raises(ModelError, match="one KV block takes"):
+        blocks(kv_memory="10KiB")
+    with pytest.raises(ModelError, match="not enough memory"):
+        blocks(num_blocks=10**9)

@@ -1,0 +1,163 @@
+"""Sampling against plain oracles."""
+
+import numpy as np
+import pytest
+import torch
+from pagewise_executor.philox import gumbel_noise, philox
+from pagewise_executor.sampler import Sampler
+from pagewise_shared.sampling import SamplingParams
+
+VOCAB = 50
+
+
+def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
+    sampler = Sampler(VOCAB, torch.device("cpu"))
+    known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
+    for row, one in enumerate(params):
+        sampler.join(row, known, prompt, one)
+    return sampler
+
+
+def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    tokens, _ = sampler.sample(logits[None].repeat(len(rows), 1), rows, torch.tensor(positions))
+    return tokens.tolist()
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def distribution(params: SamplingParams, logits: torch.Tensor, count: int = 20_000) -> torch.Tensor:
+    sampler = sampler_for([params])
+    tokens, _ = sampler.sample(logits[None].repeat(count, 1), [0] * count, torch.arange(count))
+    return torch.bincount(tokens, minlength=VOCAB) / count
+
+
+def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution that the parameters describe, step by step."""
+    probabilities = (logits / params.temperature).softmax(-1)
+    keep = probabilities >= params.min_p * probabilities.max()
+    if params.top_k:
+        keep &= probabilities >= probabilities.sort(descending=True).values[params.top_k - 1]
+    probabilities = torch.where(keep, probabilities, 0)
+    probabilities /= probabilities.sum()
+    order = probabilities.argsort(descending=True)
+    total = 0.0
+    nucleus = torch.zeros_like(keep)
+    for token in order.tolist():
+        if total >= params.top_p:
+            break
+        nucleus[token] = True
+        total += float(probabilities[token])
+    probabilities = torch.where(nucleus, probabilities, 0)
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams, logits: torch.Tensor) -> None:
+    expected, got = filtered(logits, params), distribution(params, logits)
+    assert not got[expected == 0].any()
+    assert (expected - got).abs().sum() < 0.05
+
+
+def test_philox_is_the_published_generator() -> None:
+    # Known answers of Random123, philox4x32-10.
+    for counter, key, words in (
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ):
+        assert [int(w) for w in philox(torch.tensor(key), [torch.tensor(c) for c in counter])] == words
+
+
+def test_noise_depends_on_seed_and_position_alone() -> None:
+    seeds, positions = torch.tensor([1, -5, 1]), torch.tensor([7, 7, 2**33])
+    together = gumbel_noise(seeds, positions, 31)
+    for i in range(3):
+        assert torch.equal(gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 31)[0], together[i])
+    assert len({tuple(row.tolist()) for row in together}) == 3
+    assert together.isfinite().all()
+
+
+def test_a_row_draws_the_same_in_any_batch(logits: torch.Tensor) -> None:
+    one = SamplingParams(temperature=0.9, seed=2**64 - 3, top_p=0.9)
+    others = [SamplingParams(seed=i, top_k=i) for i in range(1, 5)]
+    alone = [draw(sampler_for([one]), logits, [0], [position])[0] for position in range(20)]
+    beside = [draw(sampler_for([*others, one]), logits, [2, 4, 0], [3, position, 9])[1] for position in range(20)]
+    assert alone == beside
+
+
+def test_greedy_rows_stay_greedy_beside_others(logits: torch.Tensor) -> None:
+    sampler = sampler_for([SamplingParams(temperature=0), SamplingParams(temperature=5.0, seed=1)])
+    assert all(draw(sampler, logits, [0, 1], [p, p])[0] == int(logits.argmax()) for p in range(10))
+
+
+def test_penalties(logits: torch.Tensor) -> None:
+    tokens = [4, 5, 6, 7, 7, 8]  # the first three are the prompt
+    for params in (
+        SamplingParams(temperature=0, frequency_penalty=1.5),
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, repetition_penalty=1.8),
+    ):
+        expected = logits.clone()
+        for token in range(VOCAB):
+            count = tokens[3:].count(token)
+            if token in tokens and params.repetition_penalty != 1:
+                factor = params.repetition_penalty
+                expected[token] = expected[token] / factor if expected[token] > 0 else expected[token] * factor
+            expected[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        sampler = sampler_for([params], tokens)
+        shaped = sampler._shape(logits[None], [sampler._rows[0]])[0]
+        torch.testing.assert_close(shaped, expected)
+
+
+def test_a_token_that_was_drawn_counts_in_the_next_step(logits: torch.Tensor) -> None:
+    sampler = sampler_for([SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)])
+    drawn = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
+    assert len(set(drawn)) > 1
+
+
+def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
+    best = int(logits.argmax())
+    assert draw(sampler_for([SamplingParams(temperature=0, logit_bias={9: 100.0})]), logits, [0], [3]) == [9]
+    assert draw(sampler_for([SamplingParams(temperature=0, allowed_token_ids=(11, 12))]), logits, [0], [3])[0] in (
+        11,
+        12,
+    )
+    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
+
+
+def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:
+    best = int(logits.argmax())
+    sampler = sampler_for([SamplingParams(temperature=0, stop_token_ids=(best,), min_tokens=2)])
+    drawn = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
+    assert best not in drawn[:2]
+    assert drawn[2] == best
+
+
+def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
+    sampler = sampler_for([SamplingParams(temperature=0, logprobs=3, allowed_token_ids=(7,))])
+    _, wanted = sampler.sample(logits[None], [0], torch.tensor([3]))
+    entry = wanted[0].report()
+    raw = logits.log_softmax(-1)
+    assert entry.token_id == 7
+    assert entry.logprob == pytest.approx(float(raw[7]))
+    assert entry.rank == int((raw > raw[7]).sum()) + 1
+    assert list(entry.top_ids) == raw.topk(3).indices.tolist()

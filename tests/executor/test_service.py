@@ -1,0 +1,181 @@
+"""The executor service over a real ROUTER socket, with the simulated runner behind it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from pagewise_executor.service import ExecutorService, RefusedError
+from pagewise_executor.simulated import SimulatedRunner
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import (
+    Drain,
+    FromExecutor,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Message,
+    NewSequence,
+    Refused,
+    Rejoin,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Welcome,
+    decode_from_executor,
+    encode,
+    pack_int32s,
+)
+from pagewise_shared.sampling import SamplingParams
+
+
+class Scheduler:
+    """The other end of the wire: sends what a test wants, and hands out what comes in."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(endpoint)
+        self.identity = b""
+
+    async def receive(self, kind: type[FromExecutor], seconds: float = 10.0) -> FromExecutor:
+        async with asyncio.timeout(seconds):
+            while True:
+                self.identity, frame = await self.socket.recv_multipart()
+                message = decode_from_executor(frame)
+                if isinstance(message, Heartbeat) and kind is not Heartbeat:
+                    await self.send(HeartbeatAck(message.epoch))
+                elif isinstance(message, kind):
+                    return message
+
+    async def send(self, message: Message | bytes) -> None:
+        frame = message if isinstance(message, bytes) else encode(message)
+        await self.socket.send_multipart([self.identity, frame])
+
+    async def result(self) -> StepResult:
+        message = await self.receive(StepResult)
+        assert isinstance(message, StepResult)
+        return message
+
+
+@asynccontextmanager
+async def joined(
+    path: Path, step_seconds: float = 0.0, heartbeat_ms: int = 200
+) -> AsyncIterator[tuple[Scheduler, "asyncio.Task[None]", ExecutorService]]:
+    endpoint = f"ipc://{path}/wire"
+    runner = SimulatedRunner(ExecutorConfig(num_blocks=8, block_size=4), step_seconds)
+    service = ExecutorService(runner, endpoint, "e", max_num_seqs=4, max_num_batched_tokens=16)
+    running = asyncio.create_task(service.run())
+    scheduler = Scheduler(endpoint)
+    try:
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(5, 4, 16, heartbeat_ms))
+        yield scheduler, running, service
+    finally:
+        service.stop("test over")
+        await asyncio.gather(running, return_exceptions=True)
+        scheduler.socket.close()
+        scheduler.context.term()
+
+
+def plan(step: int, epoch: int = 5, **fields: object) -> StepPlan:
+    return StepPlan(epoch=epoch, step=step, **fields)  # type: ignore[arg-type]
+
+
+def new(row: int = 0, blocks: tuple[int, ...] = (3,)) -> NewSequence:
+    return NewSequence(row, pack_int32s([1, 2, 3]), 3, 0, pack_int32s(blocks), SamplingParams(temperature=0))
+
+
+FIRST = {"joined": (new(),), "chunks": ((0, 3),)}
+
+
+async def test_plans_are_answered_in_order(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(plan(1, **FIRST))
+        await scheduler.send(plan(2))
+        first, second = await scheduler.result(), await scheduler.result()
+        assert (first.step, second.step) == (1, 2)
+        assert len(first.tokens) == len(second.tokens) == 4
+        assert first.error is None
+
+
+async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, service):
+        for junk in (b"", b"\xff\x00junk", encode(Heartbeat(5)), encode(plan(1, epoch=4)), encode(plan(2))):
+            await scheduler.send(junk)
+        await scheduler.send(plan(1, **FIRST))
+        result = await scheduler.result()
+        assert (result.epoch, result.step, result.error) == (5, 1, None)
+        assert service.bad_frames == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"left": (2,)},
+        {"joined": (new(row=4),)},
+        {"joined": (new(), new())},
+        {"joined": (new(blocks=(8,)),)},
+        {"joined": (new(blocks=(-1,)),)},
+        {"appended": pack_int32s([1, 1])},
+        {"appended": pack_int32s([1])},
+        {"appended": b"abc"},
+        {"copies": pack_int32s([0, 99])},
+        {"chunks": ((0, 1),)},
+        {"joined": (new(),), "chunks": ((0, 4),)},
+        {"joined": (new(blocks=()),), "chunks": ((0, 3),)},
+    ],
+)
+async def test_an_invalid_plan_fails_its_epoch_until_the_next_welcome(
+    tmp_path: Path, fields: dict[str, object]
+) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(plan(1, **fields))
+        await scheduler.send(plan(2, **FIRST))
+        for step in (1, 2):
+            result = await scheduler.result()
+            assert result.step == step
+            assert result.error is not None
+            assert result.error.kind == "invalid_plan"
+        await scheduler.send(Welcome(6, 4, 16))
+        await scheduler.send(plan(1, epoch=6, **FIRST))
+        assert (await scheduler.result()).error is None
+
+
+async def test_heartbeats_go_on_while_a_step_runs(tmp_path: Path) -> None:
+    async with joined(tmp_path, step_seconds=1.0, heartbeat_ms=100) as (scheduler, _, _):
+        await scheduler.send(plan(1, **FIRST))
+        for _ in range(3):
+            await scheduler.receive(Heartbeat, seconds=0.8)
+        assert (await scheduler.result()).step == 1
+
+
+async def test_it_says_hello_again_when_it_is_forgotten(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(plan(1, **FIRST))
+        await scheduler.result()
+        await scheduler.send(Rejoin())
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(9, 4, 16))
+        await scheduler.send(plan(1, epoch=9, **FIRST))
+        assert (await scheduler.result()).epoch == 9
+
+
+@pytest.mark.parametrize("message", [Shutdown(), Drain(5)])
+async def test_it_leaves_when_told_to(tmp_path: Path, message: Message) -> None:
+    async with joined(tmp_path) as (scheduler, running, _):
+        await scheduler.send(message)
+        await scheduler.receive(Goodbye)
+        await asyncio.wait_for(running, 5)
+
+
+async def test_a_refusal_ends_it_with_the_reason(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, running, _):
+        await scheduler.send(Refused("wrong model"))
+        with pytest.raises(RefusedError, match="wrong model"):
+            await asyncio.wait_for(running, 5)
