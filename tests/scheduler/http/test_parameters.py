@@ -238,7 +238,7 @@ async def test_continuous_usage() -> None:
             prompt=PROMPT,
             max_tokens=4,
             stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         )
         counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
         assert counts == [1, 2, 3, 4, 4]

@@ -22,7 +22,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text
 def cut(data: st.DataObject, items: list[int]) -> list[list[int]]:
     """The items in pieces of random sizes; some are empty."""
     sizes = [*data.draw(st.lists(st.sampled_from([0, 1, 2, 5]), max_size=6)), 1]
-    pieces = []
+    pieces: list[list[int]] = []
     for size in itertools.cycle(sizes):
         if not items:
             return pieces

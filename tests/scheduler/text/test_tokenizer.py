@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pagewise_scheduler.text.errors import ChatTemplateError, NoChatTemplateError
@@ -67,11 +68,13 @@ def test_chat_template_wherever_it_is(tmp_path: Path, sources: dict[str, object]
     if jinja is not None:
         (tmp_path / "chat_template.jinja").write_text(str(jinja))
     tokenizer = Tokenizer.load(tmp_path)
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
     assert tokenizer.render_chat(messages) == "<|user|>user: a\nb<|end|><|assistant|>"
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|user|>user: a\nb<|end|>"
     assert tokenizer.render_chat(messages, template_kwargs={"suffix": "!"}).endswith("<|assistant|>!")
-    continued = [*messages, {"role": "assistant", "content": "So "}]
+    continued: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": "So "}]
     assert tokenizer.render_chat(continued, add_generation_prompt=False, continue_final_message=True).endswith(
         "assistant: So "
     )
