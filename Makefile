@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-gpu lint format types bench docs clean
+.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ test-long: setup ## Tests that take minutes
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
+
+test-compose: setup ## Build and try the containers (needs Docker with Compose v2)
+	$(PY) -m pytest -m compose $(ARGS)
 
 lint: setup ## ruff, import rules
 	$(VENV)/bin/ruff check .

@@ -37,8 +37,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def requests() -> list[tuple[str, int]]:
     rng = random.Random(5)
-    lines = [rng.choice(TEXTS) + f"  # {rng.randrange(1000)}\n" * rng.randrange(1, 8) for _ in range(64)]
-    return [(line, rng.randrange(1, 90)) for line in lines]
+    lines = [rng.choice(TEXTS) + f"  # {rng.randrange(1000)}\n" * rng.randrange(1, 8) for _ in range(16)]
+    return [(line, rng.randrange(1, 90)) for line in lines] * 4
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def references(requests: list[tuple[str, int]]) -> list[str]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     texts = []
-    for text, max_tokens in requests:
+    for text, max_tokens in requests[:16]:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
         texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    return texts
+    return texts * 4
 
 
 async def stream_text(

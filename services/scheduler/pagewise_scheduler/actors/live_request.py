@@ -54,6 +54,7 @@ class LiveRequest:
                 skip_special_tokens=generation.skip_special_tokens,
                 stop=generation.stop,
                 include_stop_str_in_output=generation.include_stop_str_in_output,
+                min_tokens=generation.sampling.min_tokens,
             )
             for _ in range(generation.n)
         ]
