@@ -23,7 +23,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from pagewise_scheduler.actors.engine import Engine, Lost
+from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -149,6 +149,12 @@ class Fleet:
             return
         if identity in self._members:
             self._give_up(identity, "it said Hello again")
+        for other, member in list(self._members.items()):
+            # One that was started again under its old name: no need to wait until its old life times out. Two that
+            # are alive under one name are both kept: names are for people.
+            silent = clock() - member.last_seen > 1.5 * HEARTBEAT_MS / 1000
+            if member.hello.executor_id == hello.executor_id and silent:
+                self._give_up(other, "it was started again")
         self._bad_frames.pop(identity, None)
         self._fingerprint = hello.model_fingerprint
         limit = min(hello.max_model_len, self._max_model_len or hello.max_model_len)
