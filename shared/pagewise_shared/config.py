@@ -21,6 +21,9 @@ ConfigT = TypeVar("ConfigT", bound=Struct)
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
 
+VARIABLE_PREFIX = "PAGEWISE_"
+"""What the names of all environment variables begin with."""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -153,7 +156,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     """
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(config_type):
-        variable = "PAGEWISE_" + field.name.upper()
+        variable = VARIABLE_PREFIX + field.name.upper()
         if field.name in given:
             values[field.name] = _convert(given[field.name], field.type, _flag(field.name))
         elif environ.get(variable):

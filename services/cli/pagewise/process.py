@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from pagewise_shared.config import VARIABLE_PREFIX
+
 STOP_SECONDS = 10.0
 
 _PR_SET_PDEATHSIG = 1
@@ -33,7 +35,7 @@ class Service:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=_environment(),
             # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
             start_new_session=True,
             preexec_fn=_die_with_parent,
@@ -76,6 +78,12 @@ class Service:
                 on_line(text)
             else:
                 print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours without its options: they have been read once, and the arguments leave out what is the default."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
+    return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def _die_with_parent() -> None:
