@@ -1,6 +1,7 @@
 """A service as a child process: what it inherits, how its lines come through, how it is stopped."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,31 +9,35 @@ from pagewise import process
 from pagewise.main import main
 from pagewise.process import Service
 
+WriteCode = Callable[[str], int]
+
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is run in place of a service, as ``python -m service_under_test``."""
+def write_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteCode:
+    """Writes what runs in place of a service, as ``python -m service_under_test``."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return tmp_path / "service_under_test.py"
+    return (tmp_path / "service_under_test.py").write_text
 
 
 def service(on_line: list[str], *argv: str) -> Service:
     return Service("tested", "service_under_test", argv, on_line.append)
 
 
-async def test_options_reach_a_service_as_arguments_only(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_options_reach_a_service_as_arguments_only(
+    write_code: WriteCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A variable that the command line overruled must not come back in the child.
     monkeypatch.setenv("PAGEWISE_MAX_NUM_SEQS", "7")
-    module.write_text("import os, sys; print(os.environ.get('PAGEWISE_MAX_NUM_SEQS'), sys.argv[1:])")
+    write_code("import os, sys; print(os.environ.get('PAGEWISE_MAX_NUM_SEQS'), sys.argv[1:])")
     lines: list[str] = []
     assert await service(lines, "--port=1").run() == 0
     assert lines == ["None ['--port=1']"]
 
 
 async def test_lines_are_relayed_behind_the_name_whatever_they_are(
-    module: Path, capsys: pytest.CaptureFixture[str]
+    write_code: WriteCode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module.write_text(
+    write_code(
         "import sys; e = sys.stderr.buffer; e.write(b'x' * 1_000_000 + b'\\n' + b'bad \\xff\\n' + b'last'); sys.exit(3)"
     )
     assert await service([]).run() == 3
@@ -44,12 +49,10 @@ async def test_lines_are_relayed_behind_the_name_whatever_they_are(
 
 @pytest.mark.parametrize(("reaction", "code"), [("SIG_DFL", -15), ("SIG_IGN", -9)])
 async def test_a_service_that_ignores_sigterm_is_killed(
-    module: Path, monkeypatch: pytest.MonkeyPatch, reaction: str, code: int
+    write_code: WriteCode, monkeypatch: pytest.MonkeyPatch, reaction: str, code: int
 ) -> None:
     monkeypatch.setattr(process, "STOP_SECONDS", 1.0)
-    module.write_text(
-        f"import signal, time; signal.signal(signal.SIGTERM, signal.{reaction}); print('up'); time.sleep(60)"
-    )
+    write_code(f"import signal, time; signal.signal(signal.SIGTERM, signal.{reaction}); print('up'); time.sleep(60)")
     up = asyncio.Event()
     tested = Service("tested", "service_under_test", [], lambda line: up.set())
     running = asyncio.create_task(tested.run())
