@@ -1,0 +1,263 @@
+"""Fleet, engines and router over a real socket: who is let in, what is dropped, and that requests survive."""
+
+import asyncio
+import uuid
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import zmq
+import zmq.asyncio
+from pagewise_executor.service import ExecutorService
+from pagewise_executor.simulated import SimulatedRunner
+from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
+from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.text.tokenizer import Tokenizer
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.model_files import resolve_model
+from pagewise_shared.protocol import (
+    PROTOCOL_MAJOR,
+    FromScheduler,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Rejoin,
+    StepError,
+    StepPlan,
+    StepResult,
+    Welcome,
+    decode_from_scheduler,
+    encode,
+)
+from pagewise_shared.sampling import SamplingParams
+
+TOKENIZER = Tokenizer.load(resolve_model("pagewise-demo"))
+
+
+class Stack:
+    """A fleet and a router, and what a test wants to know of them."""
+
+    def __init__(self, path: Path, patience: float = 5.0) -> None:
+        self.metrics = Metrics("m")
+        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, patience=patience)
+        self.fleet = Fleet(
+            f"ipc://{path}/wire",
+            self.router,
+            self.metrics,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=None,
+            executor_timeout=1.0,
+        )
+
+    def dropped(self, reason: str) -> float:
+        return float(self.metrics.frames_dropped(reason)._value.get())
+
+    async def ready(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while (c := self.router.capacity()) is None or c.ready_executors != count:
+                await asyncio.sleep(0.01)
+
+    async def generate(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        stream = self.router.submit(
+            GenerationRequest(
+                uuid.uuid4().hex,
+                array("i", prompt),
+                max_tokens,
+                SamplingParams(temperature=0),
+                arrival_time=monotonic(),
+            )
+        )
+        return [token async for deltas in stream for delta in deltas for token in delta.token_ids]
+
+
+@asynccontextmanager
+async def running(path: Path, patience: float = 5.0) -> AsyncIterator[Stack]:
+    stack = Stack(path, patience)
+    tasks = [asyncio.create_task(stack.fleet.run()), asyncio.create_task(stack.router.run())]
+    try:
+        yield stack
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def executor(path: Path, name: str = "e", step_seconds: float = 0.0) -> AsyncIterator["asyncio.Task[None]"]:
+    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
+    service = ExecutorService(runner, f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64)
+    task = asyncio.create_task(service.run())
+    try:
+        yield task
+    finally:
+        service.stop("test over")
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class RawExecutor:
+    """A socket that says whatever a test wants."""
+
+    def __init__(self, path: Path) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"ipc://{path}/wire")
+
+    async def send(self, message: Message | bytes) -> None:
+        await self.socket.send(message if isinstance(message, bytes) else encode(message))
+
+    async def receive(self) -> FromScheduler:
+        async with asyncio.timeout(10):
+            return decode_from_scheduler(await self.socket.recv())
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def hello(**fields: object) -> Hello:
+    given = {
+        "protocol_major": PROTOCOL_MAJOR,
+        "protocol_minor": 0,
+        "executor_id": "raw",
+        "model_fingerprint": "simulated",
+        "vocab_size": 100,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 16,
+    }
+    return Hello(**(given | fields))  # type: ignore[arg-type]
+
+
+async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        first = await stack.generate([1, 2, 3])
+        assert len(first) == 8
+        assert await stack.generate([1, 2, 3]) == first
+        (engine,) = stack.router.engines
+        assert engine.load == 0
+        async with asyncio.timeout(5):
+            while engine.scheduler.kv.num_free != 64:
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_of_an_executor_that_leaves_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        async with executor(tmp_path, "one", step_seconds=0.01):
+            await stack.ready(1)
+            expected = await stack.generate([5, 6, 7], max_tokens=60)
+            moving = asyncio.create_task(stack.generate([5, 6, 7], max_tokens=60))
+            await asyncio.sleep(0.2)
+        assert not moving.done()
+        async with executor(tmp_path, "two"):
+            assert await moving == expected
+
+
+async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello())
+        assert isinstance(await raw.receive(), Welcome)
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        assert isinstance(await raw.receive(), StepPlan)
+        await stack.ready(0)
+        async with executor(tmp_path):
+            assert len(await moving) == 8
+        await raw.send(StepResult(1, 1))
+        while not isinstance(answer := await raw.receive(), Rejoin):
+            assert isinstance(answer, StepPlan), "plans that were sent before it was given up"
+        assert stack.dropped("unknown_sender") == 1
+        raw.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"protocol_major": PROTOCOL_MAJOR + 1}, "speaks protocol"),
+        ({"num_blocks": 0}, "offers no blocks"),
+        ({"model_fingerprint": "other"}, "is not the fleet's model"),
+    ],
+)
+async def test_who_does_not_fit_is_refused_with_a_reason(
+    tmp_path: Path, fields: dict[str, object], reason: str
+) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(**fields))
+        answer = await raw.receive()
+        assert isinstance(answer, Refused)
+        assert reason in answer.reason
+        raw.close()
+
+
+async def test_garbage_and_stale_epochs_are_dropped_and_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello())
+        welcome = await raw.receive()
+        assert isinstance(welcome, Welcome)
+        await stack.ready(1)
+        for junk in (b"", b"\xc1garbage", encode(Welcome(1, 1, 1))):
+            await raw.send(junk)
+        await raw.send(StepResult(welcome.epoch - 1, 1))
+        await raw.send(Heartbeat(welcome.epoch))
+        await raw.receive()
+        async with asyncio.timeout(5):
+            while stack.dropped("stale_epoch") < 1:
+                await asyncio.sleep(0.01)
+        assert stack.dropped("undecodable") == 3
+        await stack.ready(1)
+        for _ in range(MAX_BAD_FRAMES):
+            await raw.send(b"\xc1")
+        await stack.ready(0)
+        raw.close()
+
+
+async def test_a_failed_step_starts_over_under_a_new_epoch_and_fails_only_what_cannot_run_alone(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello())
+        await raw.receive()
+        await stack.ready(1)
+        doomed = asyncio.create_task(stack.generate([1, 2, 3]))
+        while not doomed.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    message = decode_from_scheduler(await raw.socket.recv())
+                    if isinstance(message, StepPlan):
+                        await raw.send(StepResult(message.epoch, message.step, error=StepError("internal", "broken")))
+        with pytest.raises(GenerationError, match="broken"):
+            await doomed
+        raw.close()
+
+
+async def test_admission(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=0.3) as stack:
+        with pytest.raises(AdmissionError) as error:
+            await stack.generate([1])
+        assert error.value.kind == "unavailable"
+        async with executor(tmp_path):
+            await stack.ready(1)
+            with pytest.raises(AdmissionError) as error:
+                await stack.generate([1, 2], max_tokens=10_000)
+            assert error.value.kind == "never_fits"
+        await stack.ready(0)
+        with pytest.raises(GenerationError, match="no executor could take the request"):
+            await stack.generate([1])
+        waiting = [asyncio.create_task(stack.generate([1])) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(AdmissionError) as error:
+            await stack.generate([1])
+        assert error.value.kind == "overloaded"
+        await asyncio.gather(*waiting, return_exceptions=True)
