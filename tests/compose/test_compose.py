@@ -2,91 +2,134 @@
 
 import json
 import os
+import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PORT = 18080
+MAX_TOKENS = 900
+"""Enough for streams to run on for seconds."""
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 
-def compose(*arguments: str, check: bool = True) -> str:
-    done = subprocess.run(
-        ["docker", "compose", "-p", "pagewise-test", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PAGEWISE_HTTP_PORT": str(PORT), "PAGEWISE_KV_MEMORY": "64MiB"},
-        capture_output=True,
-        text=True,
-    )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def stack() -> Iterator[None]:
-    try:
-        compose("up", "--build", "--detach", "--scale", "executor=3")
-        yield
-    finally:
-        print(compose("logs", "--tail", "40", check=False))
-        compose("down", "--volumes", check=False)
+def run(*command: str, environ: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | (environ or {}), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
 
 
 def inspect(container: str, template: str) -> str:
-    command = ["docker", "inspect", "--format", template, container]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return run("docker", "inspect", "--format", template, container)
 
 
-def executors_ready() -> int:
+class Stack:
+    """The project of ``compose.yaml`` under a name and a port of its own, so that it disturbs no other."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.name = f"pagewise-test-{os.getpid()}"
+
+    def compose(self, *arguments: str) -> str:
+        environ = {"PAGEWISE_HTTP_PORT": str(self.port), "PAGEWISE_KV_MEMORY": "64MiB"}
+        return run("docker", "compose", "-p", self.name, *arguments, environ=environ)
+
+    def executors_ready(self) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return int(json.load(answer)["executors"])
+        except OSError:
+            return 0
+
+    def wait_for_executors(self, count: int, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while (ready := self.executors_ready()) != count:
+            assert time.monotonic() < deadline, f"{ready} executors are ready, not {count}"
+            time.sleep(0.5)
+
+    def stream(self, prompt: str, max_tokens: int) -> str:
+        """The text of a streamed greedy completion."""
+        body = {
+            "model": "pagewise-demo",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            lines = [line.decode().strip() for line in answer if line.strip()]
+        assert lines.pop() == "data: [DONE]"
+        return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    stack = Stack()
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5) as answer:
-            return int(json.load(answer)["executors"])
-    except OSError:
-        return 0
+        # --wait: until every health check is content.
+        stack.compose("up", "--build", "--detach", "--wait", "--scale", "executor=3")
+        yield stack
+    finally:
+        print(stack.compose("logs", "--tail", "40"))
+        stack.compose("down", "--volumes", "--rmi", "local", "--timeout", "20")
 
 
-def wait_for_executors(count: int, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while (ready := executors_ready()) != count:
-        assert time.monotonic() < deadline, f"{ready} executors are ready, not {count}"
-        time.sleep(0.5)
+def kill_process(container: str) -> None:
+    """SIGKILL from outside: `docker kill` would count as stopped on purpose, and inside, process 1 is immune."""
+    code = f"import os; os.kill({inspect(container, '{{.State.Pid}}')}, 9)"
+    options = ["--rm", "--pid=host", "--user=0", "--entrypoint=python"]
+    run("docker", "run", *options, inspect(container, "{{.Image}}"), "-c", code)
 
 
-def stream() -> list[str]:
-    body = {"model": "pagewise-demo", "prompt": "import os", "max_tokens": 16, "temperature": 0, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return [line.decode().strip() for line in answer if line.strip()]
-
-
-def test_three_executors_serve_and_one_that_is_killed_returns(stack: None) -> None:
-    wait_for_executors(3)
-    first = stream()
-    assert first[-1] == "data: [DONE]"
-    texts = "".join(json.loads(line[6:])["choices"][0]["text"] for line in first[:-1])
-    assert texts
-    victim = compose("ps", "--quiet", "executor").split()[0]
-    pid = inspect(victim, "{{.State.Pid}}")
-    os.kill(int(pid), 9)
+def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
+    stack.wait_for_executors(3)
+    prompts = [f"import os\n\ndef function_{number}(" for number in range(6)]
+    victim = stack.compose("ps", "--quiet", "executor").split()[0]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
+        assert all(expected)
+        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
+        kill_process(victim)
+        assert not all(stream.done() for stream in streams), "too fast: nothing ran when the executor was killed"
+        assert [stream.result() for stream in streams] == expected
     deadline = time.monotonic() + 60
     while inspect(victim, "{{.RestartCount}}") == "0":
         assert time.monotonic() < deadline, "the executor was not started again"
         time.sleep(0.2)
-    again = "".join(json.loads(line[6:])["choices"][0]["text"] for line in stream()[:-1])
-    assert again == texts
-    wait_for_executors(3)
+    stack.wait_for_executors(3)
 
 
-def test_images_run_as_an_ordinary_user_and_the_scheduler_has_no_torch(stack: None) -> None:
+def test_images_run_as_an_ordinary_user_and_the_scheduler_has_no_torch(stack: Stack) -> None:
     for service in ("scheduler", "executor"):
-        assert compose("exec", "-T", service, "id", "-u").strip() == "10001"
+        assert stack.compose("exec", "-T", service, "id", "-u") == "10001"
+        stack.compose("exec", "-T", service, "sh", "-c", "echo > /models/writable && rm /models/writable")
     code = "import importlib.util as u; print(u.find_spec('torch'))"
-    assert compose("exec", "-T", "scheduler", "python", "-c", code).strip() == "None"
+    assert stack.compose("exec", "-T", "scheduler", "python", "-c", code) == "None"
+
+
+def test_an_executor_is_healthy_only_while_it_is_connected(stack: Stack) -> None:
+    stack.compose("exec", "-T", "executor", "python", "healthcheck.py")
+    with pytest.raises(AssertionError):
+        stack.compose(
+            "exec", "-T", "-e", "PAGEWISE_SCHEDULER=tcp://scheduler:1", "executor", "python", "healthcheck.py"
+        )
+
+
+def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
+    containers = stack.compose("ps", "--quiet").split()
+    stack.compose("stop", "--timeout", "20")
+    assert [inspect(container, "{{.State.ExitCode}}") for container in containers] == ["0"] * 4
