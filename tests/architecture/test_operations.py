@@ -1,0 +1,29 @@
+"""``docs/operations.md`` and ``compose.yaml`` know every option and every metric."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pagewise_scheduler.metrics import Metrics
+from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, ServeConfig
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+OPTIONS = sorted({name for kind in (SchedulerConfig, ExecutorConfig, ServeConfig) for name in kind.__struct_fields__})
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "model"])
+def test_every_option_is_explained(option: str) -> None:
+    assert f"`--{option.replace('_', '-')}`" in OPERATIONS
+
+
+def test_every_metric_is_explained() -> None:
+    exposed = re.findall(r"^# TYPE pagewise_(\w+)", Metrics("m").render().decode(), re.MULTILINE)
+    assert exposed
+    assert [name for name in exposed if not re.search(rf"`(pagewise_)?{name}[`{{]", OPERATIONS)] == []
+
+
+def test_compose_passes_on_nothing_but_options() -> None:
+    ours = {"HTTP_HOST", "HTTP_PORT"}  # of the published port; inside, host and port are fixed
+    named = set(re.findall(rf"{VARIABLE_PREFIX}(\w+)", (ROOT / "compose.yaml").read_text()))
+    assert named - ours <= {name.upper() for name in OPTIONS}
