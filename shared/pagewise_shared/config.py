@@ -24,6 +24,15 @@ DEMO_MODEL = "pagewise-demo"
 VARIABLE_PREFIX = "PAGEWISE_"
 """What the names of all environment variables begin with."""
 
+_GROUPS = {
+    "model": ("revision", "served_model_name", "max_model_len", "device", "dtype", "trust_remote_code", "simulate"),
+    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
+    "KV cache": ("block_size", "num_blocks", "kv_memory"),
+    "HTTP": ("host", "port", "max_body_bytes", "max_n"),
+    "processes": ("executors", "threads", "listen", "scheduler", "executor_id", "executor_timeout", "log_level"),
+}
+"""What belongs together in the help."""
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -132,13 +141,19 @@ def parse_config(
     """
     parser = argparse.ArgumentParser(
         prog=prog,
+        usage=f"{prog} [OPTIONS] [MODEL]",
         description=description,
         epilog="Every option can be set by an environment variable too: --max-num-seqs is PAGEWISE_MAX_NUM_SEQS.",
         allow_abbrev=False,
     )
     hints = get_type_hints(config_type, include_extras=True)
-    for field in msgspec.structs.fields(config_type):
-        _add_argument(parser, field.name, hints[field.name], field.default)
+    fields = {field.name: field for field in msgspec.structs.fields(config_type)}
+    grouped = [(title, name) for title, names in _GROUPS.items() for name in names if name in fields]
+    groups = {title: parser.add_argument_group(title) for title, _ in grouped}
+    titles = {name: title for title, name in grouped}
+    # In the order of the groups; what is in none (the model) stands at the top.
+    for name in [*(name for name in fields if name not in titles), *titles]:
+        _add_argument(groups[titles[name]] if name in titles else parser, name, hints[name], fields[name].default)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if (model := given.pop("model_argument", None)) is not None:
         given["model"] = model
@@ -202,7 +217,7 @@ def _convert(value: Any, kind: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {error} (got {value!r})") from error
 
 
-def _add_argument(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any) -> None:
+def _add_argument(parser: argparse._ActionsContainer, name: str, hint: Any, default: Any) -> None:
     help_text, metavar, choices = "", None, None
     for meta in _metas(hint):
         help_text = meta.description or help_text

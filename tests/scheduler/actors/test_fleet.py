@@ -162,6 +162,21 @@ async def test_requests_of_an_executor_that_leaves_go_on_with_the_same_tokens(tm
             assert await moving == expected
 
 
+async def test_an_executor_that_vanishes_without_a_word_loses_no_request(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        assert isinstance(await raw.receive(), Welcome)
+        await stack.ready(1)
+        raw.close()
+        await asyncio.sleep(0.1)  # the socket notices; the next plan cannot be sent
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        await stack.ready(0)
+        async with executor(tmp_path):
+            async with asyncio.timeout(10):
+                assert len(await moving) == 8
+
+
 async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         raw = RawExecutor(tmp_path)

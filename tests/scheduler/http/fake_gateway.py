@@ -62,7 +62,7 @@ class FakeGateway:
     async def until_idle(self) -> None:
         """Wait until nothing runs any more."""
         async with asyncio.timeout(10):
-            while self.running:  # noqa: ASYNC110
+            while self.running:
                 await asyncio.sleep(0.005)
 
 

@@ -49,7 +49,7 @@ async def connection(server: Server, sent: bytes) -> AsyncIterator[socket.socket
 
 async def until_running(gateway: FakeGateway, count: int) -> None:
     async with asyncio.timeout(10):
-        while len(gateway.running) < count:  # noqa: ASYNC110
+        while len(gateway.running) < count:
             await asyncio.sleep(0.005)
 
 

@@ -65,7 +65,7 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``load``: sequences assigned and not finished. ``oldest_step_time``: when the oldest step in flight was sent or
+    ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or
     became the oldest, seconds of the scheduler's clock; None if none is in flight.
     """
 
@@ -77,6 +77,7 @@ class Engine(Actor[EngineMessage]):
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
         self.load = 0
+        self.ended = False
         self._link = link
         self._sink = sink
         self._metrics = metrics
@@ -218,6 +219,7 @@ class Engine(Actor[EngineMessage]):
             self._preemptions_seen = preemptions
 
     def _hand_over(self) -> None:
+        self.ended = True
         self.scheduler.release_all()
         live, self._live = list(self._live.values()), {}
         for message in self.leftover():

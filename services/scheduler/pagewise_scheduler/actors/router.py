@@ -146,7 +146,12 @@ class Router(Actor[RouterMessage]):
             live.take_error(f"{live.moves} executors were lost while they ran it", clock())
             return
         request = live.request
-        able = [e for e in self._engines if e.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)]
+        # An engine may have ended before its Left arrives here: what it was given then would never be served.
+        able = [
+            engine
+            for engine in self._engines
+            if not engine.ended and engine.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)
+        ]
         if not able:
             self._homeless[live] = None
             asyncio.get_running_loop().call_later(self._patience, self.tell, Expired(live))
