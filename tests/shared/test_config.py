@@ -88,3 +88,14 @@ def test_values_can_come_without_a_parser() -> None:
     assert build_config(ExecutorConfig, {"block_size": "32"}, {}).block_size == 32
     with pytest.raises(ConfigError, match="--block-size"):
         build_config(ExecutorConfig, {"block_size": "-1"}, {})
+
+
+@pytest.mark.parametrize("config_type", [SchedulerConfig, ExecutorConfig, ServeConfig])
+def test_every_option_has_its_place_in_the_help(
+    config_type: type[SchedulerConfig | ExecutorConfig | ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(config_type, ["--help"], prog="p", description="", environ={})
+    ungrouped = capsys.readouterr().out.partition("\nmodel:\n")[0]
+    assert "--help" in ungrouped
+    assert ungrouped.count("--") == 1
