@@ -66,7 +66,7 @@ class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
     ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when
-    the oldest step in flight was sent or became the oldest, seconds of the scheduler's clock; None if none is in flight.
+    the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if none is in flight.
     """
 
     def __init__(
