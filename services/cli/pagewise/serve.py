@@ -70,7 +70,7 @@ class _Fleet:
     """The processes of one ``pagewise serve``."""
 
     def __init__(self, config: ServeConfig, endpoint: str) -> None:
-        self._config = config
+        self._config, self._endpoint = config, endpoint
         scheduler = to_argv(config, SchedulerConfig)
         self._scheduler = Service(
             "scheduler", "pagewise_scheduler.main", [*_without(scheduler, "listen"), f"--listen={endpoint}"], self._hear
@@ -136,13 +136,14 @@ class _Fleet:
         """Wait for the first executor, then say how to use what is there."""
         url = await self._url
         if not self._config.executors:
-            log.info("%s is up; it waits for executors at %s", url, self._config.listen)
+            log.info("%s is up; pagewise-executor --scheduler=%s joins it", url, self._endpoint)
         began = told = time.monotonic()
         while not await asyncio.to_thread(_healthy, url):
             await asyncio.sleep(0.1)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
-                log.info("loading the model, %.0f s so far", told - began)
+                waiting = "loading the model" if self._config.executors else "waiting for executors"
+                log.info("%s, %.0f s so far", waiting, told - began)
         name = self._config.served_model_name or self._config.model
         body = json.dumps(
             {"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True}
