@@ -30,7 +30,7 @@ from pathlib import Path
 
 import aiohttp
 
-VOCAB_SIZE = 16_384
+VOCAB_SIZE = 4096  # that of the demo tokenizer, so that every token has text and streams at once
 
 
 @dataclass
@@ -52,7 +52,7 @@ def workload(name: str, count: int, seed: int = 0) -> list[Work]:
 
 
 def build_model(path: Path) -> None:
-    """A Llama of about 46 million parameters with random weights, and the demo model's tokenizer."""
+    """A Llama of about 49 million parameters with random weights, and the demo model's tokenizer."""
     import shutil
 
     import torch
@@ -64,7 +64,7 @@ def build_model(path: Path) -> None:
         vocab_size=VOCAB_SIZE,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=12,
+        num_hidden_layers=15,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
@@ -331,7 +331,7 @@ def report(results: list[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="model directory (default: a random Llama of 46M parameters)")
+    parser.add_argument("--model", help="model directory (default: a random Llama of 49M parameters)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=32)
