@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,16 @@ def test_services_die_with_a_serve_that_is_killed() -> None:
         while any(alive(pid) for pid in pids):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "pagewise.main", "serve", "--simulate", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert str(port) in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

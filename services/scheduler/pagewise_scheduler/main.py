@@ -34,9 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected, unexpected = group.split(_CANNOT_START)
         if unexpected is not None:
             raise
-        log.error("cannot go on: %s", expected)
+        for error in _leaves(expected):
+            log.error("cannot go on: %s", error)
         return 2
     return 0
+
+
+def _leaves(error: BaseException | None) -> list[BaseException]:
+    """The errors that a group is made of, however deep."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [] if error is None else [error]
 
 
 if __name__ == "__main__":
