@@ -29,7 +29,16 @@ _GROUPS = {
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
     "KV cache": ("block_size", "num_blocks", "kv_memory"),
     "HTTP": ("host", "port", "max_body_bytes", "max_n"),
-    "processes": ("executors", "threads", "listen", "scheduler", "executor_id", "executor_timeout", "log_level"),
+    "processes": (
+        "executors",
+        "threads",
+        "listen",
+        "scheduler",
+        "executor_id",
+        "executor_timeout",
+        "step_timeout",
+        "log_level",
+    ),
 }
 """What belongs together in the help."""
 
@@ -85,6 +94,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     executor_timeout: Annotated[
         Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
     ] = 10.0
+    step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
 
 
 class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):

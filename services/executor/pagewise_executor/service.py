@@ -58,7 +58,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
         self._error: StepError | None = None
+        self._waiting = True
         self.dropped = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the thread has nothing to do: no step runs, and none waits."""
+        return self._waiting and self._inbox.empty()
 
     def start(self) -> None:
         """Start the thread."""
@@ -81,7 +87,9 @@ class Worker:
                 self._finish(pending)
                 pending = None
             # With a step on the device, the next plan is issued before that step is waited for.
+            self._waiting = pending is None
             message = self._inbox.get()
+            self._waiting = False
             if message is None:
                 break
             if isinstance(message, Welcome):
@@ -186,7 +194,7 @@ class ExecutorService:
         try:
             tasks = [
                 asyncio.ensure_future(job)
-                for job in (self._receive(worker), self._keep_in_touch(), self._greet(), self._stop.wait())
+                for job in (self._receive(worker), self._keep_in_touch(), self._greet(worker), self._stop.wait())
             ]
             done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
@@ -218,10 +226,13 @@ class ExecutorService:
         frame = encode(result)
         loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
 
-    async def _greet(self) -> None:
+    async def _greet(self, worker: Worker) -> None:
         """Say Hello until there is a Welcome, again whenever the scheduler has forgotten us."""
         while True:
             attempt = 0
+            # One whose step hangs was given up for that, and must not get work again before the step has ended.
+            while not worker.idle:  # noqa: ASYNC110 - another thread's state
+                await asyncio.sleep(0.05)
             while self._welcome is None:
                 await self._send(self._hello)
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]

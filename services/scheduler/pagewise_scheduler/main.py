@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected, unexpected = group.split(_CANNOT_START)
         if unexpected is not None:
             raise
-        for error in _leaves(expected):
-            log.error("cannot go on: %s", error)
+        for leaf in _leaves(expected):
+            log.error("cannot go on: %s", leaf)
         return 2
     return 0
 

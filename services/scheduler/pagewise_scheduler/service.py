@@ -44,6 +44,7 @@ async def serve(config: SchedulerConfig) -> None:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         executor_timeout=config.executor_timeout,
+        step_timeout=config.step_timeout,
     )
     runner = web.AppRunner(
         create_app(router, tokenizer, config, metrics),

@@ -54,6 +54,7 @@ class Stack:
             max_num_batched_tokens=64,
             max_model_len=None,
             executor_timeout=1.0,
+            step_timeout=1.5,
         )
 
     def dropped(self, reason: str) -> float:
@@ -174,6 +175,16 @@ async def test_an_executor_that_vanishes_without_a_word_loses_no_request(tmp_pat
         await stack.ready(0)
         async with executor(tmp_path):
             async with asyncio.timeout(10):
+                assert len(await moving) == 8
+
+
+async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=20.0) as stack, executor(tmp_path, "stuck", step_seconds=3.0):
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        await stack.ready(0)
+        async with executor(tmp_path, "quick"):
+            async with asyncio.timeout(20):
                 assert len(await moving) == 8
 
 

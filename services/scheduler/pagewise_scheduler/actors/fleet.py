@@ -80,6 +80,7 @@ class Fleet:
         max_num_batched_tokens: int,
         max_model_len: int | None,
         executor_timeout: float,
+        step_timeout: float,
     ) -> None:
         self._router = router
         self._metrics = metrics
@@ -87,6 +88,7 @@ class Fleet:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._executor_timeout = executor_timeout
+        self._step_timeout = step_timeout
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
@@ -218,13 +220,15 @@ class Fleet:
             self._give_up(identity, "it keeps sending frames that cannot be decoded")
 
     async def _watch(self) -> None:
-        """Give up members that fell silent."""
+        """Give up members that fell silent, or whose step does not return."""
         while True:
             await asyncio.sleep(min(1.0, self._executor_timeout / 4))
             now = clock()
             for identity, member in list(self._members.items()):
                 if now - member.last_seen > self._executor_timeout:
                     self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
+                elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
+                    self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
 
     async def _send(self, identity: bytes, message: Message) -> None:
         await _Link(self._socket, identity, self._epochs).send(encode(message))
