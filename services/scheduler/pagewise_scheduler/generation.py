@@ -72,6 +72,10 @@ class GenerationError(Exception):
     """A generation failed on our side after it was accepted; the text says why."""
 
 
+class NoExecutorError(GenerationError):
+    """It was accepted and waited, and no executor came that could run it."""
+
+
 class AdmissionError(Exception):
     """A request cannot be taken; ``kind`` says what kind of answer it deserves.
 

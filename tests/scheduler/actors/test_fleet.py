@@ -15,7 +15,7 @@ from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest
+from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 from pagewise_shared.config import ExecutorConfig
@@ -279,7 +279,7 @@ async def test_admission(tmp_path: Path) -> None:
                 await stack.generate([1, 2], max_tokens=10_000)
             assert error.value.kind == "never_fits"
         await stack.ready(0)
-        with pytest.raises(GenerationError, match="no executor could take the request"):
+        with pytest.raises(NoExecutorError, match="no executor could take the request"):
             await stack.generate([1])
         waiting = [asyncio.create_task(stack.generate([1])) for _ in range(8)]
         await asyncio.sleep(0.05)

@@ -114,10 +114,10 @@ class LiveRequest:
         if self._unfinished == 0:
             self._end(now)
 
-    def take_error(self, message: str, now: float) -> None:
+    def take_error(self, error: str | GenerationError, now: float) -> None:
         """The whole request failed."""
         if not self.done:
-            self._error = GenerationError(message)
+            self._error = error if isinstance(error, GenerationError) else GenerationError(error)
             self._metrics.request_success("error").inc(self._unfinished)
             self._end(now)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
-from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream
+from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
@@ -125,7 +125,8 @@ class Router(Actor[RouterMessage]):
                 self._abort(live)
             case Expired(live):
                 if self._homeless.pop(live, 0) is None:
-                    live.take_error(f"no executor could take the request within {self._patience:g} s", clock())
+                    reason = f"no executor could take the request within {self._patience:g} s"
+                    live.take_error(NoExecutorError(reason), clock())
             case Joined():
                 self._engines[message.engine] = message
                 self._update_capacity()

@@ -14,7 +14,7 @@ from pagewise_scheduler.generation import Gateway, GenerationError
 from pagewise_scheduler.http.chat import create_chat_completion
 from pagewise_scheduler.http.completions import create_completion
 from pagewise_scheduler.http.context import CLIENT_REQUEST_ID, REQUEST_ID, Service
-from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, from_http_exception
+from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_scheduler.http.openapi import document
 from pagewise_scheduler.http.params import Limits, check_model
 from pagewise_scheduler.http.parsing import read_request
@@ -86,7 +86,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except APIError as error:
         response = error.response()
     except GenerationError as error:
-        response = InternalError(str(error)).response()
+        response = failure(error).response()
     except web.HTTPException as error:
         response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from pagewise_scheduler.generation import AdmissionError
+from pagewise_scheduler.generation import AdmissionError, GenerationError, NoExecutorError
 
 RETRY_AFTER_SECONDS = 2
 
@@ -168,6 +168,11 @@ def from_http_exception(error: web.HTTPException, what: str) -> APIError:
     }
     kind = kinds.get(error.status, InternalError if error.status >= 500 else InvalidRequestError)
     return kind(f"{what}: {error.reason}")
+
+
+def failure(error: GenerationError) -> APIError:
+    """The answer to a request that failed after it was taken."""
+    return UnavailableError(str(error)) if isinstance(error, NoExecutorError) else InternalError(str(error))
 
 
 def refusal(error: AdmissionError) -> APIError:

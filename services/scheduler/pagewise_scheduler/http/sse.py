@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pagewise_scheduler.generation import GenerationError, SequenceDelta
 from pagewise_scheduler.http.context import REQUEST_ID, Service
-from pagewise_scheduler.http.errors import InternalError
+from pagewise_scheduler.http.errors import InternalError, failure
 from pagewise_scheduler.http.generate import Generations
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ async def stream_events(
     except GenerationError as error:
         if not writer.response.prepared:
             raise
-        await writer.send([], b"data: " + InternalError(str(error)).body() + b"\n\n")
+        await writer.send([], b"data: " + failure(error).body() + b"\n\n")
         return await writer.finish()
     except (ConnectionError, asyncio.CancelledError):
         raise
