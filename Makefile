@@ -49,8 +49,11 @@ format: setup ## Put the code into shape
 
 types: setup ## mypy, strict
 	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_scheduler -p pagewise_executor -p pagewise
+	@# Scripts one by one: several are named run.py.
+	for script in examples/*/train.py benchmarks/*/run.py; do $(VENV)/bin/mypy $$script || exit 1; done
 
-bench: setup ## Measure: serving over HTTP, and the control plane
+bench: setup ## Measure: the start, the control plane, serving over HTTP
+	$(PY) benchmarks/start/run.py
 	$(PY) benchmarks/control_plane/run.py
 	$(PY) benchmarks/serving/run.py
 

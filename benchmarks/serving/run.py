@@ -72,7 +72,7 @@ def build_model(path: Path) -> None:
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=0)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=0)  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("pagewise-demo") / name, path / name)
@@ -86,12 +86,14 @@ def run_transformers(kind: str, model_path: str, works: list[Work], device: str,
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+    torch.nn.Module.to(model, device).eval()  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as stack:
         step: Callable[[list[Work]], None]
         if kind == "generate_batch":
             # ``max_new_tokens`` is each request's own; the manager's caches are made once, as a server would.
-            config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+            options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 1}
+            config = transformers.GenerationConfig(**options)  # type: ignore[no-untyped-call]
             manager = stack.enter_context(model.continuous_batching_context_manager(generation_config=config))
             step = functools.partial(_generate_batch, manager)
         else:

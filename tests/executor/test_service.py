@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 from pagewise_executor.service import ExecutorService, RefusedError
 from pagewise_executor.simulated import SimulatedRunner
+from pagewise_executor.worker import Worker
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     Drain,
@@ -69,7 +70,7 @@ async def joined(
 ) -> AsyncIterator[tuple[Scheduler, "asyncio.Task[None]", ExecutorService]]:
     endpoint = f"ipc://{path}/wire"
     runner = SimulatedRunner(ExecutorConfig(num_blocks=8, block_size=4), step_seconds)
-    service = ExecutorService(runner, endpoint, "e", max_num_seqs=4, max_num_batched_tokens=16)
+    service = ExecutorService(Worker(lambda: runner), endpoint, "e", max_num_seqs=4, max_num_batched_tokens=16)
     running = asyncio.create_task(service.run())
     scheduler = Scheduler(endpoint)
     try:

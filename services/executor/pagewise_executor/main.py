@@ -14,6 +14,7 @@ from pagewise_shared.logs import configure_logging
 
 from pagewise_executor.runner import Runner
 from pagewise_executor.service import ExecutorService, RefusedError
+from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     try:
-        runner = build_runner(config)
         service = ExecutorService(
-            runner,
+            Worker(lambda: build_runner(config)),
             config.scheduler,
             config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
             max_num_seqs=config.max_num_seqs,

@@ -9,10 +9,17 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult, Welcome
 
-from pagewise_executor.attention import ChunkContext, DecodeGroup, PagedLayer, StepContext, StepHolder, group_decodes
+from pagewise_executor.attention.context import (
+    ChunkContext,
+    DecodeGroup,
+    PagedLayer,
+    StepContext,
+    StepHolder,
+    group_decodes,
+)
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.kv_pool import KVPool, bytes_per_block, pool_size
-from pagewise_executor.model_loader import load_model
+from pagewise_executor.models.loader import load_model
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import LogprobsWanted, Sampler
@@ -137,7 +144,6 @@ class ModelRunner:
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
         table = self._table
-        decodes = len(work.decoding)
         positions = np.concatenate(
             [table.num_computed[work.decoding], *(np.arange(c.start, c.start + c.size) for c in work.chunks)]
         )
@@ -148,7 +154,6 @@ class ModelRunner:
             ids = torch.cat([ids, self._to_device(np.concatenate(known).astype(np.int64))])
         self._holder.step = StepContext(
             slots=self._to_device(table.slots(rows, positions)),
-            num_decodes=decodes,
             groups=self._decode_groups(work),
             chunks=self._chunk_contexts(work),
         )
@@ -174,6 +179,7 @@ class ModelRunner:
                 index=self._to_device(members),
                 blocks=self._to_device(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
                 lengths=self._to_device(lengths[members]),
+                longest=int(lengths[members].max()),
             )
             for members in group_decodes(needed)
         ]

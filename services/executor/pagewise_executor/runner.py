@@ -34,7 +34,7 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. All calls come from one thread."""
+    """Computes steps. All calls come from the thread that made it."""
 
     info: RunnerInfo
 

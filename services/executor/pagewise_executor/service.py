@@ -1,13 +1,10 @@
-"""The executor service: joins a scheduler, runs its plans in one worker thread, and answers on the event loop."""
+"""The executor service: joins a scheduler, hands its plans to the worker thread, and answers on the event loop."""
 
 import asyncio
 import contextlib
 import logging
-import queue
 import signal
-import threading
 import uuid
-from collections.abc import Callable
 from time import monotonic
 
 import zmq
@@ -25,7 +22,6 @@ from pagewise_shared.protocol import (
     Refused,
     Rejoin,
     Shutdown,
-    StepError,
     StepPlan,
     StepResult,
     Welcome,
@@ -33,8 +29,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from pagewise_executor.rows import InvalidPlanError
-from pagewise_executor.runner import PendingStep, Runner
+from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -47,105 +42,16 @@ class RefusedError(Exception):
     """The scheduler does not let this executor in; the text is its reason."""
 
 
-class Worker:
-    """The thread that owns the runner. Takes welcomes and plans in order; after a failed step it answers every plan
-    with the same error until the next welcome."""
-
-    def __init__(self, runner: Runner, answer: Callable[[StepResult], None]) -> None:
-        self._runner = runner
-        self._answer = answer
-        self._inbox: queue.SimpleQueue[Welcome | StepPlan | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-        self._epoch, self._step = 0, 0
-        self._error: StepError | None = None
-        self._waiting = True
-        self.dropped = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether the thread has nothing to do: no step runs, and none waits."""
-        return self._waiting and self._inbox.empty()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def put(self, message: Welcome | StepPlan) -> None:
-        """Leave work for the thread."""
-        self._inbox.put(message)
-
-    def stop(self) -> None:
-        """Let the thread finish what it has, and wait for it."""
-        self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        pending: PendingStep | None = None
-        while True:
-            if pending is not None and (pending.ready or self._inbox.empty()):
-                self._finish(pending)
-                pending = None
-            # With a step on the device, the next plan is issued before that step is waited for.
-            self._waiting = pending is None
-            message = self._inbox.get()
-            self._waiting = False
-            if message is None:
-                break
-            if isinstance(message, Welcome):
-                self._finish(pending)
-                pending = None
-                self._runner.reset(message)
-                self._epoch, self._step, self._error = message.epoch, 0, None
-            else:
-                issued = self._issue(message)
-                self._finish(pending)
-                pending = issued
-        self._finish(pending)
-
-    def _issue(self, plan: StepPlan) -> PendingStep | None:
-        if plan.epoch != self._epoch or plan.step != self._step + 1:
-            self.dropped += 1
-            log.warning(
-                "dropped a plan of epoch %d step %d at epoch %d step %d", plan.epoch, plan.step, self._epoch, self._step
-            )
-            return None
-        self._step = plan.step
-        if self._error is None:
-            try:
-                return self._runner.execute(plan)
-            except Exception as error:
-                self._fail(error)
-        self._answer(StepResult(plan.epoch, plan.step, error=self._error))
-        return None
-
-    def _finish(self, pending: PendingStep | None) -> None:
-        if pending is None:
-            return
-        try:
-            result = pending.result()
-        except Exception as error:
-            self._fail(error)
-            result = StepResult(self._epoch, self._step, error=self._error)
-        self._answer(result)
-
-    def _fail(self, error: Exception) -> None:
-        log.exception("step %d failed", self._step)
-        kind = "internal"
-        if isinstance(error, InvalidPlanError):
-            kind = "invalid_plan"
-        elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-            kind = "out_of_memory"
-        self._error = StepError(kind, str(error)[:500])
-
-
 class ExecutorService:
-    """One executor's life: Hello, Welcome, plans and heartbeats, until it is told to stop."""
+    """One executor's life: Hello, Welcome, plans and heartbeats, until it is told to stop.
+
+    Its constructor starts the worker, waits until the runner is there, and raises what making it raised.
+    """
 
     def __init__(
-        self, runner: Runner, endpoint: str, executor_id: str, *, max_num_seqs: int, max_num_batched_tokens: int
+        self, worker: Worker, endpoint: str, executor_id: str, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
-        info = runner.info
+        info = worker.start()
         self._hello = Hello(
             protocol_major=PROTOCOL_MAJOR,
             protocol_minor=PROTOCOL_MINOR,
@@ -161,7 +67,7 @@ class ExecutorService:
             device=info.device,
             dtype=info.dtype,
         )
-        self._runner = runner
+        self._worker = worker
         self._endpoint = endpoint
         self._welcome: Welcome | None = None
         self._last_heard = monotonic()
@@ -189,8 +95,8 @@ class ExecutorService:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         self._socket.connect(self._endpoint)
-        worker = Worker(self._runner, lambda result: self._post(loop, result))
-        worker.start()
+        worker = self._worker
+        worker.answer_to(lambda result: self._post(loop, result))
         try:
             tasks = [
                 asyncio.ensure_future(job)

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
+from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
@@ -93,7 +94,9 @@ async def running(path: Path, patience: float = 5.0) -> AsyncIterator[Stack]:
 @asynccontextmanager
 async def executor(path: Path, name: str = "e", step_seconds: float = 0.0) -> AsyncIterator["asyncio.Task[None]"]:
     runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
-    service = ExecutorService(runner, f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64)
+    service = ExecutorService(
+        Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64
+    )
     task = asyncio.create_task(service.run())
     try:
         yield task

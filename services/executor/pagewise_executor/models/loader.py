@@ -14,7 +14,9 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from pagewise_executor.attention import NAME
+from pagewise_executor.attention.paged import NAME
+from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.packed_linear import pack_linears
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,10 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
+    shapes = [_kv_shape(module, text) for module in attention]
+    fused = fuse_layers(model)
+    packed = pack_linears(model) if device.type == "cpu" else 0
+    log.info("%d of %d layers fused, %d linear layers packed", fused, len(attention), packed)
     return LoadedModel(
         model=model,
         config=text,
@@ -83,7 +89,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         device=device,
         dtype=dtype,
         attention=attention,
-        shapes=[_kv_shape(module, text) for module in attention],
+        shapes=shapes,
     )
 
 

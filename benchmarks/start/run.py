@@ -1,0 +1,85 @@
+"""How long ``make serve`` takes to its first token, and what the idle scheduler weighs.
+
+    python benchmarks/start/run.py [--rounds 3] [--json FILE]
+
+Runs ``make serve`` (everything installed already) on the demo model, sends the request that its curl line shows as soon
+as the server says it serves, and stops the clock at the first token. Then reads the scheduler's resident memory.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def one_start() -> dict[str, float]:
+    """Seconds from the command to ready and to the first token, and MB of the idle scheduler."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        ["make", "--no-print-directory", "serve", "ARGS=--port 0 --log-level warning"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = next(line.split(" at ")[1].split(" ")[0] for line in process.stdout if line.startswith("Serving "))
+        ready = time.perf_counter() - began
+        body = {"prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0, "stream": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                    break
+            first = time.perf_counter() - began
+        time.sleep(1)
+        return {"ready_s": ready, "first_token_s": first, "scheduler_mb": scheduler_memory(process.pid)}
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def scheduler_memory(group: int) -> float:
+    """Resident MB (10^6 bytes) of the scheduler process in a process group."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            pid = int(status.parent.name)
+            if os.getpgid(pid) == group and b"pagewise_scheduler" in (status.parent / "cmdline").read_bytes():
+                line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
+                return int(line.split()[1]) * 1024 / 1e6
+        except (OSError, ValueError):
+            continue
+    raise RuntimeError("the scheduler process was not found")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    rounds = [one_start() for _ in range(args.rounds)]
+    medians = {key: round(statistics.median(r[key] for r in rounds), 2) for key in rounds[0]}
+    print(f"make serve, installed: ready after {medians['ready_s']} s, first token after {medians['first_token_s']} s")
+    print(f"idle scheduler: {medians['scheduler_mb']:.0f} MB resident")
+    if args.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        content = {
+            "commit": commit,
+            "command": f"python benchmarks/start/run.py --rounds {args.rounds}",
+            "machine": {"machine": platform.machine(), "cores": os.cpu_count()},
+            "medians": medians,
+            "rounds": rounds,
+        }
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What attention has to know of a step, and of the layer it computes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pagewise_executor.rows import Int64s
+
+_WASTE = 1.25
+"""Decodes are grouped by context length so that no group reads more than this times the blocks it needs."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The slots that each decode of a group attends to, in a layer with or without a sliding window.
+
+    ``slots`` [n, span] int64: pool slots, oldest first. Shorter contexts repeat their newest slot; ``padding``
+    [n, span] bool says where (None: nowhere).
+    """
+
+    slots: torch.Tensor
+    padding: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Decodes of similar context length: those at ``index`` [n] of the batch.
+
+    ``blocks`` [n, blocks] int64: their block tables, padded. ``lengths`` [n]: context tokens, the new one included;
+    ``longest``: the greatest of them. What layers derive from it is kept in ``windows`` and ``patterns``.
+    """
+
+    index: torch.Tensor
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    longest: int
+    windows: dict[int, Window] = field(default_factory=dict)
+    patterns: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def window(self, size: int | None, block_size: int) -> Window:
+        """The slots seen by a layer whose sliding window is ``size`` tokens (None: the whole context)."""
+        key = size or 0
+        found = self.windows.get(key)
+        if found is None:
+            span = min(self.longest, size) if size else self.longest
+            last = self.lengths[:, None] - 1
+            first = (self.lengths[:, None] - span).clamp_(min=0)
+            unclipped = first + torch.arange(span, device=self.blocks.device)
+            positions = torch.minimum(unclipped, last)
+            slots = self.blocks.gather(1, positions // block_size) * block_size + positions % block_size
+            padding = unclipped > last
+            found = self.windows[key] = Window(slots, padding if bool(padding.any()) else None)
+        return found
+
+
+@dataclass(slots=True)
+class ChunkContext:
+    """A prefill chunk: ``size`` queries from batch row ``offset``, at positions ``start`` on; ``blocks`` [blocks]."""
+
+    offset: int
+    start: int
+    size: int
+    blocks: torch.Tensor
+
+
+@dataclass(slots=True)
+class StepContext:
+    """Where a step's K and V go, and what each of its queries may see.
+
+    ``slots`` [tokens] int64. The decodes of ``groups`` come first in the batch, then the chunks.
+    """
+
+    slots: torch.Tensor
+    groups: list[DecodeGroup]
+    chunks: list[ChunkContext]
+
+
+@dataclass(slots=True)
+class StepHolder:
+    """The step that is being computed, shared by all layers of one model."""
+
+    step: StepContext | None = None
+
+
+@dataclass(slots=True)
+class PagedLayer:
+    """A layer's share of the pool, hung onto its attention module. ``holder.step`` is set before each forward pass.
+
+    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    holder: StepHolder
+
+
+def group_decodes(blocks_needed: Int64s) -> list[Int64s]:
+    """Partition decodes [n] by blocks needed into few groups, so that padding reads little in vain."""
+    order = np.argsort(-blocks_needed, kind="stable")
+    groups, start = [], 0
+    while start < len(order):
+        sizes = blocks_needed[order[start:]]
+        padded = sizes[0] * np.arange(1, len(sizes) + 1)
+        fine = np.flatnonzero(padded <= _WASTE * np.cumsum(sizes))
+        stop = start + int(fine[-1]) + 1
+        groups.append(np.sort(order[start:stop]))
+        start = stop
+    return groups

@@ -1,0 +1,82 @@
+"""Decode attention: one query per sequence, all sequences of a group in one call."""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+from pagewise_executor.attention.context import DecodeGroup, PagedLayer
+
+with warnings.catch_warnings():
+    # torch says once per process that sparse matrices are in beta; it is said here, to nobody.
+    warnings.simplefilter("ignore")
+    torch.zeros(1, 1).to_sparse_csr()
+
+
+def decode_in_place(
+    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Attention that reads K and V where they lie in the pool. ``q`` [n, heads, head_dim]; the same comes back.
+
+    Scores are a product sampled at the context's slots (a sparse matrix whose pattern is the block tables), and the
+    weighted sum of values is an embedding bag: on the CPU neither copies K or V, which is what costs.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
+    seen = group.window(window, block_size)
+    span = seen.slots.shape[1]
+    pattern = group.patterns.get((window or 0, heads, kv_heads))
+    if pattern is None:
+        head_of = torch.arange(heads, device=q.device) // (heads // kv_heads)
+        columns = seen.slots[:, None, :] * kv_heads + head_of[None, :, None]
+        pattern = torch.sparse_csr_tensor(
+            torch.arange(rows * heads + 1, device=q.device) * span,
+            columns.flatten(),
+            torch.zeros(columns.numel(), dtype=q.dtype, device=q.device),
+            size=(rows * heads, layer.keys.shape[0] * block_size * kv_heads),
+            check_invariants=False,
+        )
+        group.patterns[window or 0, heads, kv_heads] = pattern
+    keys, values = layer.keys.view(-1, dim), layer.values.view(-1, layer.values.shape[-1])
+    sampled = torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale)
+    scores = sampled.values().view(rows, heads, span)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if seen.padding is not None:
+        scores = scores.masked_fill(seen.padding[:, None], float("-inf"))
+    weights = scores.softmax(dim=-1).view(-1, span)
+    bags = pattern.col_indices().view(-1, span)
+    return F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights).view(rows, heads, -1)
+
+
+def decode_gathered(
+    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """The same by gathering K and V first: for types and devices that ``decode_in_place`` is not made for."""
+    rows, heads, dim = q.shape
+    kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
+    blocks = group.blocks
+    k = layer.keys.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
+    v = layer.values.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, layer.values.shape[-1]).transpose(1, 2)
+    mask = group.masks.get(window or 0)
+    if mask is None:
+        positions = torch.arange(blocks.shape[1] * block_size, device=q.device)
+        mask = positions < group.lengths[:, None]
+        if window:
+            mask &= positions >= group.lengths[:, None] - window
+        mask = group.masks[window or 0] = mask[:, None, None, :]
+    # The query heads that share a KV head become rows of one small product.
+    packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+    return attend(packed, k, v, mask, scale, softcap).reshape(rows, heads, -1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Masked attention of q [.., queries, head_dim] over k and v [.., context, head_dim], with softcap if wanted."""
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+    return weights.to(v.dtype) @ v

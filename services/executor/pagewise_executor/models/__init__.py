@@ -1,0 +1,1 @@
+"""Models: loading them through transformers, and making them fast."""

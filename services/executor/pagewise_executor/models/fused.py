@@ -1,0 +1,133 @@
+"""Decoder layers with fewer, larger operations, put into transformers' models of the hot families.
+
+Q, K and V are one product, gate and up another, RoPE turns queries and keys together, and paged attention is called
+directly. What a layer computes is the same up to the order of floating-point operations.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig
+
+from pagewise_executor.attention.paged import attention
+
+_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+
+
+class FusedDecoderLayer(nn.Module):
+    """Takes the place of a Llama-shaped decoder layer, and takes over its weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        source, mlp = layer.self_attn, layer.mlp
+        assert isinstance(source, nn.Module)
+        assert isinstance(mlp, nn.Module)
+        self.self_attn = source  # for its ``paged_layer``; its projections move here
+        config: PretrainedConfig = source.config  # type: ignore[assignment]
+        self.head_dim = int(source.head_dim)  # type: ignore[arg-type]
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.scale = float(source.scaling)  # type: ignore[arg-type]
+        # Qwen keeps a layer's window on the layer, Mistral in the configuration, Llama has none.
+        windowed = config if type(layer).__name__ == "MistralDecoderLayer" else source
+        self.window: int | None = getattr(windowed, "sliding_window", None)
+        self.qkv = _joined([source.q_proj, source.k_proj, source.v_proj])
+        self.out = _linear(source.o_proj)
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.down = _linear(mlp.down_proj)
+        self.norm_before_attention = _Norm(layer.input_layernorm)
+        self.norm_before_mlp = _Norm(layer.post_attention_layernorm)
+        self.head_norm = None
+        if hasattr(source, "q_norm"):
+            q_norm, k_norm = _Norm(source.q_norm), _Norm(source.k_norm)
+            weights = [q_norm.weight.expand(self.heads, -1), k_norm.weight.expand(self.kv_heads, -1)]
+            self.head_norm = q_norm
+            q_norm.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
+            if hasattr(source, name):
+                delattr(source, name)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
+    ) -> torch.Tensor:
+        """hidden_states [1, tokens, hidden] (changed in place); position_embeddings: cos, sin [1, tokens, head_dim]."""
+        cos, sin = position_embeddings[0][0, :, None], position_embeddings[1][0, :, None]
+        normed = self.norm_before_attention(hidden_states)
+        qkv = self.qkv(normed).view(normed.shape[1], -1, self.head_dim)
+        turned = self.heads + self.kv_heads
+        qk, v = qkv[:, :turned], qkv[:, turned:]
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = _rotate(qk, cos, sin)
+        attended = attention(
+            self.self_attn.paged_layer,  # type: ignore[arg-type]
+            qk[:, : self.heads],
+            qk[:, self.heads :],
+            v,
+            self.scale,
+            self.window,
+        )
+        hidden_states += self.out(attended.reshape(1, normed.shape[1], -1))
+        gate, up = self.gate_up(self.norm_before_mlp(hidden_states)).chunk(2, dim=-1)
+        hidden_states += self.down(F.silu(gate).mul_(up))
+        return hidden_states
+
+
+class _Norm(nn.Module):
+    """RMSNorm: computed in float32, scaled in the model's type."""
+
+    def __init__(self, norm: object) -> None:
+        super().__init__()
+        assert isinstance(norm, nn.Module)
+        assert isinstance(norm.weight, torch.Tensor)
+        self.weight = nn.Parameter(norm.weight.detach(), requires_grad=False)
+        self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Replace the decoder layers of ``model`` for which there is a fused form; returns how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in _LAYERS and _fusible(child):
+                setattr(parent, name, FusedDecoderLayer(child))
+                count += 1
+    return count
+
+
+def _fusible(layer: nn.Module) -> bool:
+    config = layer.self_attn.config  # type: ignore[union-attr]
+    return getattr(config, "hidden_act", None) == "silu"
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim], whose halves are equal."""
+    half = x.shape[-1] // 2
+    turned = x * cos
+    sin = sin[..., :half]
+    turned[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    turned[..., half:].addcmul_(x[..., :half], sin)
+    return turned
+
+
+def _joined(linears: list[object]) -> nn.Linear:
+    """One linear layer whose outputs are those of ``linears``, one after the other."""
+    parts = [_linear(linear) for linear in linears]
+    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+    return _from_weights(torch.cat([part.weight.detach() for part in parts]), bias)
+
+
+def _linear(module: object) -> nn.Linear:
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _from_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return linear

@@ -1,0 +1,49 @@
+"""Linear layers whose weights lie in the order in which oneDNN reads them.
+
+PyTorch hands a plain weight to MKL or reorders it on every call; for the few rows of a decode step either costs more
+than the product. Reordered once, a small batch is several times faster (``docs/performance.md`` has the numbers).
+"""
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+_ROWS = 32  # the batch that the layout is made for; others work too
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference on the CPU. ``weight`` [out, in] tells type and shape only; it holds no data."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
+        self.bias = None if bias is None else bias.detach()
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., in] to [.., out]."""
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return result
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace the linear layers of a model on the CPU by packed ones, where oneDNN is there; returns how many."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return 0
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            packed = _packed(child)
+            if packed is not None:
+                setattr(parent, name, packed)
+                count += 1
+    return count
+
+
+def _packed(module: nn.Module) -> PackedLinear | None:
+    if type(module) is nn.Linear and module.weight.dtype in _TYPES:
+        return PackedLinear(module.weight, module.bias)
+    if type(module) is Conv1D and module.weight.dtype in _TYPES:
+        return PackedLinear(module.weight.t(), module.bias)
+    return None

@@ -1,0 +1,127 @@
+"""The worker thread: everything that touches the model or the device happens on it."""
+
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from pagewise_shared.protocol import StepError, StepPlan, StepResult, Welcome
+
+from pagewise_executor.rows import InvalidPlanError
+from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """The thread that owns the runner, from its making on. Takes welcomes and plans in order; after a failed step it
+    answers every plan with the same error until the next welcome.
+
+    Torch keeps a pool of CPU threads for each thread that computes: a second one, of a thread that only loaded the
+    model, would have more threads wait for work than there are cores, and every operation would take longer.
+    """
+
+    def __init__(self, build: Callable[[], Runner]) -> None:
+        self._build = build
+        self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
+        self._runner: Runner
+        self._answer: Callable[[StepResult], None]
+        self._inbox: queue.SimpleQueue[Welcome | StepPlan | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._epoch, self._step = 0, 0
+        self._error: StepError | None = None
+        self._waiting = True
+        self.dropped = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the thread has nothing to do: no step runs, and none waits."""
+        return self._waiting and self._inbox.empty()
+
+    def start(self) -> RunnerInfo:
+        """Start the thread and wait for its runner.
+
+        Raises:
+            Exception: what building the runner raised.
+        """
+        self._thread.start()
+        return self._built.result()
+
+    def answer_to(self, answer: Callable[[StepResult], None]) -> None:
+        """Hand results to ``answer``, on the worker's thread. Said before the first ``put``."""
+        self._answer = answer
+
+    def put(self, message: Welcome | StepPlan) -> None:
+        """Leave work for the thread."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Let the thread finish what it has, and wait for it."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._runner = self._build()
+        except BaseException as error:
+            self._built.set_exception(error)
+            return
+        self._built.set_result(self._runner.info)
+        pending: PendingStep | None = None
+        while True:
+            if pending is not None and (pending.ready or self._inbox.empty()):
+                self._finish(pending)
+                pending = None
+            # With a step on the device, the next plan is issued before that step is waited for.
+            self._waiting = pending is None
+            message = self._inbox.get()
+            self._waiting = False
+            if message is None:
+                break
+            if isinstance(message, Welcome):
+                self._finish(pending)
+                pending = None
+                self._runner.reset(message)
+                self._epoch, self._step, self._error = message.epoch, 0, None
+            else:
+                issued = self._issue(message)
+                self._finish(pending)
+                pending = issued
+        self._finish(pending)
+
+    def _issue(self, plan: StepPlan) -> PendingStep | None:
+        if plan.epoch != self._epoch or plan.step != self._step + 1:
+            self.dropped += 1
+            log.warning(
+                "dropped a plan of epoch %d step %d at epoch %d step %d", plan.epoch, plan.step, self._epoch, self._step
+            )
+            return None
+        self._step = plan.step
+        if self._error is None:
+            try:
+                return self._runner.execute(plan)
+            except Exception as error:
+                self._fail(error)
+        self._answer(StepResult(plan.epoch, plan.step, error=self._error))
+        return None
+
+    def _finish(self, pending: PendingStep | None) -> None:
+        if pending is None:
+            return
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._fail(error)
+            result = StepResult(self._epoch, self._step, error=self._error)
+        self._answer(result)
+
+    def _fail(self, error: Exception) -> None:
+        log.exception("step %d failed", self._step)
+        kind = "internal"
+        if isinstance(error, InvalidPlanError):
+            kind = "invalid_plan"
+        elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+            kind = "out_of_memory"
+        self._error = StepError(kind, str(error)[:500])
