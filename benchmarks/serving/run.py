@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 VOCAB_SIZE = 4096  # that of the demo tokenizer, so that every token has text and streams at once
 
@@ -190,21 +191,9 @@ async def drive(url: str, works: list[Work], rate: float | None, seed: int) -> l
 
 def cpu_seconds_of_tree(pid: int) -> float:
     """User and system seconds of a process and all below it."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    children: dict[int, list[int]] = {}
-    used: dict[int, float] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            own = int(stat.parent.name)
-            children.setdefault(int(fields[1]), []).append(own)
-            used[own] = (int(fields[11]) + int(fields[12])) / ticks
-    total, stack = 0.0, [pid]
-    while stack:
-        current = stack.pop()
-        total += used.get(current, 0.0)
-        stack += children.get(current, [])
-    return total
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return float(sum(t.user + t.system for t in times))
 
 
 class Pagewise:

@@ -17,6 +17,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,16 +49,11 @@ def one_start() -> dict[str, float]:
         process.wait(timeout=30)
 
 
-def scheduler_memory(group: int) -> float:
-    """Resident MB (10^6 bytes) of the scheduler process in a process group."""
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            pid = int(status.parent.name)
-            if os.getpgid(pid) == group and b"pagewise_scheduler" in (status.parent / "cmdline").read_bytes():
-                line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS"))
-                return int(line.split()[1]) * 1024 / 1e6
-        except (OSError, ValueError):
-            continue
+def scheduler_memory(pid: int) -> float:
+    """Resident MB (10^6 bytes) of the scheduler process below ``pid``."""
+    for process in psutil.Process(pid).children(recursive=True):
+        if "pagewise_scheduler.main" in process.cmdline():
+            return float(process.memory_info().rss) / 1e6
     raise RuntimeError("the scheduler process was not found")
 
 

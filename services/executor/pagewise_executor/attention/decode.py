@@ -38,8 +38,9 @@ def decode_in_place(
         )
         group.patterns[window or 0, heads, kv_heads] = pattern
     keys, values = layer.keys.view(-1, dim), layer.values.view(-1, layer.values.shape[-1])
-    sampled = torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale)
-    scores = sampled.values().view(rows, heads, span)
+    # Into the pattern itself: a result of its own would copy the indices for every layer.
+    torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale, out=pattern)
+    scores = pattern.values().view(rows, heads, span)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if seen.padding is not None:

@@ -1,0 +1,110 @@
+"""What makes models fast must not change what they compute."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pagewise_executor.attention.context import DecodeGroup, PagedLayer, StepHolder
+from pagewise_executor.attention.decode import decode_gathered, decode_in_place
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models import loader
+from pagewise_executor.models.packed_linear import PackedLinear
+from pagewise_shared.config import ExecutorConfig
+from torch import nn
+
+from tests.executor.driver import request, run_requests
+from tests.model_builders import FAMILIES, build_model
+
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], list[float]]:
+    """What a runner draws for a few prompts, and the log-probabilities of it."""
+    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64))
+    requests = [request(list(range(5, 5 + n)), 12, f"r{n}", logprobs=0) for n in (3, 17, 40)]
+    _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)
+    tokens: dict[str, list[int]] = {}
+    logprobs = []
+    for output in outputs:
+        for sequence, token in zip(output.sequences, output.tokens, strict=True):
+            tokens.setdefault(sequence.request.request_id, []).append(token)
+            logprobs.append(output.logprobs[sequence].logprob)
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_layers_compute_what_the_originals_compute(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model(family, tmp_path)
+    fused = loader.load_model(ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64))
+    assert sum(type(m).__name__ == "FusedDecoderLayer" for m in fused.model.modules()) == len(fused.attention)
+    tokens, logprobs = tokens_and_logprobs(tmp_path, "float32")
+    monkeypatch.setattr(loader, "fuse_layers", lambda model: 0)
+    monkeypatch.setattr(loader, "pack_linears", lambda model: 0)
+    plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")
+    assert tokens == plain_tokens
+    assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+
+
+def test_every_family_runs_in_bfloat16(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        build_model(family, tmp_path / family)
+        tokens, logprobs = tokens_and_logprobs(tmp_path / family, "bfloat16")
+        assert {len(drawn) for drawn in tokens.values()} == {12}
+        assert all(value <= 0 for value in logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 32, 100])
+def test_a_packed_linear_layer_computes_what_the_plain_one_does(dtype: torch.dtype, bias: bool, rows: int) -> None:
+    plain = nn.Linear(48, 80, bias=bias).to(dtype)
+    x = torch.randn(1, rows, 48, dtype=dtype)
+    with torch.inference_mode():
+        packed = PackedLinear(plain.weight, plain.bias)
+        exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(packed(x).double(), exact, **tolerance)
+    assert packed.weight.dtype == dtype
+    assert packed.weight.shape == plain.weight.shape
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_attention_in_place_is_attention(window: int | None, softcap: float | None, heads: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    block_size, dim = 4, 24
+    keys, values = torch.randn(2, 64, block_size, kv_heads, dim)
+    layer = PagedLayer(keys, values, StepHolder())
+    lengths = torch.tensor([1, 4, 5, 30, 37])
+    blocks = torch.randperm(64)[: 5 * 10].view(5, 10)
+    q = torch.randn(5, heads, dim)
+
+    def group() -> DecodeGroup:
+        return DecodeGroup(torch.arange(5), blocks, lengths, longest=37)
+
+    found = decode_in_place(q, layer, group(), 0.2, window, softcap)
+    torch.testing.assert_close(found, decode_gathered(q, layer, group(), 0.2, window, softcap), rtol=1e-5, atol=1e-5)
+    for row, length in enumerate(lengths.tolist()):
+        first = max(0, length - window) if window else 0
+        slots = [int(blocks[row, p // block_size]) * block_size + p % block_size for p in range(first, length)]
+        for head in range(heads):
+            k, v = (t.flatten(0, 1)[slots, head // (heads // kv_heads)].double() for t in (keys, values))
+            scores = (k @ q[row, head].double()) * 0.2
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            torch.testing.assert_close(found[row, head].double(), scores.softmax(0) @ v, rtol=1e-5, atol=1e-5)
+
+
+def test_a_poisoned_sequence_does_not_reach_its_neighbours() -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 8, 4, 2, 16)
+    keys[3] = float("nan")
+    values[3] = float("inf")
+    group = DecodeGroup(torch.arange(2), torch.tensor([[3, 0], [1, 2]]), torch.tensor([2, 7]), longest=7)
+    layer = PagedLayer(keys, values, StepHolder())
+    for _ in range(2):  # twice: what the first left behind must not matter
+        found = decode_in_place(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
+        assert not found[0].isfinite().any()
+        assert found[1].isfinite().all()
