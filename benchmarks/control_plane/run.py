@@ -38,8 +38,8 @@ def start(num_seqs: int, max_tokens: int) -> Scheduler:
     )
     sampling = SamplingParams(temperature=0, stop_token_ids=(2, 7))
     for number in range(num_seqs):
-        # Lengths differ by up to a block, so that block boundaries spread over the steps.
-        prompt = array("i", [5] * (PROMPT_TOKENS + number % BLOCK_SIZE))
+        # Lengths differ by up to a block, so that block boundaries spread over the steps. Nothing is shared.
+        prompt = array("i", [number + 10, *[5] * (PROMPT_TOKENS - 1 + number % BLOCK_SIZE)])
         scheduler.add(Request(f"r{number}", prompt, max_tokens, sampling, arrival_time=float(number)))
     answered = 0
     while scheduler.num_waiting or answered < num_seqs:

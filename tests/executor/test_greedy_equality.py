@@ -61,7 +61,7 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
         )
         assert [r.sequences[0].output_token_ids for r in requests] == [expected[i] for i in members]
         assert (scheduler.num_preemptions > 0) == (members is growing)
-        assert scheduler.kv.num_free == num_blocks
+        assert scheduler.kv.num_available == num_blocks
 
 
 @pytest.mark.parametrize(("family", "block_size"), [(f, (16, 5, 1)[i % 3]) for i, f in enumerate(FAMILIES)])

@@ -37,7 +37,7 @@ PLAN = StepPlan(
             ),
         ),
     ),
-    appended=pack_int32s([1, 4]),
+    tables=pack_int32s([1, 2, 4]),
     chunks=((1, 3),),
 )
 RESULT = StepResult(epoch=3, step=9, tokens=pack_int32s([1]), logprobs=(TokenLogprobs(0, 1, -0.5, 1, (1,), (-0.5,)),))

@@ -94,7 +94,7 @@ class RowTable:
                 self._changed = True
         for new in plan.joined:
             self._join(new)
-        self._append(_int32s(plan.appended))
+        self._change_tables(_int32s(plan.tables))
         if self._changed:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
         order = self._order
@@ -141,13 +141,20 @@ class RowTable:
         blocks = _int32s(new.blocks)
         self._extend(new.row, blocks)
 
-    def _append(self, pairs: Int32s) -> None:
-        if len(pairs) % 2:
-            raise InvalidPlanError("appended blocks come in pairs of row and block")
-        for row, block in pairs.reshape(-1, 2).tolist():
+    def _change_tables(self, triples: Int32s) -> None:
+        if len(triples) % 3:
+            raise InvalidPlanError("changes to block tables come in triples of row, index and block")
+        for row, index, block in triples.reshape(-1, 3).tolist():
             if row not in self.rows:
                 raise InvalidPlanError(f"row {row} gets a block but holds no sequence")
-            self._extend(row, np.array([block], np.int32))
+            if not 0 <= index <= self.num_blocks[row]:
+                raise InvalidPlanError(f"row {row} gets block {index} but holds {self.num_blocks[row]}")
+            if index == self.num_blocks[row]:
+                self._extend(row, np.array([block], np.int32))
+            elif 0 <= block < self.pool_blocks:
+                self.tables[row, index] = block
+            else:
+                raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
 
     def _extend(self, row: int, blocks: Int32s) -> None:
         if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self.pool_blocks):

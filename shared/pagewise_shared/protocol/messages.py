@@ -178,7 +178,8 @@ class StepPlan(Message, frozen=True):
         left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
         copies: block copies (int32 bytes, pairs source, destination), all sources read before any write.
         joined: sequences that take a row.
-        appended: blocks added to block tables (int32 bytes, pairs row, block), in order.
+        tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
+            the block is added, before it takes the place of one with the same content.
         chunks: (row, n): compute the row's next n known tokens.
     """
 
@@ -187,7 +188,7 @@ class StepPlan(Message, frozen=True):
     left: tuple[int, ...] = ()
     copies: bytes = b""
     joined: tuple[NewSequence, ...] = ()
-    appended: bytes = b""
+    tables: bytes = b""
     chunks: tuple[tuple[int, int], ...] = ()
 
 

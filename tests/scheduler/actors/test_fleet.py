@@ -150,7 +150,7 @@ async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
         (engine,) = stack.router.engines
         assert engine.load == 0
         async with asyncio.timeout(5):
-            while engine.scheduler.kv.num_free != 64:
+            while engine.scheduler.kv.num_available != 64:
                 await asyncio.sleep(0.01)
 
 

@@ -1,56 +1,92 @@
-"""The device's blocks: which are free, which are in use and by how many.
+"""The device's blocks: which are free, which are cached, and which are in use by how many.
 
-Source: the block pool of vLLM (arXiv 2309.06180, section 4.3) reduced to reference counts over integer ids.
+Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tree instead of hashes.
 """
 
 from collections.abc import Iterable
 
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
+
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than are free. Callers ask ``num_free`` first, so this is a bug if it escapes."""
+    """More blocks were asked for than there are. Callers ask ``num_available`` first, so this escapes only as a bug."""
 
 
 class BlockPool:
-    """``num_blocks`` blocks with reference counts; a block is free or in use, never both, never neither.
+    """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
-    Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n).
+    Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
+    one that has to be evicted.
     """
 
-    __slots__ = ("_free", "_references", "num_blocks")
+    __slots__ = (
+        "_evictable",
+        "_free",
+        "_nodes",
+        "_num_cached",
+        "_references",
+        "_tick",
+        "num_blocks",
+        "num_evicted",
+        "tree",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy = least_recently_used) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.tree = PrefixTree(block_size)
+        self.num_evicted = 0
         self._references = [0] * num_blocks
+        self._nodes: list[CachedBlock | None] = [None] * num_blocks
         # A stack: the block freed last is used next, while the caches may still hold it.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_cached = 0
+        self._evictable = EvictionQueue(policy, self._may_go)
+        self._tick = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can hand out now."""
+        """Blocks that hold nothing."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without references whose content may be used again."""
+        return self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can hand out now: free ones, and cached ones, which are evicted for it."""
+        return len(self._free) + self._num_cached
 
     @property
     def num_in_use(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - self._num_cached
 
     def references(self, block: int) -> int:
-        """How many holders the block has; 0 means free."""
+        """How many holders the block has; 0 means free or cached."""
         return self._references[block]
 
+    def node(self, block: int) -> CachedBlock | None:
+        """The block's place in the prefix tree, if its content is known."""
+        return self._nodes[block]
+
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, each with one reference.
+        """Take ``count`` blocks, each with one reference; cached ones are evicted if too few are free.
 
         Raises:
-            OutOfBlocksError: fewer are free; nothing was taken.
+            OutOfBlocksError: there are fewer; nothing was taken.
         """
         if count == 0:
             return []
         free = self._free
         if count > len(free):
-            raise OutOfBlocksError(f"{count} blocks asked for, {len(free)} of {self.num_blocks} free")
+            if count > self.num_available:
+                raise OutOfBlocksError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
+            self._evict(count - len(free))
         blocks = free[-count:]
         del free[-count:]
         references = self._references
@@ -59,19 +95,56 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block, all of them in use already."""
+        """Add one reference to each block, all of them in use or cached."""
         references = self._references
         for block in blocks:
-            assert references[block] > 0, f"block {block} is free and cannot be shared"
+            if references[block] == 0:
+                assert self._nodes[block] is not None, f"block {block} is free and cannot be shared"
+                self._num_cached -= 1
             references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block; those without any left are free at once."""
-        references = self._references
-        free = self._free
+        """Drop one reference of each block, a sequence's last block first.
+
+        Those without any left are cached if their content is known, else free at once.
+        """
+        references, nodes, free = self._references, self._nodes, self._free
+        self._tick = tick = self._tick + 1
         for block in blocks:
             left = references[block] - 1
             assert left >= 0, f"block {block} was released more often than it was taken"
             references[block] = left
             if left == 0:
-                free.append(block)
+                node = nodes[block]
+                if node is None:
+                    free.append(block)
+                else:
+                    node.last_used = tick
+                    self._num_cached += 1
+                    if not node.children:
+                        self._evictable.push(node)
+        self._evictable.shrink(self._num_cached)
+
+    def remember(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
+        """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``."""
+        assert self._references[block] > 0
+        assert self._nodes[block] is None
+        node = self._nodes[block] = self.tree.add(parent, tokens, block)
+        return node
+
+    def _may_go(self, node: CachedBlock) -> bool:
+        return node.block >= 0 and self._references[node.block] == 0 and not node.children
+
+    def _evict(self, count: int) -> None:
+        for _ in range(count):
+            node = self._evictable.pop()
+            parent = node.parent
+            assert parent is not None
+            self.tree.remove(node)
+            self._nodes[node.block] = None
+            self._free.append(node.block)
+            node.block = -1
+            self._num_cached -= 1
+            self.num_evicted += 1
+            if self._may_go(parent):
+                self._evictable.push(parent)

@@ -1,19 +1,34 @@
 """A sequence's page table: which block holds its tokens."""
 
+from collections.abc import Hashable
+
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
 
 class BlockTable:
-    """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``."""
+    """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``.
 
-    __slots__ = ("block_size", "blocks")
+    ``space``: whose cache it shares. ``tip``: the node of the last block whose content is in the prefix tree; the
+    blocks up to it are the tree's own, those after it are the sequence's alone.
+    """
 
-    def __init__(self, block_size: int) -> None:
+    __slots__ = ("block_size", "blocks", "space", "tip")
+
+    def __init__(self, block_size: int, space: Hashable = None) -> None:
         self.block_size = block_size
+        self.space = space
         self.blocks: list[int] = []
+        self.tip: CachedBlock | None = None
 
     @property
     def num_slots(self) -> int:
         """Tokens the table has room for."""
         return len(self.blocks) * self.block_size
+
+    @property
+    def num_known(self) -> int:
+        """Leading blocks whose content is in the prefix tree."""
+        return 0 if self.tip is None else self.tip.depth
 
     def blocks_missing(self, num_tokens: int) -> int:
         """How many more blocks it takes to hold ``num_tokens`` tokens."""

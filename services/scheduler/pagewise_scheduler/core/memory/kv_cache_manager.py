@@ -1,9 +1,22 @@
-"""Gives sequences their blocks on demand, and takes them back when it is safe."""
+"""Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
 
 from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``."""
+
+    blocks: list[CachedBlock]
+    partial_block: int
+    partial_tokens: int
+    num_tokens: int
 
 
 class KVCacheManager:
@@ -19,14 +32,14 @@ class KVCacheManager:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, block_size)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
 
     @property
-    def num_free(self) -> int:
+    def num_available(self) -> int:
         """Blocks that can be handed out now."""
-        return self.pool.num_free
+        return self.pool.num_available
 
     @property
     def num_retiring(self) -> int:
@@ -35,7 +48,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that is in use, 0 to 1."""
+        """Share of the pool that is in use, 0 to 1; what is only cached does not count."""
         return self.pool.num_in_use / self.pool.num_blocks
 
     @property
@@ -47,15 +60,108 @@ class KVCacheManager:
         """Blocks it takes to hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_table(self) -> BlockTable:
-        """An empty block table."""
-        return BlockTable(self.block_size)
+    def new_table(self, space: Hashable = None) -> BlockTable:
+        """An empty block table that shares the cache of ``space``."""
+        return BlockTable(self.block_size, space)
+
+    # ---- sharing -------------------------------------------------------------------------------------
+
+    def look_up(self, space: Hashable, tokens: bytes, num_tokens: int) -> CachedPrefix:
+        """What is cached of the first ``num_tokens`` of ``tokens`` (int32 bytes); nothing changes."""
+        blocks = self.pool.tree.find(space, tokens, num_tokens)
+        found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
+        rest = tokens[4 * found.num_tokens : 4 * num_tokens]
+        if rest:
+            last = blocks[-1] if blocks else self.pool.tree.root_of(space)
+            partial = self.pool.tree.find_partial(last, rest) if last is not None else None
+            if partial is not None:
+                found.partial_block, found.partial_tokens = partial[0].block, partial[1]
+                found.num_tokens += found.partial_tokens
+        return found
+
+    def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
+        """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and published."""
+        full, rest = divmod(num_tokens, self.block_size)
+        assert table.num_known >= full
+        blocks: list[CachedBlock] = []
+        node = table.tip
+        while node is not None and node.depth > 0:
+            if node.depth <= full:
+                blocks.append(node)
+            node = node.parent
+        blocks.reverse()
+        return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
+
+    def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
+        """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
+        references = self.pool.references
+        shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
+        # What is copied must not be evicted for its own copy.
+        kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
+        return self.blocks_for(num_tokens) - shared + kept
+
+    def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
+        """The same prefix without the part that would have to be copied."""
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size)
+
+    def take(self, table: BlockTable, prefix: CachedPrefix) -> tuple[int, int] | None:
+        """Begin an empty table with a prefix.
+
+        Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
+        it; returned is that copy, (source, destination), to be made in the next step before anything is computed. The
+        caller has seen to it that a block is available.
+        """
+        assert not table.blocks
+        shared = [node.block for node in prefix.blocks]
+        self.pool.share(shared)
+        table.tip = prefix.blocks[-1] if prefix.blocks else None
+        if not prefix.partial_tokens:
+            table.blocks = shared
+            return None
+        source = prefix.partial_block
+        self.pool.share([source])  # so that making room for the copy does not evict what is copied
+        copy = self.pool.allocate(1)
+        self.pool.release([source])
+        table.blocks = shared + copy
+        return source, copy[0]
+
+    def publish(
+        self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
+    ) -> list[tuple[int, int, int]]:
+        """Let others find the table's full blocks among its first ``num_computed`` tokens.
+
+        Those are tokens whose K and V a step that came back has computed; ``tokens_of(start, stop)`` gives them as
+        int32 bytes. Where somebody else has published the same content meanwhile, the table takes that block instead of
+        its own: returned are (index in the table, own block, the other's block), and the caller says when the
+        references on the own blocks are dropped.
+        """
+        size, pool = self.block_size, self.pool
+        first, last = table.num_known, min(num_computed // size, len(table.blocks))
+        replaced: list[tuple[int, int, int]] = []
+        if first >= last:
+            return replaced
+        tip = table.tip or pool.tree.root(table.space)
+        for index in range(first, last):
+            tokens = tokens_of(index * size, (index + 1) * size)
+            own = table.blocks[index]
+            twin = tip.children.get(tokens)
+            if twin is None:
+                tip = pool.remember(tip, tokens, own)
+            else:
+                pool.share([twin.block])
+                table.blocks[index] = twin.block
+                replaced.append((index, own, twin.block))
+                tip = twin
+        table.tip = tip
+        return replaced
+
+    # ---- growing and letting go ----------------------------------------------------------------------
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[int]:
         """Let ``table`` hold ``num_tokens`` tokens; returns the blocks that were added, possibly none.
 
         Raises:
-            OutOfBlocksError: too few blocks are free; nothing was changed.
+            OutOfBlocksError: there are too few blocks; nothing was changed.
         """
         added = self.pool.allocate(table.blocks_missing(num_tokens))
         table.blocks += added
@@ -63,7 +169,11 @@ class KVCacheManager:
 
     def free(self, table: BlockTable, in_flight_step: int | None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns."""
-        blocks, table.blocks = table.blocks, []
+        blocks, table.blocks, table.tip = table.blocks, [], None
+        self.drop(blocks, in_flight_step)
+
+    def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
+        """Drop one reference on each of ``blocks`` (in a sequence's order), at once or when the step returns."""
         if not blocks:
             return
         if in_flight_step is None:
@@ -79,3 +189,8 @@ class KVCacheManager:
             blocks = retiring.popleft()[1]
             self._num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
+
+    def forget(self) -> None:
+        """The executor has lost its KV: nothing is cached any more. No table may hold blocks."""
+        assert self.pool.num_in_use == 0
+        self.pool = BlockPool(self.pool.num_blocks, self.block_size)

@@ -39,6 +39,8 @@ class Sequence:
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
         decode_from: first step in which it decodes. decode_base: position it computes in that step.
+        num_computed_tokens: leading known tokens that steps which came back have computed, while it prefills.
+        prefilled: whether its prefill has come back; from then on all its tokens but the newest are computed.
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
         last_step: last step planned that runs it.
     """
@@ -52,6 +54,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     row: int = -1
     num_scheduled_tokens: int = 0
+    num_computed_tokens: int = 0
+    prefilled: bool = False
     decode_from: int = 0
     decode_base: int = 0
     block_due: int = 0
@@ -86,12 +90,22 @@ class Sequence:
         prompt = self.request.prompt_token_ids.tobytes()
         return prompt + array("i", self.output_token_ids).tobytes() if self.output_token_ids else prompt
 
+    def tokens_between(self, start: int, stop: int) -> bytes:
+        """The known tokens from ``start`` to ``stop`` as int32 bytes."""
+        prompt = self.request.prompt_token_ids
+        length = len(prompt)
+        if stop <= length:
+            return prompt[start:stop].tobytes()
+        output = array("i", self.output_token_ids[max(0, start - length) : stop - length])
+        return prompt[start:length].tobytes() + output.tobytes() if start < length else output.tobytes()
+
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt from which n sequences are generated.
 
-    Times are seconds of whatever clock the caller passes in; NaN until they are known.
+    Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
+    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran.
     """
 
     request_id: str
@@ -100,9 +114,11 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     priority: int = 0
+    cache_salt: str | None = None
     arrival_time: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
     scheduled_time: float = float("nan")
+    num_cached_tokens: int = 0
 
     @property
     def order(self) -> tuple[int, float]:

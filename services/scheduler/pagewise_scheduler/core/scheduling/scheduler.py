@@ -4,7 +4,7 @@ from collections import deque
 
 from pagewise_shared.protocol import StepPlan, StepResult, unpack_int32s
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.request import (
     FinishReason,
@@ -46,6 +46,8 @@ class Scheduler:
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
         self._prefilling: dict[Sequence, None] = {}
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -102,7 +104,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
-                sequence.table = self.kv.new_table()
+                sequence.table = self.kv.new_table(request.cache_salt)
                 sequence.last_step = 0
                 self.waiting.push(sequence)
 
@@ -135,10 +137,9 @@ class Scheduler:
         requests = self.requests
         for request in requests:
             for sequence in request.sequences:
-                if sequence.status is SequenceStatus.WAITING:
-                    self.waiting.discard(sequence, SequenceStatus.DRAINING)
-                elif not sequence.finished:
+                if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self._vacate(sequence)
+        self.waiting.clear()
         self._requests.clear()
         self._in_flight.clear()
         self.kv.step_returned(self._step)
@@ -156,10 +157,14 @@ class Scheduler:
         for sequence in self._decoding.length_due(step):
             self._vacate(sequence)
             sequence.status = SequenceStatus.DRAINING
+        for sequence in self._decoding.blocks_due(step):
+            if sequence.prefilled:
+                self._publish(sequence, sequence.num_tokens - 1)
         if not self._make_room_for_decodes(step):
             return None
         for sequence in self._decoding.blocks_due(step):
-            self._plan.append(sequence.row, self.kv.grow(sequence.table, sequence.table.num_slots + 1))
+            held = len(sequence.table.blocks)
+            self._plan.set_blocks(sequence.row, held, self.kv.grow(sequence.table, sequence.table.num_slots + 1))
             self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
@@ -171,8 +176,8 @@ class Scheduler:
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
-        while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_free:
-            if needed > self.kv.num_free + self.kv.num_retiring:
+        while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
+            if needed > self.kv.num_available + self.kv.num_retiring:
                 self._preempt(self._victim())
             elif self._in_flight:
                 return False
@@ -182,13 +187,13 @@ class Scheduler:
         """Chunks for the sequences that are in the middle of their prefill, as far as tokens and blocks last."""
         chunks = []
         for sequence in self._prefilling:
-            room = sequence.table.num_slots - sequence.num_scheduled_tokens + self.kv.num_free * self.kv.block_size
+            room = sequence.table.num_slots - sequence.num_scheduled_tokens + self.kv.num_available * self.kv.block_size
             size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget, room)
             if size <= 0:
                 continue
+            held = len(sequence.table.blocks)
             added = self.kv.grow(sequence.table, sequence.num_scheduled_tokens + size)
-            if added:
-                self._plan.append(sequence.row, added)
+            self._plan.set_blocks(sequence.row, held, added)
             chunks.append((sequence, size))
             budget -= size
         return chunks
@@ -203,23 +208,61 @@ class Scheduler:
             sequence = self.waiting.peek()
             if sequence is None or self._is_in_flight(sequence):
                 break
-            needed = self.kv.blocks_for(sequence.num_tokens)
-            if self.kv.num_free - owed - needed < self._watermark():
+            if self.kv.num_available - owed < self._watermark() or not self._may_start(sequence):
+                break
+            prefix, room = self._cached_prefix(sequence), self.kv.num_available - owed - self._watermark()
+            if self.kv.num_taken(prefix, sequence.num_tokens) > room:
+                prefix = self.kv.without_copy(prefix)
+            if self.kv.num_taken(prefix, sequence.num_tokens) > room:
                 break
             self.waiting.pop()
-            size = min(sequence.num_tokens, budget)
-            self.kv.grow(sequence.table, size)
+            if copy := self.kv.take(sequence.table, prefix):
+                self._plan.copy(*copy)
+            size = min(sequence.num_tokens - prefix.num_tokens, budget)
+            self.kv.grow(sequence.table, prefix.num_tokens + size)
             sequence.status = SequenceStatus.PREFILL
             sequence.row = self._free_rows.pop()
-            sequence.num_scheduled_tokens = 0
+            sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
+            sequence.prefilled = False
             self._prefilling[sequence] = None
-            self._plan.join(sequence, num_computed_tokens=0)
-            if sequence.request.scheduled_time != sequence.request.scheduled_time:  # NaN: the first time
-                sequence.request.scheduled_time = now
+            self._plan.join(sequence, prefix.num_tokens)
+            self._note_start(sequence, prefix, now)
             chunks.append((sequence, size))
             budget -= size
-            owed += needed - len(sequence.table.blocks)
+            owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill."""
+        first = sequence.request.sequences[0]
+        return sequence is first or first.row < 0 or first.prefilled
+
+    def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """What the sequence can begin with; its newest token is always left to compute, for its logits are needed."""
+        first, num_tokens = sequence.request.sequences[0], sequence.num_tokens
+        if sequence.sampling.prompt_logprobs is not None:
+            return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
+        if sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids:
+            self._publish(first, first.num_tokens - 1)
+            return self.kv.fork(first.table, num_tokens - 1)
+        return self.kv.look_up(sequence.request.cache_salt, sequence.token_bytes(), num_tokens - 1)
+
+    def _note_start(self, sequence: Sequence, prefix: CachedPrefix, now: float) -> None:
+        request = sequence.request
+        if request.scheduled_time != request.scheduled_time:  # NaN: the first time
+            request.scheduled_time = now
+            request.num_cached_tokens = prefix.num_tokens
+        if not sequence.num_preemptions:
+            self.num_prefix_queries += sequence.num_tokens
+            self.num_prefix_hits += prefix.num_tokens
+
+    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
+        replaced = self.kv.publish(sequence.table, num_computed, sequence.tokens_between)
+        if replaced:
+            for index, _, block in replaced:
+                self._plan.set_blocks(sequence.row, index, [block])
+            self.kv.drop([own for _, own, _ in replaced], self._step if self._in_flight else None)
 
     def _watermark(self) -> int:
         """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
@@ -238,19 +281,21 @@ class Scheduler:
         num_seqs, num_tokens = len(decoding) + len(chunks), len(decoding)
         completed: list[Sequence] = []
         chunk_rows: dict[int, Sequence] = {}
+        computed: list[tuple[Sequence, int]] = []
         for sequence, size in chunks:
             num_tokens += size
             self._plan.chunk(sequence.row, size)
             chunk_rows[sequence.row] = sequence
             sequence.last_step = step
             sequence.num_scheduled_tokens += size
+            computed.append((sequence, sequence.num_scheduled_tokens))
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 del self._prefilling[sequence]
                 self._decoding.add(sequence, first_step=step + 1)
         self._step = step
         sampled = decoding + completed if completed else decoding
-        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows))
+        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed))
         return self._plan.build(self.epoch, step)
 
     # ---- results -------------------------------------------------------------------------------------
@@ -272,6 +317,11 @@ class Scheduler:
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
         output = StepOutput(num_tokens=step.num_tokens)
+        for sequence, num_computed in step.computed:
+            if sequence.row >= 0:  # else it was preempted or ended meanwhile, and has published what came back before
+                sequence.num_computed_tokens = num_computed
+                sequence.prefilled = sequence.status is SequenceStatus.DECODE and num_computed == sequence.decode_base
+                self._publish(sequence, num_computed)
         self._take_tokens(step, tokens.tolist(), output)
         for entry in result.logprobs:
             if 0 <= entry.index < len(step.sampled):
@@ -316,6 +366,7 @@ class Scheduler:
                 failed.append(owner.request)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
+        self.kv.forget()
         self.epoch = epoch
         self._step = 0
         for request in requests:
@@ -342,10 +393,11 @@ class Scheduler:
             del self._prefilling[sequence]
         else:  # DRAINING: it has left its row already
             return
+        self._publish(sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens)
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row = -1
-        sequence.num_scheduled_tokens = 0
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         self.kv.free(sequence.table, self._step if self._in_flight else None)
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -1,6 +1,7 @@
 """What the scheduler remembers of a step in flight, and what it makes of its result."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from pagewise_shared.protocol import NewSequence, StepPlan, TokenLogprobs, pack_int32s
 
@@ -12,7 +13,7 @@ class StepInFlight:
     """A planned step whose result has not come back.
 
     ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
-    prompt a row held when the step was planned.
+    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes.
     """
 
     step: int
@@ -20,6 +21,7 @@ class StepInFlight:
     num_tokens: int
     sampled: list[Sequence]
     chunk_rows: dict[int, Sequence]
+    computed: list[tuple[Sequence, int]]
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class StepOutput:
 class PlanBuilder:
     """Collects the changes that the next plan carries."""
 
-    __slots__ = ("_appended", "_chunks", "_joined", "_left")
+    __slots__ = ("_chunks", "_copies", "_joined", "_left", "_tables")
 
     def __init__(self) -> None:
         self.clear()
@@ -53,17 +55,24 @@ class PlanBuilder:
         """Forget everything collected so far."""
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
-        self._appended: list[int] = []
+        self._tables: list[tuple[int, int, int]] = []
+        self._copies: list[int] = []
         self._chunks: list[tuple[int, int]] = []
 
     def leave(self, row: int) -> None:
         """The row's sequence is gone; kept for the next plan if none is sent now."""
         self._left.append(row)
+        if self._tables:
+            self._tables = [change for change in self._tables if change[0] != row]
 
-    def append(self, row: int, blocks: list[int]) -> None:
-        """Blocks added to the row's table."""
-        for block in blocks:
-            self._appended += (row, block)
+    def copy(self, source: int, destination: int) -> None:
+        """Copy a block before anything is computed."""
+        self._copies += (source, destination)
+
+    def set_blocks(self, row: int, index: int, blocks: list[int]) -> None:
+        """The row's table has ``blocks`` from ``index`` on."""
+        for offset, block in enumerate(blocks):
+            self._tables.append((row, index + offset, block))
 
     def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The sequence takes its row, with the blocks it holds now."""
@@ -89,7 +98,8 @@ class PlanBuilder:
             step=step,
             left=tuple(self._left),
             joined=tuple(self._joined),
-            appended=pack_int32s(self._appended) if self._appended else b"",
+            copies=pack_int32s(self._copies) if self._copies else b"",
+            tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
             chunks=tuple(self._chunks),
         )
         self.clear()

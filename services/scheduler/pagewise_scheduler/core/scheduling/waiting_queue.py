@@ -45,6 +45,11 @@ class WaitingQueue:
         self._length -= 1
         return heapq.heappop(self._heap)[3]
 
+    def clear(self) -> None:
+        """Let nobody wait any more. Unlike ``discard``, this lets a sequence be pushed again."""
+        self._heap.clear()
+        self._length = 0
+
     def discard(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out by giving it another status."""
         assert sequence.status is SequenceStatus.WAITING

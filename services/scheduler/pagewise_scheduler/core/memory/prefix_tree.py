@@ -1,0 +1,113 @@
+"""Which contents lie in which blocks: a tree of full blocks, one level per block of tokens.
+
+The way from the root to a node spells the tokens of a prefix, so a node stands for what a chained block hash stands for
+(parent, tokens, extra keys), exactly: tokens are compared, not digests, and nobody can make two prefixes collide. It is
+also cheaper than hashing, and it knows a block's descendants, which eviction asks for. Each space (the cache salt of a
+tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+"""
+
+from array import array
+from collections.abc import Hashable
+from itertools import islice
+
+_BYTES_PER_TOKEN = 4
+_SIBLINGS_TRIED = 16
+
+
+class CachedBlock:
+    """A full block whose content is known: ``tokens`` (int32 bytes) after those of its ancestors.
+
+    ``block`` is its id in the pool (-1: a root). ``depth`` counts blocks from the root, which has 0. ``last_used`` is
+    the tick of its last release.
+    """
+
+    __slots__ = ("block", "children", "depth", "last_used", "parent", "tokens")
+
+    def __init__(self, parent: "CachedBlock | None", tokens: bytes, block: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.block = block
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[bytes, CachedBlock] = {}
+        self.last_used = 0
+
+
+class _Root(CachedBlock):
+    """Where a space begins."""
+
+    __slots__ = ("space",)
+
+    def __init__(self, space: Hashable) -> None:
+        super().__init__(None, b"", -1)
+        self.space = space
+
+
+class PrefixTree:
+    """Finds the longest prefix that is cached. Looking up and adding a block take constant time each."""
+
+    __slots__ = ("_key_bytes", "_roots", "num_blocks")
+
+    def __init__(self, block_size: int) -> None:
+        self._key_bytes = block_size * _BYTES_PER_TOKEN
+        self._roots: dict[Hashable, _Root] = {}
+        self.num_blocks = 0
+
+    def root(self, space: Hashable) -> CachedBlock:
+        """The root of a space, made if it is not there."""
+        found = self._roots.get(space)
+        if found is None:
+            found = self._roots[space] = _Root(space)
+        return found
+
+    def root_of(self, space: Hashable) -> CachedBlock | None:
+        """The root of a space, if anything of it is cached."""
+        return self._roots.get(space)
+
+    def find(self, space: Hashable, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
+        """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
+        path: list[CachedBlock] = []
+        node: CachedBlock | None = self._roots.get(space)
+        if node is None:
+            return path
+        size = self._key_bytes
+        for start in range(0, num_tokens * _BYTES_PER_TOKEN - size + 1, size):
+            node = node.children.get(tokens[start : start + size])
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def find_partial(self, node: CachedBlock, tokens: bytes) -> tuple[CachedBlock, int] | None:
+        """The child of ``node`` that shares the most of ``tokens`` (less than a block), and how many tokens.
+
+        Only the newest few children are looked at: a root may have thousands.
+        """
+        wanted = array("i", tokens[: self._key_bytes])
+        best, most = None, 0
+        for child in islice(reversed(node.children.values()), _SIBLINGS_TRIED):
+            shared = 0
+            for mine, theirs in zip(wanted, array("i", child.tokens), strict=False):
+                if mine != theirs:
+                    break
+                shared += 1
+            if shared > most:
+                best, most = child, shared
+        return (best, most) if best is not None else None
+
+    def add(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
+        """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
+        assert len(tokens) == self._key_bytes
+        assert tokens not in parent.children
+        node = parent.children[tokens] = CachedBlock(parent, tokens, block)
+        self.num_blocks += 1
+        return node
+
+    def remove(self, node: CachedBlock) -> None:
+        """Take out a node without children; a space that holds nothing any more is forgotten."""
+        assert not node.children
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        self.num_blocks -= 1
+        if isinstance(parent, _Root) and not parent.children:
+            self._roots.pop(parent.space, None)
