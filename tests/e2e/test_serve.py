@@ -132,6 +132,30 @@ def test_sampling_with_a_seed_is_reproducible_and_without_one_is_not(server: Ser
         assert len({sample(None) for _ in range(3)} | {sample(8)}) > 1
 
 
+def test_a_conversation_is_not_computed_twice(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        def cached(prompt: str, **extra: object) -> int:
+            answer = client.completions.create(
+                model="pagewise-demo", prompt=prompt, max_tokens=8, temperature=0, extra_body=extra
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            found = answer.usage.prompt_tokens_details.cached_tokens
+            assert found is not None
+            assert found < answer.usage.prompt_tokens
+            return found
+
+        history = "class Account:\n    def __init__(self, owner, balance):\n        self.owner = owner\n"
+        first = cached(history)
+        again = cached(history)
+        assert again > first
+        assert cached(history + "        self.balance = balance\n") >= again
+        assert cached(history, cache_salt="somebody else's") == 0
+        hits, queries = (server.metric(f"prefix_cache_{kind}_total") for kind in ("hits", "queries"))
+        assert 0 < hits < queries
+
+
 def test_the_scheduler_process_never_loads_torch(server: Server) -> None:
     (pid,) = server.pids("pagewise_scheduler.main")
     with open(f"/proc/{pid}/maps") as maps:

@@ -27,6 +27,7 @@ class GenerationRequest:
         stop: texts that end a sequence. include_stop_str_in_output: whether they stay in its text.
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs earlier.
+        cache_salt: only requests with the same one share cached KV.
         arrival_time: seconds, of the monotonic clock.
     """
 
@@ -39,6 +40,7 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
+    cache_salt: str | None = None
     arrival_time: float = 0.0
 
 
@@ -61,7 +63,7 @@ class SequenceDelta:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts of one request, right once its stream has ended."""
+    """Counts of one request, right once its stream has ended. ``cached_tokens``: of the prompt, found in the cache."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -82,7 +82,7 @@ class Engine(Actor[EngineMessage]):
         self._sink = sink
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._preemptions_seen = 0
+        self._preemptions_seen = self._queries_seen = self._hits_seen = 0
         self._lost: str | None = None
 
     def assign(self, live: LiveRequest) -> None:
@@ -217,6 +217,10 @@ class Engine(Actor[EngineMessage]):
         if (preemptions := scheduler.num_preemptions) != self._preemptions_seen:
             metrics.num_preemptions.inc(preemptions - self._preemptions_seen)
             self._preemptions_seen = preemptions
+        if (queries := scheduler.num_prefix_queries) != self._queries_seen:
+            metrics.prefix_cache_queries.inc(queries - self._queries_seen)
+            metrics.prefix_cache_hits.inc(scheduler.num_prefix_hits - self._hits_seen)
+            self._queries_seen, self._hits_seen = queries, scheduler.num_prefix_hits
 
     def _hand_over(self) -> None:
         self.ended = True

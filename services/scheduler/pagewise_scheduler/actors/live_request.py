@@ -39,6 +39,7 @@ class LiveRequest:
             sampling=generation.sampling,
             n=generation.n,
             priority=generation.priority,
+            cache_salt=generation.cache_salt,
             arrival_time=generation.arrival_time,
         )
         self.stats = GenerationStats(prompt_tokens=len(generation.prompt_token_ids))
@@ -84,6 +85,7 @@ class LiveRequest:
         self.stats.output_tokens += 1
         index = sequence.index
         if self._first_token_time is None:
+            self.stats.cached_tokens = self.request.num_cached_tokens
             self._first_token_time = now
             self._metrics.time_to_first_token_seconds.observe(now - self.request.arrival_time)
         elif (last := self._last_token_times[index]) > 0:

@@ -63,6 +63,7 @@ class Generations:
                 include_stop_str_in_output=bool(body.include_stop_str_in_output),
                 skip_special_tokens=body.skip_special_tokens is not False,
                 priority=body.priority or 0,
+                cache_salt=body.cache_salt,
                 arrival_time=monotonic(),
             )
             for prompt in prompts

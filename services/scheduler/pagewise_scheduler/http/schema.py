@@ -75,6 +75,13 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     ) = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier.")] | None = None
+    cache_salt: (
+        Annotated[
+            str,
+            Meta(min_length=1, max_length=256, description="Only requests with the same salt share cached KV."),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None

@@ -29,7 +29,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     # vLLM
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "early_stopping": (False,),

@@ -96,8 +96,6 @@ class PrefixTree:
 
     def add(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
         """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
-        assert len(tokens) == self._key_bytes
-        assert tokens not in parent.children
         node = parent.children[tokens] = CachedBlock(parent, tokens, block)
         self.num_blocks += 1
         return node

@@ -13,6 +13,7 @@ from pagewise_scheduler.core.scheduling.request import (
     SequenceStatus,
     sequence_sampling,
 )
+from pagewise_scheduler.core.scheduling.starting import fitting_prefix, may_start
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -208,12 +209,11 @@ class Scheduler:
             sequence = self.waiting.peek()
             if sequence is None or self._is_in_flight(sequence):
                 break
-            if self.kv.num_available - owed < self._watermark() or not self._may_start(sequence):
+            room = self.kv.num_available - owed - self._watermark()
+            if room <= 0 or not may_start(sequence):
                 break
-            prefix, room = self._cached_prefix(sequence), self.kv.num_available - owed - self._watermark()
-            if self.kv.num_taken(prefix, sequence.num_tokens) > room:
-                prefix = self.kv.without_copy(prefix)
-            if self.kv.num_taken(prefix, sequence.num_tokens) > room:
+            prefix = fitting_prefix(self.kv, sequence, room)
+            if prefix is None:
                 break
             self.waiting.pop()
             if copy := self.kv.take(sequence.table, prefix):
@@ -231,21 +231,6 @@ class Scheduler:
             budget -= size
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
-
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill."""
-        first = sequence.request.sequences[0]
-        return sequence is first or first.row < 0 or first.prefilled
-
-    def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """What the sequence can begin with; its newest token is always left to compute, for its logits are needed."""
-        first, num_tokens = sequence.request.sequences[0], sequence.num_tokens
-        if sequence.sampling.prompt_logprobs is not None:
-            return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
-        if sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids:
-            self._publish(first, first.num_tokens - 1)
-            return self.kv.fork(first.table, num_tokens - 1)
-        return self.kv.look_up(sequence.request.cache_salt, sequence.token_bytes(), num_tokens - 1)
 
     def _note_start(self, sequence: Sequence, prefix: CachedPrefix, now: float) -> None:
         request = sequence.request
