@@ -46,6 +46,6 @@ def run_requests(
         steps += 1
 
 
-def request(tokens: list[int], max_tokens: int, name: str = "r", **sampling: object) -> Request:
+def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:
     params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
-    return Request(name, array("i", tokens), max_tokens, params)
+    return Request(name, array("i", tokens), max_tokens, params, n=n)

@@ -15,9 +15,11 @@ from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
 LENGTHS = [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20), (5, 40), (90, 16)]
 
 
-def reference(model: transformers.PreTrainedModel, prompts: list[list[int]], device: str) -> list[list[int]]:
+def reference(
+    model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: list[int], device: str
+) -> list[list[int]]:
     outputs = []
-    for prompt, (_, max_tokens) in zip(prompts, LENGTHS, strict=True):
+    for prompt, max_tokens in zip(prompts, lengths, strict=True):
         ids = torch.tensor([prompt], device=device)
         generated = model.generate(
             ids,
@@ -38,10 +40,10 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
     ).to(device)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
-    expected = reference(model, prompts, device)
+    expected = reference(model, prompts, [length for _, length in LENGTHS], device)
     assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
     runner = ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", block_size=block_size, num_blocks=300)  # type: ignore[arg-type]
+        ExecutorConfig(model=str(path), device=device, dtype="float32", block_size=block_size, num_blocks=600)  # type: ignore[arg-type]
     )
     everyone = list(range(len(LENGTHS)))
     # Short prompts with long outputs, twice each, in a pool that holds hardly one of them at full length.
@@ -62,6 +64,22 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
         assert [r.sequences[0].output_token_ids for r in requests] == [expected[i] for i in members]
         assert (scheduler.num_preemptions > 0) == (members is growing)
         assert scheduler.kv.num_available == num_blocks
+    check_sharing(runner, model, prompts[7], device)
+
+
+def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base: list[int], device: str) -> None:
+    """Prompts that begin alike, ending inside and between blocks, some with several outputs, come one by one."""
+    prompts = [base[:shared] + [3 + shared] * more for shared, more in ((90, 0), (64, 3), (47, 9), (80, 1), (90, 0))]
+    expected = reference(model, prompts, [12] * len(prompts), device)
+    requests = [request(prompt, 12, name=f"s{n}", n=(1, 4, 2)[n % 3]) for n, prompt in enumerate(prompts)]
+    blocks = -(-500 // runner.info.block_size)
+    scheduler, _ = run_requests(
+        runner, requests, num_blocks=blocks, max_num_seqs=6, max_num_batched_tokens=50, arrive_every=3
+    )
+    for asked, tokens in zip(requests, expected, strict=True):
+        assert all(sequence.output_token_ids == tokens for sequence in asked.sequences)
+    assert scheduler.num_prefix_hits > 0.5 * scheduler.num_prefix_queries
+    assert scheduler.kv.num_available == blocks
 
 
 @pytest.mark.parametrize(("family", "block_size"), [(f, (16, 5, 1)[i % 3]) for i, f in enumerate(FAMILIES)])
