@@ -63,8 +63,8 @@ def test_an_index_that_names_missing_files(model: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
-    edit_config(model, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    assert "dynamic rope" in refused(model)
+    edit_config(model, alibi=True)
+    assert "ALiBi" in refused(model)
     edit_config(model, model_type="no_such_architecture")
     assert "config.json is unusable" in refused(model)
     (model / "config.json").write_text("{")

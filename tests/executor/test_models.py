@@ -1,9 +1,11 @@
 """What makes models fast must not change what they compute."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from pagewise_executor.attention.context import DecodeGroup, PagedLayer, StepHolder
 from pagewise_executor.attention.decode import decode_gathered, decode_in_place
 from pagewise_executor.model_runner import ModelRunner
@@ -108,3 +110,36 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours() -> None:
         found = decode_in_place(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
         assert not found[0].isfinite().any()
         assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "max_model_len", "length"),
+    [
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [4.0, *[3.0] * 7]}, 512, 70),
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [4.0, *[3.0] * 7]}, 64, 20),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, 512, 70),
+    ],
+)
+def test_rope_that_would_change_with_the_batch_is_fixed_for_the_longest_sequence(
+    tmp_path: Path, family: str, rope: dict[str, object], max_model_len: int, length: int
+) -> None:
+    build_model(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rope = {k: v[: head_dim // 2] if isinstance(v, list) else v for k, v in rope.items()}
+    config["rope_parameters"] = rope | {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    config["original_max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", max_model_len=max_model_len, num_blocks=64, block_size=8)
+    )
+    prompts = [[(7 * i + k) % 90 + 3 for i in range(length)] for k in range(3)]
+    requests = [request(prompt, 16, f"r{k}") for k, prompt in enumerate(prompts)]
+    run_requests(runner, requests, max_num_batched_tokens=40)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for asked, prompt in zip(requests, prompts, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, min_new_tokens=16, do_sample=False
+        )
+        assert asked.sequences[0].output_token_ids == out[0, length:].tolist()

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from pagewise_executor.attention.paged import NAME
 from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.rope import fix_rope
 
 log = logging.getLogger(__name__)
 
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
-_MODES_BY_BATCH = {"dynamic", "longrope"}
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text)
     device, dtype = choose_device(config), choose_dtype(config, text)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
+    max_model_len = _max_model_len(config, text)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -71,6 +72,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         )
         model = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
         model.to(device)
+        if fixed := fix_rope(model, max_model_len):
+            log.info("%s rope fixed for sequences of up to %d tokens", fixed[0], max_model_len)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -85,7 +88,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         config=text,
         fingerprint=fingerprint(path, files),
         vocab_size=int(text.vocab_size),
-        max_model_len=_max_model_len(config, text),
+        max_model_len=max_model_len,
         device=device,
         dtype=dtype,
         attention=attention,
@@ -174,11 +177,6 @@ def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfi
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}")
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    modes = {str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict)}
-    if modes & _MODES_BY_BATCH:
-        names = ", ".join(sorted(modes & _MODES_BY_BATCH))
-        raise ModelError(f"{model} scales positions by the longest sequence of a batch ({names} rope): not supported")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
         raise ModelError(f"{model} uses ALiBi, which paged attention does not support")
 

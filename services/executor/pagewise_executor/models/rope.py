@@ -1,0 +1,38 @@
+"""RoPE whose frequencies depend on how long a sequence is: fixed for the longest one that is served.
+
+transformers changes such frequencies with the longest position of a batch. In a paged cache that cannot be: K was
+turned by what was right when it was written, and sequences of all lengths share a batch. As in vLLM, ``max_model_len``
+decides.
+"""
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_MOVING = {"longrope", "dynamic"}
+
+
+def fix_rope(model: nn.Module, max_model_len: int) -> list[str]:
+    """Fix the frequencies of rotary embeddings that would change with the batch; returns the kinds that were fixed.
+
+    Raises:
+        ValueError: a kind that cannot be fixed.
+    """
+    fixed = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        if not kinds & _MOVING:
+            continue
+        if not isinstance(kind, str):
+            raise ValueError(
+                f"rope types that differ by layer ({', '.join(sorted(map(str, kinds)))}) are not supported"
+            )
+        inv_freq = module.inv_freq
+        assert isinstance(inv_freq, torch.Tensor)
+        wanted, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, inv_freq.device, seq_len=max_model_len)
+        inv_freq.copy_(wanted)
+        setattr(module, "attention_scaling", scaling)  # noqa: B010 - nn.Module declares attributes as modules
+        setattr(module, "rope_type", "fixed")  # noqa: B010
+        fixed.append(kind)
+    return fixed
