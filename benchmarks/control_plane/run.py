@@ -1,7 +1,8 @@
 """What a step of pure decodes costs the scheduler: schedule + encode + decode + update, in microseconds.
 
-No model and no socket: the results are what an executor would answer. Blocks are allocated as sequences grow, and
-every token is checked for stops, as in service. Prints a table and, with ``--json``, writes the numbers.
+No model and no socket: the results are what an executor would answer. Blocks are allocated as sequences grow, full ones
+enter the prefix cache, and every token is checked for stops, as in service. Then what the KV memory costs by itself.
+Prints tables and, with ``--json``, writes the numbers.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import sys
 import time
 from array import array
 
+from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import (
@@ -68,6 +71,40 @@ def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
     return means
 
 
+def measure_memory(repeats: int) -> dict[str, float]:
+    """Look-ups of an 8,192-token prompt that is cached (cold and known tokens), and blocks taken and given back."""
+    num_tokens = 8192
+    kv = KVCacheManager(num_blocks=4096, block_size=BLOCK_SIZE)
+    prompt = array("i", range(num_tokens))
+    table = kv.new_table()
+    kv.grow(table, num_tokens)
+    began = time.perf_counter()
+    kv.publish(table, num_tokens, lambda start, stop: prompt[start:stop].tobytes())
+    publish = time.perf_counter() - began
+    kv.free(table, None)
+    hits, shared, cycles = [], [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        found = kv.look_up(None, prompt.tobytes(), num_tokens - 1)
+        hits.append(time.perf_counter() - began)
+        assert found.num_tokens == num_tokens - 1
+        table = kv.new_table()
+        kv.take(table, found)
+        shared.append(time.perf_counter() - began)
+        kv.free(table, None)
+        pool = BlockPool(4096, BLOCK_SIZE)
+        began = time.perf_counter()
+        for _ in range(20):
+            pool.release(pool.allocate(4000))
+        cycles.append((time.perf_counter() - began) / 80_000)
+    return {
+        "lookup_8192_tokens_us": round(statistics.median(hits) * 1e6, 1),
+        "lookup_and_take_8192_tokens_us": round(statistics.median(shared) * 1e6, 1),
+        "publish_us_per_block": round(publish / (num_tokens / BLOCK_SIZE) * 1e6, 2),
+        "allocate_and_release_million_blocks_per_second": round(1e-6 / statistics.median(cycles), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
@@ -92,6 +129,9 @@ def main() -> None:
             f"{row['running_sequences']:>8} {row['us_per_step_median']:>9} {row['us_per_step_min']:>9} "
             f"{row['us_per_sequence_median']:>17}"
         )
+    memory = measure_memory(args.repeats)
+    for name, value in memory.items():
+        print(f"{name:>48} {value:>9}")
     if args.json:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         report = {
@@ -99,6 +139,7 @@ def main() -> None:
             "command": " ".join(["python", *sys.argv]),
             "machine": {"machine": platform.machine(), "python": platform.python_version()},
             "rows": rows,
+            "memory": memory,
         }
         with open(args.json, "w") as file:
             json.dump(report, file, indent=1)

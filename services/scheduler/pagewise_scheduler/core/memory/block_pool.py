@@ -127,8 +127,6 @@ class BlockPool:
 
     def remember(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``."""
-        assert self._references[block] > 0
-        assert self._nodes[block] is None
         node = self._nodes[block] = self.tree.add(parent, tokens, block)
         return node
 

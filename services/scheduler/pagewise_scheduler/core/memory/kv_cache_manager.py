@@ -135,12 +135,13 @@ class KVCacheManager:
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
         """
-        size, pool = self.block_size, self.pool
-        first, last = table.num_known, min(num_computed // size, len(table.blocks))
-        replaced: list[tuple[int, int, int]] = []
+        size, pool, tip = self.block_size, self.pool, table.tip
+        first, last = 0 if tip is None else tip.depth, num_computed // size
         if first >= last:
-            return replaced
-        tip = table.tip or pool.tree.root(table.space)
+            return []
+        replaced: list[tuple[int, int, int]] = []
+        if tip is None:
+            tip = pool.tree.root(table.space)
         for index in range(first, last):
             tokens = tokens_of(index * size, (index + 1) * size)
             own = table.blocks[index]

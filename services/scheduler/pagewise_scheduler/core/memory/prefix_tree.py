@@ -96,8 +96,8 @@ class PrefixTree:
 
     def add(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
         """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
-        node = parent.children[tokens] = CachedBlock(parent, tokens, block)
         self.num_blocks += 1
+        node = parent.children[tokens] = CachedBlock(parent, tokens, block)
         return node
 
     def remove(self, node: CachedBlock) -> None:

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from struct import pack
 from typing import Literal
 
 import msgspec
@@ -94,10 +95,11 @@ class Sequence:
         """The known tokens from ``start`` to ``stop`` as int32 bytes."""
         prompt = self.request.prompt_token_ids
         length = len(prompt)
+        if start >= length:
+            return pack(f"{stop - start}i", *self.output_token_ids[start - length : stop - length])
         if stop <= length:
             return prompt[start:stop].tobytes()
-        output = array("i", self.output_token_ids[max(0, start - length) : stop - length])
-        return prompt[start:length].tobytes() + output.tobytes() if start < length else output.tobytes()
+        return prompt[start:].tobytes() + array("i", self.output_token_ids[: stop - length]).tobytes()
 
 
 @dataclass(slots=True, eq=False)
