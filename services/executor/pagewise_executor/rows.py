@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import NewSequence, StepPlan
+from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+
+_NO_MEMORY_WORK = MemoryWork()
 
 
 class InvalidPlanError(PagewiseError):
@@ -43,7 +45,8 @@ class StepWork:
     """What a plan asks to compute.
 
     ``decoding`` [num_decodes]: rows that compute one token each, in order. ``changed``: its members are not those of
-    the step before. ``copies`` [n, 2]: block pairs source, destination.
+    the step before. ``copies`` [n, 2]: block pairs source, destination. ``stores`` [n, 2]: device block, host block.
+    ``loads`` [n, 2]: host block, device block.
     """
 
     decoding: Int64s
@@ -52,6 +55,8 @@ class StepWork:
     joined: list[int]
     left: list[int]
     copies: Int32s
+    stores: Int32s
+    loads: Int32s
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -66,9 +71,12 @@ class RowTable:
     first ``num_blocks`` [rows] entries count.
     """
 
-    def __init__(self, *, num_rows: int, max_model_len: int, block_size: int, pool_blocks: int) -> None:
+    def __init__(
+        self, *, num_rows: int, max_model_len: int, block_size: int, pool_blocks: int, host_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.pool_blocks = pool_blocks
+        self.host_blocks = host_blocks
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.rows: dict[int, Row] = {}
@@ -99,13 +107,19 @@ class RowTable:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
         order = self._order
         self._check_slots(order)
+        memory = plan.memory or _NO_MEMORY_WORK
+        for row, num_computed in memory.skips:
+            self._skip(row, num_computed)
+        device, host = self.pool_blocks, self.host_blocks
         work = StepWork(
             decoding=order,
             changed=self._changed,
             chunks=[self._chunk(row, size) for row, size in plan.chunks],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
-            copies=self._copies(plan.copies),
+            copies=_pairs(memory.copies, device, device),
+            stores=_pairs(memory.stores, device, host),
+            loads=_pairs(memory.loads, host, device),
         )
         self._changed = False
         return work
@@ -181,11 +195,26 @@ class RowTable:
         if short.any():
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 
-    def _copies(self, data: bytes) -> Int32s:
-        pairs = _int32s(data)
-        if len(pairs) % 2 or (len(pairs) and not (pairs.min() >= 0 and pairs.max() < self.pool_blocks)):
-            raise InvalidPlanError("block copies are pairs of blocks inside the pool")
-        return pairs.reshape(-1, 2)
+    def _skip(self, row: int, num_computed: int) -> None:
+        held = self.rows.get(row)
+        if held is None or row in self._decoding:
+            raise InvalidPlanError(f"row {row} has no known tokens left to skip")
+        most = min(len(held.tokens) - 1, int(self.num_blocks[row]) * self.block_size)
+        if not self.num_computed[row] <= num_computed <= most:
+            raise InvalidPlanError(
+                f"row {row} skips to {num_computed}, it has computed {self.num_computed[row]} and may skip to {most}"
+            )
+        self.num_computed[row] = num_computed
+
+
+def _pairs(data: bytes, sources: int, targets: int) -> Int32s:
+    pairs = _int32s(data)
+    if len(pairs) % 2:
+        raise InvalidPlanError("block copies are pairs")
+    pairs = pairs.reshape(-1, 2)
+    if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= sources or pairs[:, 1].max() >= targets):
+        raise InvalidPlanError(f"block copies go outside the pools of {sources} and {targets} blocks")
+    return pairs
 
 
 def _int32s(data: bytes) -> Int32s:

@@ -10,6 +10,7 @@ from pagewise_shared.protocol.codec import (
 from pagewise_shared.protocol.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Copied,
     Drain,
     FromExecutor,
     FromScheduler,
@@ -17,6 +18,8 @@ from pagewise_shared.protocol.messages import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    MeasuredCosts,
+    MemoryWork,
     Message,
     NewSequence,
     PromptLogprobs,
@@ -33,6 +36,7 @@ from pagewise_shared.protocol.messages import (
 __all__ = [
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
+    "Copied",
     "Drain",
     "FromExecutor",
     "FromScheduler",
@@ -40,6 +44,8 @@ __all__ = [
     "Heartbeat",
     "HeartbeatAck",
     "Hello",
+    "MeasuredCosts",
+    "MemoryWork",
     "Message",
     "NewSequence",
     "PromptLogprobs",

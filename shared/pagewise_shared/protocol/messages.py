@@ -5,6 +5,8 @@ defaults, so that minor versions understand each other; a change that cannot be 
 ``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
 """
 
+from typing import Literal
+
 from msgspec import Struct
 
 from pagewise_shared.sampling import SamplingParams
@@ -24,6 +26,23 @@ class Piece(Struct, frozen=True, array_like=True, omit_defaults=True):
 # ---- executor -> scheduler ----------------------------------------------------------------------------
 
 
+class MeasuredCosts(Piece, frozen=True):
+    """What steps and copies took when the executor started, in microseconds; the scheduler learns from there.
+
+    Fields:
+        step: any step. token: each token of a prefill. attention: one token attending to one.
+        load_setup, load_block: a copy list from the host, and each block in it; store_setup, store_block: to the host.
+    """
+
+    step: float
+    token: float
+    attention: float
+    load_setup: float = 0.0
+    load_block: float = 0.0
+    store_setup: float = 0.0
+    store_block: float = 0.0
+
+
 class Hello(Message, frozen=True):
     """An executor offers itself. Sent again, with growing pauses, until Welcome or Refused arrives.
 
@@ -34,6 +53,7 @@ class Hello(Message, frozen=True):
         block_size: tokens per block. num_blocks: blocks in the device pool. bytes_per_block: all layers, K and V.
         max_num_seqs, max_num_batched_tokens: what the executor has prepared room for; 0: as the Welcome says.
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
+        num_host_blocks: blocks in the host pool; 0: there is none. costs: what it has measured of itself, if anything.
     """
 
     protocol_major: int
@@ -49,6 +69,8 @@ class Hello(Message, frozen=True):
     max_num_batched_tokens: int = 0
     device: str = ""
     dtype: str = ""
+    num_host_blocks: int = 0
+    costs: MeasuredCosts | None = None
 
 
 class TokenLogprobs(Piece, frozen=True):
@@ -101,6 +123,22 @@ class StepResult(Message, frozen=True):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     elapsed_us: int = 0
     error: StepError | None = None
+
+
+class Copied(Message, frozen=True):
+    """The copies between host and device that a step asked for have been made, all of one direction.
+
+    Fields:
+        direction: "store" (to the host) or "load" (from the host).
+        elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
+        bad: host blocks whose content is not what was stored in them (int32 bytes); found in checksum mode only.
+    """
+
+    epoch: int
+    step: int
+    direction: Literal["store", "load"]
+    elapsed_us: int = 0
+    bad: bytes = b""
 
 
 class Heartbeat(Message, frozen=True):
@@ -166,6 +204,26 @@ class NewSequence(Piece, frozen=True):
     sampling: SamplingParams
 
 
+class MemoryWork(Piece, frozen=True):
+    """Copies of blocks that a step asks for, in this order, and the rows that have got theirs.
+
+    Fields:
+        stores: to the host (int32 bytes, pairs device block, host block). The device blocks are read before anything
+            else of this step or a later one writes them; the rest of the copy takes its time.
+        copies: on the device (int32 bytes, pairs source, destination), all sources read before any write, all done
+            before anything is computed.
+        loads: from the host (int32 bytes, pairs host block, device block). They may take longer than the step: nothing
+            reads or writes the device blocks until ``Copied`` has confirmed them. A load waits for earlier stores into
+            the same host block.
+        skips: (row, n): the row's first n tokens have their K and V now, computed or loaded.
+    """
+
+    stores: bytes = b""
+    copies: bytes = b""
+    loads: bytes = b""
+    skips: tuple[tuple[int, int], ...] = ()
+
+
 class StepPlan(Message, frozen=True):
     """Everything about one step, in order: changes to rows, block copies, forward, sampling.
 
@@ -176,7 +234,7 @@ class StepPlan(Message, frozen=True):
 
     Fields:
         left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
-        copies: block copies (int32 bytes, pairs source, destination), all sources read before any write.
+        memory: copies of blocks, None if there are none.
         joined: sequences that take a row.
         tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
             the block is added, before it takes the place of one with the same content.
@@ -186,7 +244,7 @@ class StepPlan(Message, frozen=True):
     epoch: int
     step: int
     left: tuple[int, ...] = ()
-    copies: bytes = b""
+    memory: MemoryWork | None = None
     joined: tuple[NewSequence, ...] = ()
     tables: bytes = b""
     chunks: tuple[tuple[int, int], ...] = ()
@@ -202,5 +260,5 @@ class Shutdown(Message, frozen=True):
     """The scheduler stops for good: the executor exits."""
 
 
-FromExecutor = Hello | StepResult | Heartbeat | Goodbye
+FromExecutor = Hello | StepResult | Copied | Heartbeat | Goodbye
 FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | Drain | Shutdown

@@ -3,6 +3,8 @@
 from array import array
 from itertools import count
 
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.sampling import SamplingParams
@@ -11,13 +13,23 @@ _ids = count()
 
 
 def create_scheduler(
-    *, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, max_num_batched_tokens: int = 32
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    num_host_blocks: int = 0,
+    recovery: RecoveryMode = "auto",
+    costs: Costs | None = None,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        num_host_blocks=num_host_blocks,
+        recovery=recovery,
+        costs=costs,
     )
 
 

@@ -1,17 +1,26 @@
 """An executor made of dicts that keeps, for every KV slot, which prefix was written there, and checks every read.
 
-It follows ``docs/wire-protocol.md`` literally and breaks loudly on a plan that would corrupt memory.
+It follows ``docs/wire-protocol.md`` literally and breaks loudly on a plan that would corrupt memory. Loads are slow on
+purpose: they read the host and write the device only when ``finish_copies`` is called.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, StepResult, pack_int32s, unpack_int32s
+
+Content = dict[int, tuple[int, ...]]
 
 
 def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
     """The model: a pure function of all tokens so far."""
     return hash(tokens) % vocab_size
+
+
+def pairs(data: bytes) -> list[tuple[int, int]]:
+    """Pairs of an int32 list."""
+    values = unpack_int32s(data).tolist()
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 @dataclass
@@ -22,32 +31,31 @@ class Row:
 
 
 class CheckingExecutor:
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+    """``spoil``: host blocks whose next load is reported bad. ``elapsed_us``: what copies are said to take."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
+        self.spoil: set[int] = set()
+        self.elapsed_us = 100
         self.reset()
 
     def reset(self) -> None:
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.blocks: dict[int, Content] = {}
+        self.host: dict[int, Content] = {}
         self.rows: dict[int, Row] = {}
         self.decoding: dict[int, None] = {}
         self.last_step = 0
+        self.copying: list[Copied] = []
+        self.loads: dict[int, list[tuple[int, int]]] = {}
+        self.num_computed = self.num_stored = self.num_loaded = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
+        self._copy(plan, plan.memory or MemoryWork())
         for row in plan.left:
             del self.rows[row]
             self.decoding.pop(row, None)
-        copies = unpack_int32s(plan.copies).tolist()
-        read = {
-            (target, offset): self.slots.get((source, offset))
-            for source, target in zip(copies[::2], copies[1::2], strict=True)
-            for offset in range(self.block_size)
-        }
-        for slot, content in read.items():
-            self.slots.pop(slot, None)
-            if content is not None:
-                self.slots[slot] = content
         for new in plan.joined:
             assert new.row not in self.rows
             self.rows[new.row] = Row(
@@ -63,6 +71,10 @@ class CheckingExecutor:
         for row_held in self.rows.values():
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)
+        for row, computed in (plan.memory or MemoryWork()).skips:
+            assert computed >= self.rows[row].computed
+            self.rows[row].computed = computed
+            self._check(self.rows[row])
         sampled = [self._compute(self.rows[row], 1) for row in self.decoding]
         for row, size in plan.chunks:
             assert size > 0
@@ -74,16 +86,60 @@ class CheckingExecutor:
                 sampled.append(self.rows[row].tokens[-1])
         return StepResult(epoch=plan.epoch, step=plan.step, tokens=pack_int32s(sampled))
 
+    def finish_copies(self, count: int = 1_000_000) -> list[Copied]:
+        """Make the oldest copies that are under way and tell of them."""
+        done, self.copying = self.copying[:count], self.copying[count:]
+        messages = []
+        for message in done:
+            bad = []
+            if message.direction == "load":
+                for source, target in self.loads.pop(message.step):
+                    if source in self.spoil:
+                        bad.append(source)
+                        self.spoil.discard(source)
+                    else:
+                        self.blocks[target] = dict(self.host[source])
+                    self.num_loaded += 1
+            messages.append(Copied(message.epoch, message.step, message.direction, self.elapsed_us, pack_int32s(bad)))
+        return messages
+
+    def _copy(self, plan: StepPlan, work: MemoryWork) -> None:
+        under_way = {block for transfer in self.loads.values() for pair in transfer for block in pair[1:]}
+        for source, target in pairs(work.stores):
+            assert 0 <= target < self.num_host_blocks
+            assert target not in {pair[0] for transfer in self.loads.values() for pair in transfer}
+            assert source not in under_way
+            assert len(self.blocks[source]) == self.block_size, "a block that is not full goes to the host"
+            self.host[target] = dict(self.blocks[source])
+            self.num_stored += 1
+        if work.stores:
+            self.copying.append(Copied(plan.epoch, plan.step, "store"))
+        read = {target: dict(self.blocks.get(source, {})) for source, target in pairs(work.copies)}
+        self.blocks.update(read)
+        if work.loads:
+            self.loads[plan.step] = pairs(work.loads)
+            self.copying.append(Copied(plan.epoch, plan.step, "load"))
+            for source, target in self.loads[plan.step]:
+                assert source in self.host
+                assert 0 <= target < self.num_blocks
+
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)
+        under_way = {target for transfer in self.loads.values() for _, target in transfer}
+        self.num_computed += size
         for position in range(row.computed, row.computed + size):
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             assert self.holders[block] == 1, "a shared block is written"
-            self.slots[block, position % self.block_size] = tuple(row.tokens[: position + 1])
+            assert block not in under_way, "a block is written that is being loaded"
+            self.blocks.setdefault(block, {})[position % self.block_size] = tuple(row.tokens[: position + 1])
         row.computed += size
-        for position in range(row.computed):
-            held = self.slots[row.blocks[position // self.block_size], position % self.block_size]
-            assert held == tuple(row.tokens[: position + 1]), "somebody else wrote into this block"
+        self._check(row)
         if append:
             row.tokens.append(next_token(tuple(row.tokens)))
         return row.tokens[-1]
+
+    def _check(self, row: Row) -> None:
+        """Everything the row has computed or loaded lies where its table says."""
+        for position in range(row.computed):
+            held = self.blocks[row.blocks[position // self.block_size]][position % self.block_size]
+            assert held == tuple(row.tokens[: position + 1]), "this block holds something else"

@@ -127,7 +127,7 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_one_block_each(prompt:
     request = create_request(prompt=prompt, max_tokens=6, n=4)
     scheduler.add(request)
     plans = run_recorded(scheduler, executor)
-    copies = [pair for plan in plans for pair in unpack_int32s(plan.copies).tolist()]
+    copies = [pair for plan in plans if plan.memory for pair in unpack_int32s(plan.memory.copies).tolist()]
     assert len(copies) // 2 == (3 if (prompt - 1) % 4 else 0)
     assert sum(size for plan in plans for _, size in plan.chunks) == prompt + 3
     assert all(sequence.output_token_ids == expected_tokens(request) for sequence in request.sequences)

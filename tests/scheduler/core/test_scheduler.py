@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
@@ -25,7 +26,10 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
-    return CheckingExecutor(num_blocks=scheduler.kv.pool.num_blocks, block_size=scheduler.kv.block_size)
+    pool = scheduler.kv.pool
+    return CheckingExecutor(
+        num_blocks=pool.num_blocks, block_size=scheduler.kv.block_size, num_host_blocks=pool.host.num_blocks
+    )
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:
@@ -36,6 +40,11 @@ def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, lim
             decoded = decode_from_scheduler(encode(plan))
             assert isinstance(decoded, StepPlan)
             results.append(executor.execute(decoded))
+        copied = executor.finish_copies()
+        for message in copied:
+            scheduler.copied(message)
+        if copied and not results:
+            continue
         if not results:
             assert scheduler.num_running == scheduler.num_waiting == 0
             return steps
@@ -53,7 +62,11 @@ def check_states(pool: BlockPool) -> None:
     """Every block is free, cached or in use; known content hangs together, and nothing hangs on what may be evicted."""
     assert pool.num_free + pool.num_cached + pool.num_in_use == pool.num_blocks
     nodes = [node for block in range(pool.num_blocks) if (node := pool.node(block)) is not None]
-    assert len(nodes) == pool.tree.num_blocks
+    on_host = [node for node in every_node(pool) if node.host >= 0]
+    assert len(on_host) == len({node.host for node in on_host}) == pool.host.num_used
+    nowhere = [node for node in every_node(pool) if node.block < 0 and node.host < 0]
+    assert all(any(below.pins for below in nodes_below(node)) for node in nowhere)
+    assert len({*nodes, *on_host, *nowhere}) == pool.tree.num_blocks
     assert sum(pool.references(node.block) == 0 for node in nodes) == pool.num_cached
     for node in nodes:
         parent = node.parent
@@ -62,6 +75,14 @@ def check_states(pool: BlockPool) -> None:
         if parent.depth:
             assert pool.node(parent.block) is parent
             assert pool.references(parent.block) >= min(1, pool.references(node.block))
+
+
+def nodes_below(node: CachedBlock) -> list[CachedBlock]:
+    return [found for child in node.children.values() for found in (child, *nodes_below(child))]
+
+
+def every_node(pool: BlockPool) -> list[CachedBlock]:
+    return [node for root in pool.tree.roots for node in nodes_below(root)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -272,7 +293,7 @@ def test_requests_go_on_elsewhere_from_their_tokens() -> None:
     assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5), label="block_size")
@@ -282,14 +303,19 @@ def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.Dat
         block_size=block_size,
         max_num_seqs=data.draw(st.integers(1, 6), label="max_num_seqs"),
         max_num_batched_tokens=data.draw(st.integers(1, 20), label="max_num_batched_tokens"),
+        num_host_blocks=data.draw(st.sampled_from([0, 1, 5, 20, 60]), label="num_host_blocks"),
+        recovery=data.draw(st.sampled_from(["auto", "swap", "recompute", "both"]), label="recovery"),
     )
+    scheduler.kv.pool.host.max_storing = data.draw(st.sampled_from([0, 2, 1000]), label="max_storing")
     executor = executor_for(scheduler)
     results: deque[StepResult] = deque()
     requests: list[Request] = []
     aborted: set[str] = set()
     epoch = 1
     for _ in range(data.draw(st.integers(5, 60), label="operations")):
-        operation = data.draw(st.sampled_from(["add", "schedule", "schedule", "update", "update", "abort", "fail"]))
+        operation = data.draw(
+            st.sampled_from(["add", "schedule", "schedule", "update", "update", "copied", "abort", "fail", "spoil"])
+        )
         if operation == "add":
             # Two kinds of tokens and a common beginning: prefixes are found all the time, often ending inside a block.
             tail = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=14))
@@ -307,6 +333,11 @@ def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.Dat
                 results.append(executor.execute(plan))
         elif operation == "update" and results:
             scheduler.update(results.popleft())
+        elif operation == "copied":
+            for message in executor.finish_copies(data.draw(st.integers(1, 3))):
+                scheduler.copied(message)
+        elif operation == "spoil" and executor.host:
+            executor.spoil = {data.draw(st.sampled_from(sorted(executor.host)))}
         elif operation == "abort" and requests:
             victim = data.draw(st.sampled_from(requests))
             if scheduler.abort(victim.request_id):
@@ -318,9 +349,9 @@ def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.Dat
             executor.reset()
         pool = scheduler.kv.pool
         check_states(pool)
-        assert sum(pool.references(block) for block in range(num_blocks)) == scheduler.kv.num_retiring + sum(
-            len(sequence.table.blocks) for request in scheduler.requests for sequence in request.sequences
-        )
+        tables = sum(len(sequence.table.blocks) for request in scheduler.requests for sequence in request.sequences)
+        references = sum(pool.references(block) for block in range(num_blocks))
+        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading
     while results:
         scheduler.update(results.popleft())
     run(scheduler, executor)

@@ -6,6 +6,7 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 from collections.abc import Iterable
 
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from pagewise_scheduler.core.memory.host_pool import HostPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
 
 
@@ -17,7 +18,7 @@ class BlockPool:
     """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
     Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
-    one that has to be evicted.
+    one that has to be evicted. What is evicted goes to ``host`` if that takes it, else it is dropped.
     """
 
     __slots__ = (
@@ -27,16 +28,26 @@ class BlockPool:
         "_num_cached",
         "_references",
         "_tick",
+        "host",
         "num_blocks",
         "num_evicted",
+        "policy",
         "tree",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy = least_recently_used) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        policy: EvictionPolicy = least_recently_used,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.tree = PrefixTree(block_size)
+        self.host = HostPool(num_host_blocks, self.tree, policy)
+        self.policy = policy
         self.num_evicted = 0
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
@@ -121,28 +132,43 @@ class BlockPool:
                 else:
                     node.last_used = tick
                     self._num_cached += 1
-                    if not node.children:
+                    if not node.num_on_device:
                         self._evictable.push(node)
+                    if node.host >= 0:
+                        self.host.offer(node)
         self._evictable.shrink(self._num_cached)
 
     def remember(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
-        """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``."""
-        node = self._nodes[block] = self.tree.add(parent, tokens, block)
+        """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
+
+        The tree may know that content already, but then from the host only.
+        """
+        node = parent.children.get(tokens)
+        if node is None:
+            node = self.tree.add(parent, tokens)
+        node.block = block
+        parent.num_on_device += 1
+        self._nodes[block] = node
+        if node.host >= 0:
+            self.host.offer(node)
         return node
 
-    def _may_go(self, node: CachedBlock) -> bool:
-        return node.block >= 0 and self._references[node.block] == 0 and not node.children
+    def _may_go(self, node: CachedBlock, rank: int = 0) -> bool:
+        return node.block >= 0 and self._references[node.block] == 0 and not node.num_on_device
 
     def _evict(self, count: int) -> None:
         for _ in range(count):
             node = self._evictable.pop()
-            parent = node.parent
+            assert node is not None
+            parent, block = node.parent, node.block
             assert parent is not None
-            self.tree.remove(node)
-            self._nodes[node.block] = None
-            self._free.append(node.block)
             node.block = -1
+            parent.num_on_device -= 1
+            self._nodes[block] = None
+            self._free.append(block)
             self._num_cached -= 1
             self.num_evicted += 1
+            if not self.host.take_over(node, block):
+                self.host.drop(node)
             if self._may_go(parent):
                 self._evictable.push(parent)

@@ -15,40 +15,42 @@ def least_recently_used(block: CachedBlock) -> float:
 
 
 class EvictionQueue:
-    """Blocks that may be evicted now: without references, and without cached descendants.
+    """Blocks of one tier that may be evicted now, those of the lowest ``rank`` first, then by the policy.
 
-    Tails therefore go before their parents, and nothing goes from under a descendant. A block that is taken up again is
-    skipped when its turn comes: ``is_evictable`` says so.
+    Nothing is taken out when a block stops being evictable: its entry is stale, and skipped when its turn comes.
+    ``may_go(block, rank)`` says whether it may still be evicted as what it was pushed as.
     """
 
-    __slots__ = ("_heap", "_is_evictable", "_policy", "_tie")
+    __slots__ = ("_heap", "_may_go", "_policy", "_tie")
 
-    def __init__(self, policy: EvictionPolicy, is_evictable: Callable[[CachedBlock], bool]) -> None:
+    def __init__(self, policy: EvictionPolicy, may_go: Callable[[CachedBlock, int], bool]) -> None:
         self._policy = policy
-        self._is_evictable = is_evictable
-        self._heap: list[tuple[float, int, int, CachedBlock]] = []
+        self._may_go = may_go
+        self._heap: list[tuple[int, float, int, int, CachedBlock]] = []
         self._tie = 0
 
-    def push(self, block: CachedBlock) -> None:
+    def push(self, block: CachedBlock, rank: int = 0) -> None:
         """A block may be evicted from now on."""
         self._tie += 1
-        heapq.heappush(self._heap, (self._policy(block), self._tie, block.last_used, block))
+        heapq.heappush(self._heap, (rank, self._policy(block), self._tie, block.last_used, block))
 
-    def pop(self) -> CachedBlock:
-        """Take the block that goes first.
-
-        Raises:
-            IndexError: no block may be evicted.
-        """
-        while True:
-            _, _, last_used, block = heapq.heappop(self._heap)
+    def pop(self) -> CachedBlock | None:
+        """Take the block that goes first; None if none may be evicted."""
+        heap = self._heap
+        while heap:
+            rank, _, _, last_used, block = heapq.heappop(heap)
             # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
-            if last_used == block.last_used and self._is_evictable(block):
+            if last_used == block.last_used and self._may_go(block, rank):
                 return block
+        return None
 
     def shrink(self, num_evictable: int) -> None:
         """Drop stale entries once they are most of the queue, so that it stays in proportion to the pool."""
         if len(self._heap) > 64 + 4 * num_evictable:
-            live = {id(entry[3]): entry for entry in self._heap if entry[2] == entry[3].last_used}
-            self._heap = [entry for entry in live.values() if self._is_evictable(entry[3])]
+            live = {
+                (id(entry[4]), entry[0]): entry
+                for entry in self._heap
+                if entry[3] == entry[4].last_used and self._may_go(entry[4], entry[0])
+            }
+            self._heap = list(live.values())
             heapq.heapify(self._heap)

@@ -2,21 +2,27 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, least_recently_used
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``."""
+    """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
+
+    ``num_tokens`` of them are on the device. The blocks ``on_host`` come after ``blocks``; there is no partial one then.
+    """
 
     blocks: list[CachedBlock]
     partial_block: int
     partial_tokens: int
     num_tokens: int
+    on_host: list[CachedBlock] = field(default_factory=list)
 
 
 class KVCacheManager:
@@ -28,11 +34,17 @@ class KVCacheManager:
 
     __slots__ = ("_num_retiring", "_retiring", "block_size", "pool")
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        policy: EvictionPolicy = least_recently_used,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, num_host_blocks, policy)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
 
@@ -69,8 +81,17 @@ class KVCacheManager:
     def look_up(self, space: Hashable, tokens: bytes, num_tokens: int) -> CachedPrefix:
         """What is cached of the first ``num_tokens`` of ``tokens`` (int32 bytes); nothing changes."""
         blocks = self.pool.tree.find(space, tokens, num_tokens)
+        return self.begin_with(space, blocks, tokens[4 * len(blocks) * self.block_size : 4 * num_tokens])
+
+    def begin_with(self, space: Hashable, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
+        """What is cached of a prompt whose full blocks found are ``blocks``; ``rest``: its tokens after them."""
+        on_device = len(blocks)
+        while on_device and blocks[on_device - 1].block < 0:
+            on_device -= 1
+        if on_device < len(blocks):
+            on_host = list(takewhile(lambda node: node.host >= 0, blocks[on_device:]))
+            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, on_host)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
-        rest = tokens[4 * found.num_tokens : 4 * num_tokens]
         if rest:
             last = blocks[-1] if blocks else self.pool.tree.root_of(space)
             partial = self.pool.tree.find_partial(last, rest) if last is not None else None
@@ -102,10 +123,10 @@ class KVCacheManager:
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size)
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.on_host)
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> tuple[int, int] | None:
-        """Begin an empty table with a prefix.
+        """Begin an empty table with a prefix, as far as it is on the device.
 
         Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
         it; returned is that copy, (source, destination), to be made in the next step before anything is computed. The
@@ -146,7 +167,7 @@ class KVCacheManager:
             tokens = tokens_of(index * size, (index + 1) * size)
             own = table.blocks[index]
             twin = tip.children.get(tokens)
-            if twin is None:
+            if twin is None or twin.block < 0:
                 tip = pool.remember(tip, tokens, own)
             else:
                 pool.share([twin.block])
@@ -192,6 +213,9 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
 
     def forget(self) -> None:
-        """The executor has lost its KV: nothing is cached any more. No table may hold blocks."""
-        assert self.pool.num_in_use == 0
-        self.pool = BlockPool(self.pool.num_blocks, self.block_size)
+        """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks."""
+        pool = self.pool
+        assert pool.num_in_use == 0
+        fresh = BlockPool(pool.num_blocks, self.block_size, pool.host.num_blocks, pool.policy)
+        fresh.host.worth_keeping = pool.host.worth_keeping
+        self.pool = fresh

@@ -17,18 +17,26 @@ _SIBLINGS_TRIED = 16
 class CachedBlock:
     """A full block whose content is known: ``tokens`` (int32 bytes) after those of its ancestors.
 
-    ``block`` is its id in the pool (-1: a root). ``depth`` counts blocks from the root, which has 0. ``last_used`` is
-    the tick of its last release.
+    It lies on the device, on the host, or on both; a root lies nowhere. On the device its ancestors lie there too.
+
+    Fields:
+        block: its id in the device pool, else -1. host: its id in the host pool, else -1.
+        pins: transfers and recoveries that need its host copy.
+        depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
+        last_used: tick of its last release.
     """
 
-    __slots__ = ("block", "children", "depth", "last_used", "parent", "tokens")
+    __slots__ = ("block", "children", "depth", "host", "last_used", "num_on_device", "parent", "pins", "tokens")
 
-    def __init__(self, parent: "CachedBlock | None", tokens: bytes, block: int) -> None:
+    def __init__(self, parent: "CachedBlock | None", tokens: bytes) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.block = block
+        self.block = -1
+        self.host = -1
+        self.pins = 0
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CachedBlock] = {}
+        self.num_on_device = 0
         self.last_used = 0
 
 
@@ -38,7 +46,7 @@ class _Root(CachedBlock):
     __slots__ = ("space",)
 
     def __init__(self, space: Hashable) -> None:
-        super().__init__(None, b"", -1)
+        super().__init__(None, b"")
         self.space = space
 
 
@@ -63,6 +71,11 @@ class PrefixTree:
         """The root of a space, if anything of it is cached."""
         return self._roots.get(space)
 
+    @property
+    def roots(self) -> list[CachedBlock]:
+        """The roots of all spaces of which anything is cached."""
+        return list(self._roots.values())
+
     def find(self, space: Hashable, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
         """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
         path: list[CachedBlock] = []
@@ -77,14 +90,21 @@ class PrefixTree:
             path.append(node)
         return path
 
+    def still_there(self, path: list[CachedBlock]) -> None:
+        """Cut a path that ``find`` gave once back to what is still cached of it."""
+        while path and path[-1].block < 0 and path[-1].host < 0:
+            path.pop()
+
     def find_partial(self, node: CachedBlock, tokens: bytes) -> tuple[CachedBlock, int] | None:
-        """The child of ``node`` that shares the most of ``tokens`` (less than a block), and how many tokens.
+        """The child of ``node`` on the device that shares the most of ``tokens`` (less than a block), and how many.
 
         Only the newest few children are looked at: a root may have thousands.
         """
         wanted = array("i", tokens[: self._key_bytes])
         best, most = None, 0
         for child in islice(reversed(node.children.values()), _SIBLINGS_TRIED):
+            if child.block < 0:
+                continue
             shared = 0
             for mine, theirs in zip(wanted, array("i", child.tokens), strict=False):
                 if mine != theirs:
@@ -94,10 +114,10 @@ class PrefixTree:
                 best, most = child, shared
         return (best, most) if best is not None else None
 
-    def add(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
+    def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock:
         """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
         self.num_blocks += 1
-        node = parent.children[tokens] = CachedBlock(parent, tokens, block)
+        node = parent.children[tokens] = CachedBlock(parent, tokens)
         return node
 
     def remove(self, node: CachedBlock) -> None:

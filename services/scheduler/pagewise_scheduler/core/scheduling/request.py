@@ -10,6 +10,7 @@ import msgspec
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -44,6 +45,8 @@ class Sequence:
         prefilled: whether its prefill has come back; from then on all its tokens but the newest are computed.
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
         last_step: last step planned that runs it.
+        path: cached blocks it was last seen to begin with, while it waits.
+        num_passed: times others were started before it while it was the first to wait.
     """
 
     request: "Request"
@@ -63,6 +66,8 @@ class Sequence:
     length_due: int = 0
     last_step: int = 0
     num_preemptions: int = 0
+    path: list[CachedBlock] = field(default_factory=list)
+    num_passed: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -121,6 +126,14 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+
+    def create_sequences(self) -> None:
+        """Make its n sequences, unless they are there already: a request that moves goes on with those it has."""
+        for index in range(len(self.sequences), self.n):
+            sampling = sequence_sampling(self.sampling, index)
+            stops = frozenset(sampling.stop_token_ids)
+            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops))
 
     @property
     def order(self) -> tuple[int, float]:

@@ -2,23 +2,19 @@
 
 from collections import deque
 
-from pagewise_shared.protocol import StepPlan, StepResult, unpack_int32s
+from pagewise_shared.protocol import Copied, StepPlan, StepResult, unpack_int32s
 
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, least_recently_used
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
+from pagewise_scheduler.core.recovery.recovery import Recoveries, RecoveryMode
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
-from pagewise_scheduler.core.scheduling.request import (
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceStatus,
-    sequence_sampling,
-)
-from pagewise_scheduler.core.scheduling.starting import fitting_prefix, may_start
+from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
+from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
-
-_WATERMARK = 0.01
 
 
 class StepMismatchError(Exception):
@@ -31,6 +27,9 @@ class Scheduler:
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
     Pure: time is passed in, nothing is sent.
+
+    ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
+    ``recovery``: how KV comes back from the host.
     """
 
     def __init__(
@@ -41,20 +40,26 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         epoch: int = 1,
+        num_host_blocks: int = 0,
+        costs: Costs | None = None,
+        recovery: RecoveryMode = "auto",
+        policy: EvictionPolicy = least_recently_used,
     ) -> None:
         self.epoch = epoch
-        self.kv = KVCacheManager(num_blocks, block_size)
+        self.kv = KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
+        self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
+        self.recoveries = Recoveries(self.kv, self.costs, recovery)
+        self.kv.pool.host.worth_keeping = self.recoveries.worth_keeping
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self._prefilling: dict[Sequence, None] = {}
+        self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._requests: dict[str, Request] = {}
+        self._stores: dict[int, int] = {}
         self._in_flight: deque[StepInFlight] = deque()
-        self._plan = PlanBuilder()
         self._step = 0
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -63,6 +68,16 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that hold blocks and run."""
         return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_prefix_queries(self) -> int:
+        """Tokens of sequences that started, which were looked up in the cache."""
+        return self._prefilling.num_queries
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """Those of them that were found on the device."""
+        return self._prefilling.num_hits
 
     @property
     def num_waiting(self) -> int:
@@ -95,18 +110,13 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is here already")
-        if not request.sequences:
-            for index in range(request.n):
-                sampling = sequence_sampling(request.sampling, index)
-                sequence = Sequence(
-                    request, index, sampling, self.kv.new_table(), stop_ids=frozenset(sampling.stop_token_ids)
-                )
-                request.sequences.append(sequence)
+        request.create_sequences()
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
                 sequence.table = self.kv.new_table(request.cache_salt)
                 sequence.last_step = 0
+                sequence.path.clear()
                 self.waiting.push(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -124,7 +134,7 @@ class Scheduler:
         if sequence.finished:
             return
         if sequence.status is SequenceStatus.WAITING:
-            self.waiting.discard(sequence, SequenceStatus.FINISHED)
+            self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
             self._vacate(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -141,6 +151,8 @@ class Scheduler:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self._vacate(sequence)
         self.waiting.clear()
+        self.recoveries.clear()
+        self._stores.clear()
         self._requests.clear()
         self._in_flight.clear()
         self.kv.step_returned(self._step)
@@ -169,11 +181,13 @@ class Scheduler:
             self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        chunks = self._plan_chunks(budget)
-        chunks += self._admit(budget - sum(size for _, size in chunks), now)
-        if not decoding and not chunks:
+        chunks = self._prefilling.continued(budget, now)
+        budget -= sum(size for _, size in chunks)
+        chunks += self._prefilling.started(budget, len(decoding), self._in_flight, now)
+        loads = self.recoveries.ask(step)
+        if not decoding and not chunks and not loads:
             return self._unblock(now)
-        return self._commit(step, decoding, chunks)
+        return self._commit(step, decoding, chunks, loads)
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
@@ -184,63 +198,6 @@ class Scheduler:
                 return False
         return True
 
-    def _plan_chunks(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Chunks for the sequences that are in the middle of their prefill, as far as tokens and blocks last."""
-        chunks = []
-        for sequence in self._prefilling:
-            room = sequence.table.num_slots - sequence.num_scheduled_tokens + self.kv.num_available * self.kv.block_size
-            size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget, room)
-            if size <= 0:
-                continue
-            held = len(sequence.table.blocks)
-            added = self.kv.grow(sequence.table, sequence.num_scheduled_tokens + size)
-            self._plan.set_blocks(sequence.row, held, added)
-            chunks.append((sequence, size))
-            budget -= size
-        return chunks
-
-    def _admit(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
-        """First chunks for waiting sequences, in order, while all their known tokens fit beside what runs."""
-        chunks: list[tuple[Sequence, int]] = []
-        if budget <= 0 or not self.waiting:
-            return chunks
-        owed = sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._prefilling)
-        while budget > 0 and self._free_rows and self.num_running < self.limits.max_num_seqs:
-            sequence = self.waiting.peek()
-            if sequence is None or self._is_in_flight(sequence):
-                break
-            room = self.kv.num_available - owed - self._watermark()
-            if room <= 0 or not may_start(sequence):
-                break
-            prefix = fitting_prefix(self.kv, sequence, room)
-            if prefix is None:
-                break
-            self.waiting.pop()
-            if copy := self.kv.take(sequence.table, prefix):
-                self._plan.copy(*copy)
-            size = min(sequence.num_tokens - prefix.num_tokens, budget)
-            self.kv.grow(sequence.table, prefix.num_tokens + size)
-            sequence.status = SequenceStatus.PREFILL
-            sequence.row = self._free_rows.pop()
-            sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
-            sequence.prefilled = False
-            self._prefilling[sequence] = None
-            self._plan.join(sequence, prefix.num_tokens)
-            self._note_start(sequence, prefix, now)
-            chunks.append((sequence, size))
-            budget -= size
-            owed += sequence.table.blocks_missing(sequence.num_tokens)
-        return chunks
-
-    def _note_start(self, sequence: Sequence, prefix: CachedPrefix, now: float) -> None:
-        request = sequence.request
-        if request.scheduled_time != request.scheduled_time:  # NaN: the first time
-            request.scheduled_time = now
-            request.num_cached_tokens = prefix.num_tokens
-        if not sequence.num_preemptions:
-            self.num_prefix_queries += sequence.num_tokens
-            self.num_prefix_hits += prefix.num_tokens
-
     def _publish(self, sequence: Sequence, num_computed: int) -> None:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
         replaced = self.kv.publish(sequence.table, num_computed, sequence.tokens_between)
@@ -249,39 +206,40 @@ class Scheduler:
                 self._plan.set_blocks(sequence.row, index, [block])
             self.kv.drop([own for _, own, _ in replaced], self._step if self._in_flight else None)
 
-    def _watermark(self) -> int:
-        """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
-        running = self.num_running
-        return max(running, int(self.kv.pool.num_blocks * _WATERMARK)) if running else 0
-
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
-        if self._in_flight or len(self._prefilling) < 2:
+        if self._in_flight or self.recoveries.num_loading or len(self._prefilling) < 2:
             return None
         self._preempt(self._victim())
         return self.schedule(now)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan:
+    def _commit(
+        self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], loads: list[int]
+    ) -> StepPlan:
         """Book the step and build its plan."""
-        num_seqs, num_tokens = len(decoding) + len(chunks), len(decoding)
+        num_seqs, num_tokens, attention = len(decoding) + len(chunks), len(decoding), 0.0
         completed: list[Sequence] = []
         chunk_rows: dict[int, Sequence] = {}
         computed: list[tuple[Sequence, int]] = []
         for sequence, size in chunks:
             num_tokens += size
+            attention += size * (sequence.num_scheduled_tokens - size / 2)
             self._plan.chunk(sequence.row, size)
             chunk_rows[sequence.row] = sequence
             sequence.last_step = step
-            sequence.num_scheduled_tokens += size
             computed.append((sequence, sequence.num_scheduled_tokens))
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
-                del self._prefilling[sequence]
+                self._prefilling.remove(sequence)
                 self._decoding.add(sequence, first_step=step + 1)
         self._step = step
         sampled = decoding + completed if completed else decoding
-        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed))
-        return self._plan.build(self.epoch, step)
+        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention))
+        host = self.kv.pool.host
+        stores, host.stores = host.stores, []
+        if stores:
+            self._stores[step] = len(stores) // 2
+        return self._plan.build(self.epoch, step, stores, loads)
 
     # ---- results -------------------------------------------------------------------------------------
 
@@ -301,6 +259,8 @@ class Scheduler:
         self._in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
+        if step.chunk_rows and result.elapsed_us:
+            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention)
         output = StepOutput(num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             if sequence.row >= 0:  # else it was preempted or ended meanwhile, and has published what came back before
@@ -315,6 +275,19 @@ class Scheduler:
             if (owner := step.chunk_rows.get(prompt.row)) is not None:
                 output.prompt_logprobs.append((owner.request, prompt.entries))
         return output
+
+    def copied(self, message: Copied) -> None:
+        """Copies of a step between host and device have been made; others' and unknown ones are ignored."""
+        if message.epoch != self.epoch:
+            return
+        seconds = message.elapsed_us * 1e-6
+        if message.direction == "store":
+            if count := self._stores.pop(message.step, 0):
+                self.kv.pool.host.stored(count)
+                self.costs.store.observe(seconds, 1, count)
+            return
+        for sequence in self.recoveries.arrived(message.step, seconds, unpack_int32s(message.bad)):
+            self._preempt(sequence)
 
     def _take_tokens(self, step: StepInFlight, tokens: list[int], output: StepOutput) -> None:
         finished = SequenceStatus.FINISHED
@@ -365,19 +338,16 @@ class Scheduler:
 
     # ---- rows and blocks -----------------------------------------------------------------------------
 
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether a token of the sequence may still come back."""
-        return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step
-
     def _vacate(self, sequence: Sequence) -> None:
         """Take a sequence off its row and drop its blocks."""
         if sequence.status is SequenceStatus.DECODE:
             self._decoding.remove(sequence)
             sequence.last_step = self._step
         elif sequence.status is SequenceStatus.PREFILL:
-            del self._prefilling[sequence]
+            self._prefilling.remove(sequence)
         else:  # DRAINING: it has left its row already
             return
+        self.recoveries.abandon(sequence)
         self._publish(sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens)
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
@@ -393,6 +363,4 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def _victim(self) -> Sequence:
-        """Who is preempted: the lowest priority, then the latest arrival."""
-        running = [*self._prefilling, *self._decoding.order()]
-        return max(running, key=lambda sequence: (*sequence.request.order, sequence.index))
+        return choose_victim([*self._prefilling, *self._decoding.order()], self.kv.pool, self.costs)

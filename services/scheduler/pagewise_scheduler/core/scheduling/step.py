@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import chain
 
-from pagewise_shared.protocol import NewSequence, StepPlan, TokenLogprobs, pack_int32s
+from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s
 
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 
@@ -13,7 +13,8 @@ class StepInFlight:
     """A planned step whose result has not come back.
 
     ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
-    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes.
+    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how many
+    pairs of tokens attend in its chunks.
     """
 
     step: int
@@ -22,6 +23,7 @@ class StepInFlight:
     sampled: list[Sequence]
     chunk_rows: dict[int, Sequence]
     computed: list[tuple[Sequence, int]]
+    attention: float
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class StepOutput:
 class PlanBuilder:
     """Collects the changes that the next plan carries."""
 
-    __slots__ = ("_chunks", "_copies", "_joined", "_left", "_tables")
+    __slots__ = ("_chunks", "_copies", "_joined", "_left", "_skips", "_tables")
 
     def __init__(self) -> None:
         self.clear()
@@ -57,6 +59,7 @@ class PlanBuilder:
         self._joined: list[NewSequence] = []
         self._tables: list[tuple[int, int, int]] = []
         self._copies: list[int] = []
+        self._skips: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
 
     def leave(self, row: int) -> None:
@@ -64,6 +67,8 @@ class PlanBuilder:
         self._left.append(row)
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
+        if self._skips:
+            self._skips = [skip for skip in self._skips if skip[0] != row]
 
     def copy(self, source: int, destination: int) -> None:
         """Copy a block before anything is computed."""
@@ -87,20 +92,34 @@ class PlanBuilder:
             )
         )
 
+    def skip(self, row: int, num_computed_tokens: int) -> None:
+        """The row's first tokens have their K and V now: what it did not compute has been loaded."""
+        self._skips.append((row, num_computed_tokens))
+
     def chunk(self, row: int, num_tokens: int) -> None:
         """Compute the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def build(self, epoch: int, step: int) -> StepPlan:
-        """The plan with everything collected so far; the builder is empty afterwards."""
+    def build(self, epoch: int, step: int, stores: list[int], loads: list[int]) -> StepPlan:
+        """The plan with everything collected so far, and these copies to and from the host; empties the builder."""
         plan = StepPlan(
             epoch=epoch,
             step=step,
             left=tuple(self._left),
             joined=tuple(self._joined),
-            copies=pack_int32s(self._copies) if self._copies else b"",
+            memory=self._memory_work(stores, loads),
             tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
             chunks=tuple(self._chunks),
         )
         self.clear()
         return plan
+
+    def _memory_work(self, stores: list[int], loads: list[int]) -> MemoryWork | None:
+        if not (stores or loads or self._copies or self._skips):
+            return None
+        return MemoryWork(
+            stores=pack_int32s(stores) if stores else b"",
+            copies=pack_int32s(self._copies) if self._copies else b"",
+            loads=pack_int32s(loads) if loads else b"",
+            skips=tuple(self._skips),
+        )

@@ -1,65 +1,55 @@
-"""The queue of sequences that wait for admission, in order of priority, then arrival."""
+"""The queue of sequences that wait for admission, in order of priority and arrival, with ageing."""
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 
 from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
 
+AGEING_SECONDS = 60.0
+"""A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
+
 
 class WaitingQueue:
-    """A heap of waiting sequences; one that was aborted while it waited is skipped when it comes up."""
+    """A sorted list of waiting sequences."""
 
-    __slots__ = ("_heap", "_length", "_tie")
+    __slots__ = ("_entries", "_keys", "_tie")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, float, int, Sequence]] = []
+        self._entries: list[tuple[float, int, Sequence]] = []
+        self._keys: dict[Sequence, tuple[float, int]] = {}
         self._tie = count()
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._entries)
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait; a preempted one comes before those that arrived after it."""
         sequence.status = SequenceStatus.WAITING
-        priority, arrival = sequence.request.order
-        heapq.heappush(self._heap, (priority, arrival, next(self._tie), sequence))
-        self._length += 1
+        request = sequence.request
+        # Linear ageing never changes the order of two entries, so the key is fixed: no queue has to be sorted again.
+        key = request.arrival_time + AGEING_SECONDS * request.priority, next(self._tie)
+        self._keys[sequence] = key
+        insort(self._entries, (*key, sequence))
 
     def peek(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
-        heap = self._heap
-        while heap and heap[0][3].status is not SequenceStatus.WAITING:
-            heapq.heappop(heap)
-        return heap[0][3] if heap else None
+        return self._entries[0][2] if self._entries else None
 
-    def pop(self) -> Sequence:
-        """Take the sequence that is next.
+    def first(self, number: int) -> list[Sequence]:
+        """The first ``number`` sequences at most, in order."""
+        return [entry[2] for entry in islice(self._entries, number)]
 
-        Raises:
-            IndexError: nothing waits.
-        """
-        if self.peek() is None:
-            raise IndexError("pop from an empty waiting queue")
-        self._length -= 1
-        return heapq.heappop(self._heap)[3]
+    def take(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Take a waiting sequence out and give it another status."""
+        del self._entries[bisect_left(self._entries, self._keys.pop(sequence))]
+        sequence.status = status
 
     def clear(self) -> None:
-        """Let nobody wait any more. Unlike ``discard``, this lets a sequence be pushed again."""
-        self._heap.clear()
-        self._length = 0
-
-    def discard(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Take a waiting sequence out by giving it another status."""
-        assert sequence.status is SequenceStatus.WAITING
-        sequence.status = status
-        self._length -= 1
-        if len(self._heap) > 64 and self._length * 2 < len(self._heap):
-            # Most entries are dead: without this, aborted requests would keep their prompts in memory.
-            self._heap = [entry for entry in self._heap if entry[3].status is SequenceStatus.WAITING]
-            heapq.heapify(self._heap)
+        """Let nobody wait any more."""
+        self._entries.clear()
+        self._keys.clear()
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Waiting sequences in no particular order."""
-        return (entry[3] for entry in self._heap if entry[3].status is SequenceStatus.WAITING)
+        """Waiting sequences in order."""
+        return (entry[2] for entry in self._entries)

@@ -1,0 +1,150 @@
+"""The host's blocks: where cached blocks go that the device has no room for.
+
+A host block holds a copy of a node of the prefix tree. While the node is on the device too, the copy is *clean*: it may
+be dropped at no loss, and evicting the node from the device costs no transfer. Copies that are the only ones left go
+tails first, like blocks on the device.
+"""
+
+from collections.abc import Callable, Iterable
+
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
+
+_CLEAN, _ONLY = 0, 1
+
+
+class HostPool:
+    """``num_blocks`` blocks of host memory, possibly none.
+
+    Fields:
+        stores: pairs (device block, host block) to be copied before the next step computes anything.
+        num_storing: blocks whose copy to the host has been asked for and not confirmed; no more than ``max_storing``
+            are under way, what is evicted beyond that is dropped.
+        worth_keeping: whether a node that the device evicts is worth a copy.
+        num_demoted, num_dropped, num_evicted: nodes that went from the device to the host, that left the device
+            for nowhere, and that left the host for nowhere.
+    """
+
+    __slots__ = (
+        "_evictable",
+        "_free",
+        "_tree",
+        "max_storing",
+        "num_blocks",
+        "num_demoted",
+        "num_dropped",
+        "num_evicted",
+        "num_storing",
+        "stores",
+        "worth_keeping",
+    )
+
+    def __init__(
+        self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy = least_recently_used, max_storing: int = 1024
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.max_storing = max_storing
+        self.stores: list[int] = []
+        self.num_storing = 0
+        self.num_demoted = self.num_dropped = self.num_evicted = 0
+        self.worth_keeping: Callable[[CachedBlock], bool] = lambda node: True
+        self._tree = tree
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable = EvictionQueue(policy, self._may_go)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that hold a copy."""
+        return self.num_blocks - len(self._free)
+
+    def take_over(self, node: CachedBlock, block: int) -> bool:
+        """The device evicts ``node`` from ``block``: keep it here if possible; False: nobody has it any more."""
+        if node.host >= 0:
+            self.offer(node)
+            return True
+        if not self.num_blocks or self.num_storing >= self.max_storing or not self.worth_keeping(node):
+            self.num_dropped += 1
+            return False
+        node.pins += 1  # so that making room does not drop what hangs on it, and it with them
+        host = self._take()
+        node.pins -= 1
+        if host < 0:
+            self.num_dropped += 1
+            return False
+        node.host = host
+        self.stores += (block, host)
+        self.num_storing += 1
+        self.num_demoted += 1
+        self.offer(node)
+        return True
+
+    def offer(self, node: CachedBlock) -> None:
+        """The copy of ``node`` may have become evictable, or evictable as something else."""
+        rank = _CLEAN if node.block >= 0 else _ONLY
+        if self._may_go(node, rank):
+            self._evictable.push(node, rank)
+            self._evictable.shrink(self.num_used)
+
+    def pin(self, nodes: Iterable[CachedBlock]) -> None:
+        """Keep these copies until they are unpinned as often."""
+        for node in nodes:
+            assert node.host >= 0
+            node.pins += 1
+
+    def unpin(self, nodes: Iterable[CachedBlock]) -> None:
+        """The counterpart of ``pin``; a sequence's last block first."""
+        for node in nodes:
+            node.pins -= 1
+            assert node.pins >= 0
+            self._prune(node)
+            self.offer(node)
+
+    def drop(self, node: CachedBlock) -> None:
+        """The copy of ``node`` and those of all nodes below it are void; what is nowhere else leaves the tree."""
+        subtree = [node]
+        for found in subtree:  # grows while it is walked: parents come before their children
+            subtree += found.children.values()
+        for found in reversed(subtree):
+            if found.host >= 0 and not found.pins:
+                self._free.append(found.host)
+                found.host = -1
+            if found is not node and found.block < 0 and found.host < 0 and not found.pins and not found.children:
+                self._tree.remove(found)
+        self._prune(node)
+
+    def stored(self, count: int) -> None:
+        """So many copies to the host have been made."""
+        self.num_storing -= count
+        assert self.num_storing >= 0
+
+    def _may_go(self, node: CachedBlock, rank: int) -> bool:
+        if node.host < 0 or node.pins:
+            return False
+        if node.block >= 0:
+            return rank == _CLEAN
+        return rank == _ONLY and not node.children
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        node = self._evictable.pop()
+        if node is None:
+            return -1
+        host, node.host = node.host, -1
+        self.num_evicted += 1
+        if node.block < 0:
+            parent = node.parent
+            assert parent is not None
+            self._tree.remove(node)
+            self._prune(parent)
+            self.offer(parent)
+        return host
+
+    def _prune(self, node: CachedBlock) -> None:
+        """Take nodes out of the tree that lie nowhere and lead nowhere.
+
+        One that lies nowhere but leads somewhere is there while a transfer pins what is below it. Nobody finds that.
+        """
+        while node.block < 0 and node.host < 0 and not node.pins and not node.children and node.parent is not None:
+            self._tree.remove(node)
+            node = node.parent

@@ -1,0 +1,158 @@
+"""What it costs to get KV back: by computing it again, by loading it from the host, or by both at once.
+
+All times are in seconds. The constants start from what the executor measured when it started, and follow what every
+step and every transfer really took.
+
+Source: the costs of a transfer and of a prefill as LMCache (arXiv 2510.09665) and the vLLM paper (arXiv 2309.06180,
+section 7.3) compare them, put into closed form; the split for both at once follows from setting the two equal.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+
+_FORGETTING = 0.99
+_LEAST_SECONDS = 1e-9
+
+
+class OnlineLine:
+    """A linear cost, ``constants`` · features, fitted by recursive least squares with forgetting.
+
+    Constants never fall below zero in a prediction: a cost that shrinks with its size is noise. ``scales`` bring the
+    features to about 1, so that the prior weighs the same in all of them.
+    """
+
+    __slots__ = ("_covariance", "_scales", "constants", "error")
+
+    def __init__(self, constants: tuple[float, ...], scales: tuple[float, ...]) -> None:
+        self.constants = list(constants)
+        self.error = 0.0
+        self._scales = scales
+        size = len(constants)
+        self._covariance = [[1.0 if i == j else 0.0 for j in range(size)] for i in range(size)]
+
+    def predict(self, *features: float) -> float:
+        """Seconds for these features."""
+        total = 0.0
+        for constant, feature in zip(self.constants, features, strict=True):
+            if constant > 0.0:
+                total += constant * feature
+        return total
+
+    def observe(self, seconds: float, *features: float) -> None:
+        """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
+        predicted = self.predict(*features)
+        self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
+        scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
+        covariance = self._covariance
+        gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
+        weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
+        residual = seconds - sum(c * f for c, f in zip(self.constants, features, strict=True))
+        size = len(gains)
+        for i in range(size):
+            self.constants[i] += gains[i] / weight * residual / self._scales[i]
+        trace = 0.0
+        for i in range(size):
+            for j in range(size):
+                covariance[i][j] = (covariance[i][j] - gains[i] * gains[j] / weight) / _FORGETTING
+            trace += covariance[i][i]
+        if trace > 1e3:  # directions that nothing excites would grow for ever
+            for row in covariance:
+                row[:] = [value * (1e3 / trace) for value in row]
+
+
+@dataclass(slots=True, frozen=True)
+class Costs:
+    """Constants of one executor, in seconds.
+
+    Fields:
+        step: of any step. token: of computing one more. attention: of one token attending to one.
+        load_setup, load_block: of a copy list from the host, and of each block in it. store_setup, store_block:
+            the same towards the host.
+    """
+
+    step: float = 2e-3
+    token: float = 1e-4
+    attention: float = 1e-9
+    load_setup: float = 1e-4
+    load_block: float = 1e-4
+    store_setup: float = 1e-4
+    store_block: float = 1e-4
+
+
+@dataclass(slots=True, frozen=True)
+class Estimate:
+    """Predicted seconds of each way to recover a span, and the tokens that ``both`` computes."""
+
+    load: float
+    recompute: float
+    both: float
+    both_tokens: int
+
+
+class CostModel:
+    """Predicts, and learns from what it really took.
+
+    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block.
+    """
+
+    __slots__ = ("_chunk", "block_size", "load", "prefill", "store")
+
+    def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
+        self.block_size = block_size
+        self._chunk = chunk
+        self.prefill = OnlineLine((costs.step, costs.token, costs.attention), (1.0, 256.0, 256.0 * 512.0))
+        self.load = OnlineLine((costs.load_setup, costs.load_block), (1.0, 32.0))
+        self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
+
+    def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
+        """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
+        if count <= 0:
+            return 0.0
+        steps = -(-count // max(1, int(self._chunk * share)))
+        pairs = start * count + count * count / 2
+        return self.prefill.predict(steps, count, pairs)
+
+    def load_seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
+        """Loading blocks behind ``queued_blocks`` others."""
+        if num_blocks <= 0:
+            return 0.0
+        return self.load.predict(1, num_blocks + queued_blocks)
+
+    def chunk_seconds(self, start: int) -> float:
+        """One full prefill chunk after ``start`` tokens."""
+        return self.compute_seconds(start, self._chunk)
+
+    def estimate(self, start: int, num_blocks: int, queued_blocks: int = 0, share: float = 1.0) -> Estimate:
+        """The ways to get ``num_blocks`` blocks back that follow ``start`` tokens on the device."""
+        tokens = num_blocks * self.block_size
+        load = self.load_seconds(num_blocks, queued_blocks)
+        recompute = self.compute_seconds(start, tokens, share)
+        split = self._split(start, tokens, queued_blocks, share)
+        both = max(
+            self.compute_seconds(start, split, share),
+            self.load_seconds(num_blocks - split // self.block_size, queued_blocks),
+        )
+        return Estimate(load, recompute, both, split)
+
+    def _split(self, start: int, tokens: int, queued_blocks: int, share: float) -> int:
+        """Tokens to compute from the front so that the load from the back takes as long, whole blocks."""
+        step, token, attention = (max(0.0, constant) for constant in self.prefill.constants)
+        setup, block = (max(0.0, constant) for constant in self.load.constants)
+        link = block / self.block_size
+        per_chunk = step / max(1.0, share * self._chunk)
+        linear = token + attention * start + per_chunk + link
+        ahead = link * tokens + setup + block * queued_blocks
+        if linear <= 0.0:
+            return 0
+        # attention / 2 · m² + linear · m = ahead; the stable form of the root also holds where attention is nearly 0.
+        split = 2 * ahead / (linear + sqrt(linear * linear + 2 * attention * ahead))
+        return min(tokens, max(0, round(split / self.block_size) * self.block_size))
+
+    def block_seconds(self, depth: int) -> tuple[float, float]:
+        """Seconds that recomputing and that loading one block take whose last token is at ``depth`` blocks.
+
+        Fixed costs of a step and of a copy list are shared by many blocks and left out.
+        """
+        size = self.block_size
+        recompute = self.prefill.predict(size / self._chunk, size, size * (depth * size - size / 2))
+        return recompute, self.load.predict(0, 1)

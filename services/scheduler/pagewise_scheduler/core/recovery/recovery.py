@@ -1,0 +1,264 @@
+"""Sequences that are getting their KV back, and the two pointers that bring it.
+
+A sequence that begins with blocks on the host recovers them by one mechanism: computing from the front and loading from
+the back, until the two meet. Loading alone and computing alone are its ends.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Estimate
+from pagewise_scheduler.core.scheduling.request import Sequence
+
+Method = Literal["device", "load", "recompute", "both"]
+RecoveryMode = Literal["auto", "swap", "recompute", "both"]
+
+_REPORTS_KEPT = 4096
+_PIECE_BLOCKS = 256
+_WORTH_BOTH = 0.9
+
+
+@dataclass(slots=True, eq=False)
+class Recovery:
+    """One sequence's way back.
+
+    Fields:
+        method: what was chosen. "device": everything that is cached is still there.
+        nodes: blocks that lay on the host when it began, in order; ``first``: the index of the first in the table.
+        back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
+        device_tokens: tokens found on the device. estimate: what each way was predicted to cost, None if there was
+            nothing on the host. resumed: it had run before.
+        began, ended: when it was admitted, and when everything that the host could have given was there; NaN
+            until then, for good if it was preempted or aborted before.
+        loaded_tokens: tokens that came from the host.
+    """
+
+    sequence: Sequence
+    method: Method
+    nodes: list[CachedBlock]
+    first: int
+    back: int
+    device_tokens: int
+    estimate: Estimate | None
+    resumed: bool
+    began: float
+    loading: int = 0
+    ended: float = float("nan")
+    loaded_tokens: int = 0
+
+    @property
+    def predicted(self) -> float:
+        """Seconds the chosen way was predicted to take."""
+        if self.estimate is None or self.method == "device":
+            return 0.0
+        return {"load": self.estimate.load, "recompute": self.estimate.recompute, "both": self.estimate.both}[
+            self.method
+        ]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Blocks of one step's load list: whose they are, their nodes, and the device blocks they come to."""
+
+    parts: list[tuple[Recovery, list[CachedBlock], list[int]]] = field(default_factory=list)
+    num_blocks: int = 0
+
+
+class Recoveries:
+    """All recoveries of one executor, and the loads that are under way for them.
+
+    ``reports``: recoveries that have ended or needed nothing, for whoever logs and counts them.
+    """
+
+    def __init__(self, kv: KVCacheManager, costs: CostModel, mode: RecoveryMode = "auto") -> None:
+        self.costs = costs
+        self.mode = mode
+        self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
+        self.num_failed = 0
+        self._kv = kv
+        self._active: dict[Sequence, Recovery] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._num_loading = 0
+
+    @property
+    def num_loading(self) -> int:
+        """Blocks whose load has been asked for and not confirmed."""
+        return self._num_loading
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    # ---- choosing ------------------------------------------------------------------------------------
+
+    def choose(self, prefix: CachedPrefix, share: float) -> tuple[Method, Estimate | None]:
+        """How a sequence that begins with ``prefix`` gets what lies on the host.
+
+        ``share``: the part of a step's token budget that its computing would get.
+        """
+        if not prefix.on_host:
+            return "device", None
+        estimate = self.costs.estimate(prefix.num_tokens, len(prefix.on_host), self._num_loading, share)
+        if self.mode == "swap":
+            return "load", estimate
+        if self.mode != "auto":
+            return self.mode, estimate
+        better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
+        # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
+        if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
+            better = "both"
+        return better, estimate
+
+    def worth_keeping(self, node: CachedBlock) -> bool:
+        """Whether a copy on the host can ever be the cheaper way back to this block."""
+        if self.mode != "auto":
+            return self.mode != "recompute"
+        recompute, load = self.costs.block_seconds(node.depth)
+        # Loaded from the back while the front is computed, a block is worth loading even where the link is slower.
+        return load < 20 * recompute
+
+    # ---- running -------------------------------------------------------------------------------------
+
+    def begin(
+        self, sequence: Sequence, prefix: CachedPrefix, choice: tuple[Method, Estimate | None], now: float
+    ) -> Recovery:
+        """The sequence has taken ``prefix``, and its table has room for what is on the host."""
+        method, estimate = choice
+        nodes = prefix.on_host if method in ("load", "both") else []
+        recovery = Recovery(
+            sequence=sequence,
+            method=method,
+            nodes=nodes,
+            first=prefix.num_tokens // self._kv.block_size,
+            back=len(nodes),
+            device_tokens=prefix.num_tokens,
+            estimate=estimate,
+            resumed=sequence.num_preemptions > 0,
+            began=now,
+        )
+        if nodes:
+            self._kv.pool.host.pin(nodes)
+            self._active[sequence] = recovery
+        else:
+            recovery.ended = now
+            if prefix.num_tokens or prefix.on_host or recovery.resumed:
+                self.reports.append(recovery)
+        return recovery
+
+    def room(self, sequence: Sequence) -> int | None:
+        """How many of the sequence's next tokens may be computed now; None: as many as there are."""
+        recovery = self._active.get(sequence)
+        if recovery is None:
+            return None
+        if recovery.method == "load":
+            return 0
+        return (recovery.first + recovery.back) * self._kv.block_size - sequence.num_scheduled_tokens
+
+    def ask(self, step: int) -> list[int]:
+        """The load list of ``step``: pairs (host block, device block), from the back of each recovery."""
+        if not self._active:
+            return []
+        pairs: list[int] = []
+        transfer = _Transfer()
+        for recovery in self._active.values():
+            count = self._next_piece(recovery)
+            if not count:
+                continue
+            recovery.back -= count
+            nodes = recovery.nodes[recovery.back : recovery.back + count]
+            start = recovery.first + recovery.back
+            blocks = recovery.sequence.table.blocks[start : start + count]
+            # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
+            self._kv.pool.share(blocks)
+            for node, block in zip(nodes, blocks, strict=True):
+                pairs += (node.host, block)
+            transfer.parts.append((recovery, nodes, blocks))
+            transfer.num_blocks += count
+            recovery.loading += count
+        if pairs:
+            self._transfers[step] = transfer
+            self._num_loading += transfer.num_blocks
+        return pairs
+
+    def _next_piece(self, recovery: Recovery) -> int:
+        if not recovery.back:
+            return 0
+        if recovery.method == "load":
+            return min(recovery.back, _PIECE_BLOCKS) if recovery.loading < 2 * _PIECE_BLOCKS else 0
+        # Ask for what the link moves while two steps compute: enough that it never idles, and no more, so that where
+        # the two pointers meet is decided as late as possible.
+        start = recovery.sequence.num_scheduled_tokens
+        left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
+        chunk = self.costs.chunk_seconds(start)
+        per_block = max(self.costs.load.predict(0, 1), 1e-9)
+        ahead = max(1, int(2 * chunk / per_block))
+        return max(0, min(left, ahead - recovery.loading, _PIECE_BLOCKS))
+
+    def arrived(self, step: int, seconds: float, bad: Iterable[int]) -> list[Sequence]:
+        """The loads of ``step`` are done; returns sequences that must start over because blocks came ``bad``.
+
+        ``bad``: host blocks that do not hold what was stored in them.
+        """
+        transfer = self._transfers.pop(step, None)
+        if transfer is None:
+            return []
+        self._num_loading -= transfer.num_blocks
+        self.costs.load.observe(seconds, 1, transfer.num_blocks)
+        host, wrong, failed = self._kv.pool.host, set(bad), []
+        for recovery, nodes, blocks in transfer.parts:
+            recovery.loading -= len(nodes)
+            spoiled = [node for node in nodes if node.host in wrong]
+            host.unpin(reversed(nodes))
+            self._kv.drop(blocks, None)
+            for node in spoiled:
+                host.drop(node)
+            if self._active.get(recovery.sequence) is not recovery:
+                continue
+            if spoiled:
+                self.num_failed += 1
+                failed.append(recovery.sequence)
+            else:
+                recovery.loaded_tokens += len(nodes) * self._kv.block_size
+        return failed
+
+    def settle(self, now: float) -> list[tuple[Sequence, int]]:
+        """Recoveries whose pointers have met: (sequence, tokens it has now, computed and loaded)."""
+        done: list[tuple[Sequence, int]] = []
+        size = self._kv.block_size
+        for sequence, recovery in list(self._active.items()):
+            meeting = (recovery.first + recovery.back) * size
+            if recovery.loading or sequence.num_scheduled_tokens < meeting:
+                continue
+            done.append((sequence, (recovery.first + len(recovery.nodes)) * size))
+            recovery.ended = now
+            request = sequence.request
+            if not recovery.resumed and not request.num_host_tokens:
+                request.num_host_tokens = recovery.loaded_tokens
+                request.num_cached_tokens += recovery.loaded_tokens
+            self._close(recovery)
+        return done
+
+    def abandon(self, sequence: Sequence) -> None:
+        """The sequence lets go of its blocks. Loads under way for it keep theirs until they are done."""
+        recovery = self._active.get(sequence)
+        if recovery is not None:
+            self._close(recovery)
+
+    def _close(self, recovery: Recovery) -> None:
+        del self._active[recovery.sequence]
+        self._kv.pool.host.unpin(reversed(recovery.nodes[: recovery.back]))
+        self.reports.append(recovery)
+
+    def clear(self) -> None:
+        """The executor is gone or reset: nothing is under way any more."""
+        for sequence in list(self._active):
+            self.abandon(sequence)
+        for transfer in self._transfers.values():
+            for _, nodes, blocks in transfer.parts:
+                self._kv.pool.host.unpin(reversed(nodes))
+                self._kv.drop(blocks, None)
+        self._transfers.clear()
+        self._num_loading = 0

@@ -1,0 +1,133 @@
+"""Who starts next, and with what: the cache, or another output of its own request.
+
+Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there; and
+one whose next block is being computed by somebody else waits for it instead of computing it twice.
+"""
+
+from collections.abc import Iterable
+
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+
+_WINDOW = 16
+_MOST_PASSED = 32
+"""Times the head of the queue may be passed over by others with longer prefixes."""
+
+_Computing = set[tuple[CachedBlock, bytes]]
+
+
+class Admission:
+    """Chooses from the waiting queue. Nothing changes but how often the head has been passed over."""
+
+    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+        self._kv = kv
+        self._waiting = waiting
+
+    def next(
+        self, room: int, computing: Iterable[Sequence], oldest_step: int | None
+    ) -> tuple[Sequence, CachedPrefix] | None:
+        """Who starts, and the longest prefix it begins with; None: nobody can.
+
+        ``room``: blocks that a start may take. ``computing``: sequences whose prompts are being computed.
+        ``oldest_step``: the oldest step in flight, if any; whoever takes part in it or a later one has to wait.
+        """
+        head = self._waiting.peek()
+        if head is None or room <= 0 or _is_in_flight(head, oldest_step):
+            return None
+        busy = self._busy(computing)
+        best, longest = None, -1
+        for sequence in self._candidates(head):
+            if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
+                continue
+            found = self._find(sequence)
+            if len(found) > longest and not (busy and self._is_computed_elsewhere(sequence, found, busy)):
+                best, longest = sequence, len(found)
+        if best is None:
+            return None
+        prefix = self._fitting(best, room)
+        if prefix is None and best is not head:
+            best = head
+            found = self._find(head)
+            if _may_start(head) and not self._is_computed_elsewhere(head, found, busy):
+                prefix = self._fitting(head, room)
+        if prefix is None:
+            return None
+        if best is not head:
+            head.num_passed += 1
+        return best, prefix
+
+    def _candidates(self, head: Sequence) -> list[Sequence]:
+        if head.num_passed >= _MOST_PASSED:
+            return [head]
+        priority = head.request.priority
+        return [sequence for sequence in self._waiting.first(_WINDOW) if sequence.request.priority == priority]
+
+    def _find(self, sequence: Sequence) -> list[CachedBlock]:
+        """Cached full blocks, its newest token left out; what was found before is only looked at for changes."""
+        tree, size = self._kv.pool.tree, self._kv.block_size
+        path, most = sequence.path, (sequence.num_tokens - 1) // size
+        del path[most:]
+        tree.still_there(path)
+        if path:
+            node: CachedBlock | None = path[-1]
+            while node is not None and len(path) < most:
+                start = len(path) * size
+                node = node.children.get(sequence.tokens_between(start, start + size))
+                if node is not None:
+                    path.append(node)
+        elif (root := tree.root_of(sequence.request.cache_salt)) is not None and most:
+            # Most prompts share nothing: one look before all tokens are put into one piece.
+            if sequence.tokens_between(0, size) in root.children:
+                path += tree.find(sequence.request.cache_salt, sequence.token_bytes(), sequence.num_tokens - 1)
+        return path
+
+    def _busy(self, computing: Iterable[Sequence]) -> _Computing:
+        busy: _Computing = set()
+        size = self._kv.block_size
+        for sequence in computing:
+            tip = sequence.table.tip or self._kv.pool.tree.root_of(sequence.request.cache_salt)
+            start = tip.depth * size if tip is not None else 0
+            if tip is not None and start + size <= sequence.num_tokens:
+                busy.add((tip, sequence.tokens_between(start, start + size)))
+        return busy
+
+    def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock], busy: _Computing) -> bool:
+        tip = found[-1] if found else self._kv.pool.tree.root_of(sequence.request.cache_salt)
+        start = len(found) * self._kv.block_size
+        stop = start + self._kv.block_size
+        return tip is not None and stop < sequence.num_tokens and (tip, sequence.tokens_between(start, stop)) in busy
+
+    def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:
+        """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""
+        kv, num_tokens = self._kv, sequence.num_tokens
+        if kv.blocks_for(num_tokens) - len(sequence.path) > room and sequence is sequence.request.sequences[0]:
+            return None
+        prefix = self._longest_prefix(sequence)
+        if kv.num_taken(prefix, num_tokens) > room:
+            prefix = kv.without_copy(prefix)
+        return prefix if kv.num_taken(prefix, num_tokens) <= room else None
+
+    def _longest_prefix(self, sequence: Sequence) -> CachedPrefix:
+        first = sequence.request.sequences[0]
+        if sequence.sampling.prompt_logprobs is not None:
+            return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
+        if sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids:
+            return self._kv.fork(first.table, sequence.num_tokens - 1)
+        start = len(sequence.path) * self._kv.block_size
+        stop = min(start + self._kv.block_size, sequence.num_tokens - 1)
+        return self._kv.begin_with(
+            sequence.request.cache_salt, list(sequence.path), sequence.tokens_between(start, stop)
+        )
+
+
+def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
+    """Whether a token of the sequence may still come back."""
+    return oldest_step is not None and sequence.last_step >= oldest_step
+
+
+def _may_start(sequence: Sequence) -> bool:
+    """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill."""
+    first = sequence.request.sequences[0]
+    return sequence is first or first.row < 0 or first.prefilled

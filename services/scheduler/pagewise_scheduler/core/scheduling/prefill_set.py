@@ -1,0 +1,134 @@
+"""The sequences whose known tokens are not all computed yet: who starts, and how far each gets in a step."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as ReadOnlyList
+from itertools import chain
+
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.scheduling.admission import Admission
+from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
+from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+
+_WATERMARK = 0.01
+
+
+class PrefillSet:
+    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies.
+
+    ``num_queries``: tokens of sequences that started for the first time; ``num_hits``: those found on the device.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        recoveries: Recoveries,
+        limits: StepLimits,
+        plan: PlanBuilder,
+        free_rows: list[int],
+    ) -> None:
+        self.num_queries = 0
+        self.num_hits = 0
+        self._kv = kv
+        self._waiting = waiting
+        self._admission = Admission(kv, waiting)
+        self._recoveries = recoveries
+        self._limits = limits
+        self._plan = plan
+        self._free_rows = free_rows
+        self._members: dict[Sequence, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a member out."""
+        del self._members[sequence]
+
+    def continued(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
+        """Next chunks of the members, as far as tokens and blocks last, and booked as scheduled."""
+        chunks = []
+        for sequence, num_computed in self._recoveries.settle(now):
+            sequence.num_scheduled_tokens = num_computed
+            self._plan.skip(sequence.row, num_computed)
+        for sequence in self._members:
+            table = sequence.table
+            room = table.num_slots - sequence.num_scheduled_tokens + self._kv.num_available * self._kv.block_size
+            size = min(self._size(sequence, budget), room)
+            if size <= 0:
+                continue
+            held = len(table.blocks)
+            sequence.num_scheduled_tokens += size
+            self._plan.set_blocks(sequence.row, held, self._kv.grow(table, sequence.num_scheduled_tokens))
+            chunks.append((sequence, size))
+            budget -= size
+        return chunks
+
+    def started(
+        self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
+    ) -> list[tuple[Sequence, int]]:
+        """First chunks of waiting sequences, while all their known tokens fit beside what runs."""
+        chunks: list[tuple[Sequence, int]] = []
+        if budget <= 0 or not self._waiting:
+            return chunks
+        owed = sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
+        while budget > 0 and self._free_rows and num_decoding + len(self._members) < self._limits.max_num_seqs:
+            room = self._kv.num_available - owed - self._watermark(num_decoding + len(self._members))
+            start = self._admission.next(room, self._computing(in_flight), in_flight[0].step if in_flight else None)
+            if start is None:
+                break
+            sequence, prefix = start
+            if size := self._start(sequence, prefix, budget, now):
+                chunks.append((sequence, size))
+                budget -= size
+            owed += sequence.table.blocks_missing(sequence.num_tokens)
+        return chunks
+
+    def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, now: float) -> int:
+        """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
+        kv, table = self._kv, sequence.table
+        self._waiting.take(sequence, SequenceStatus.PREFILL)
+        sequence.path = []
+        choice = self._recoveries.choose(prefix, budget / self._limits.max_num_batched_tokens)
+        if copy := kv.take(table, prefix):
+            self._plan.copy(*copy)
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
+        # From here on what is to be loaded is pinned: making room on the device must not push it out of the host.
+        recovery = self._recoveries.begin(sequence, prefix, choice, now)
+        size = self._size(sequence, budget)
+        kv.grow(table, prefix.num_tokens + max(size, len(recovery.nodes) * kv.block_size))
+        sequence.row = self._free_rows.pop()
+        sequence.prefilled = False
+        sequence.num_scheduled_tokens += size
+        self._members[sequence] = None
+        self._plan.join(sequence, prefix.num_tokens)
+        self._note(sequence, prefix, now)
+        return size
+
+    def _size(self, sequence: Sequence, budget: int) -> int:
+        size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget)
+        recovering = self._recoveries.room(sequence)
+        return size if recovering is None else min(size, recovering)
+
+    def _computing(self, in_flight: ReadOnlyList[StepInFlight]) -> Iterator[Sequence]:
+        """Sequences whose prompts are being computed, or have been by a step in flight."""
+        return chain(self._members, (sequence for step in in_flight for sequence, _ in step.computed))
+
+    def _watermark(self, running: int) -> int:
+        """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
+        return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
+
+    def _note(self, sequence: Sequence, prefix: CachedPrefix, now: float) -> None:
+        request = sequence.request
+        if request.scheduled_time != request.scheduled_time:  # NaN: the first time
+            request.scheduled_time = now
+            request.num_cached_tokens = prefix.num_tokens
+        if not sequence.num_preemptions:
+            self.num_queries += sequence.num_tokens
+            self.num_hits += prefix.num_tokens

@@ -1,0 +1,39 @@
+"""Who gives way when memory is short."""
+
+import heapq
+
+from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.scheduling.request import Sequence
+
+_CANDIDATES = 16
+
+
+def choose_victim(running: list[Sequence], pool: BlockPool, costs: CostModel) -> Sequence:
+    """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
+
+    Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others share
+    becomes nobody's gain.
+    """
+    lowest = max(sequence.request.priority for sequence in running)
+    first = min(running, key=_order)
+    latest = heapq.nlargest(
+        _CANDIDATES, (s for s in running if s.request.priority == lowest and s is not first), key=_order
+    )
+    if not latest:
+        return first
+    return min(latest, key=lambda sequence: _seconds_per_block(sequence, pool, costs))
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return (*sequence.request.order, sequence.index)
+
+
+def _seconds_per_block(sequence: Sequence, pool: BlockPool, costs: CostModel) -> float:
+    references, blocks = pool.references, sequence.table.blocks
+    freed = sum(1 for block in blocks if references(block) == 1)
+    if not freed:
+        return float("inf")
+    estimate = costs.estimate((len(blocks) - freed) * costs.block_size, freed)
+    seconds = min(estimate.load, estimate.both) if pool.host.num_blocks else estimate.recompute
+    return min(seconds, estimate.recompute) / freed

@@ -1,0 +1,171 @@
+"""Blocks that the device has no room for go to the host and come back: by loading, by computing, or by both."""
+
+from math import isnan
+
+import pytest
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery import Method, Recovery, RecoveryMode
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.checking_executor import CheckingExecutor
+from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
+
+LONG = list(range(100, 140))
+OTHER = list(range(200, 240))
+
+SLOW_LINK = Costs(step=1e-4, token=1e-5, load_setup=1e-3, load_block=1e-3)
+FAST_LINK = Costs(step=1e-4, token=1e-3, load_setup=1e-5, load_block=1e-5)
+EVEN = Costs(step=0, token=1e-3, attention=0, load_setup=0, load_block=4e-3)
+
+
+def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 2) -> Request:
+    request = create_request(prompt=prompt, max_tokens=max_tokens)
+    scheduler.add(request)
+    run(scheduler, executor)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    return request
+
+
+def after_eviction(
+    recovery: RecoveryMode, costs: Costs = EVEN, num_host_blocks: int = 16
+) -> tuple[Scheduler, CheckingExecutor]:
+    """A scheduler that has computed LONG and then needed all its blocks for OTHER."""
+    scheduler = create_scheduler(
+        num_blocks=11, num_host_blocks=num_host_blocks, recovery=recovery, costs=costs, max_num_batched_tokens=8
+    )
+    executor = executor_for(scheduler)
+    serve(scheduler, executor, LONG)
+    serve(scheduler, executor, OTHER)
+    return scheduler, executor
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "loaded"), [("swap", "load", 9), ("recompute", "device", 0), ("both", "both", None)]
+)
+def test_every_way_back_gives_the_same_tokens(mode: RecoveryMode, method: Method, loaded: int | None) -> None:
+    scheduler, executor = after_eviction(mode)
+    before = executor.num_computed
+    again = serve(scheduler, executor, LONG)
+    report = scheduler.recoveries.reports[-1] if scheduler.recoveries.reports else None
+    if method == "device":  # nothing was kept on the host
+        assert report is None or report.method == "device"
+        assert executor.num_stored == executor.num_loaded == 0
+    else:
+        assert report is not None
+        assert report.method == method
+        assert not isnan(report.ended)
+        assert executor.num_loaded == report.loaded_tokens // 4
+    if loaded is not None:
+        assert executor.num_loaded == loaded
+    else:
+        assert 0 < executor.num_loaded < 9, "some of it is computed, some of it loaded"
+    computed = executor.num_computed - before - (len(again.sequences[0].output_token_ids) - 1)
+    assert computed == len(LONG) - again.num_cached_tokens
+    check_states(scheduler.kv.pool)
+
+
+@pytest.mark.parametrize(("costs", "method"), [(SLOW_LINK, "recompute"), (FAST_LINK, "load"), (EVEN, "both")])
+def test_auto_takes_the_cheapest_way(costs: Costs, method: Method) -> None:
+    scheduler, executor = after_eviction("auto", costs)
+    executor.elapsed_us = 0
+    serve(scheduler, executor, LONG)
+    report: Recovery = scheduler.recoveries.reports[-1]
+    estimate = report.estimate
+    if method == "recompute" and estimate is None:
+        assert executor.num_stored == 0, "what is never worth loading is never stored"
+        return
+    assert estimate is not None
+    assert report.method == method
+    assert report.predicted <= min(estimate.load, estimate.recompute)
+
+
+def test_a_preempted_sequence_comes_back_from_the_host() -> None:
+    scheduler = create_scheduler(num_blocks=14, num_host_blocks=40, recovery="swap", max_num_seqs=4)
+    executor = executor_for(scheduler)
+    requests = [create_request(prompt=8, max_tokens=24) for _ in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, executor)
+    assert scheduler.num_preemptions > 0
+    assert executor.num_loaded > 0
+    assert any(report.resumed and report.method == "load" for report in scheduler.recoveries.reports)
+    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert_all_free(scheduler)
+
+
+def test_a_full_host_lets_its_tails_go_first() -> None:
+    scheduler, executor = after_eviction("swap", num_host_blocks=4)
+    pool = scheduler.kv.pool
+    assert pool.host.num_used == 4
+    assert pool.host.num_evicted > 0
+    again = create_request(prompt=LONG, max_tokens=2)
+    scheduler.add(again)
+    run(scheduler, executor)
+    assert again.sequences[0].output_token_ids == expected_tokens(again)
+    assert executor.num_loaded == 4, "the beginning of the prompt was kept, not its end"
+    check_states(pool)
+
+
+def test_a_clean_copy_is_not_stored_twice() -> None:
+    scheduler, executor = after_eviction("swap", num_host_blocks=40)
+    serve(scheduler, executor, LONG)
+    stored = executor.num_stored
+    serve(scheduler, executor, OTHER)  # evicts LONG again, whose blocks are still on the host
+    assert executor.num_stored <= stored + 1
+    check_states(scheduler.kv.pool)
+
+
+def test_a_spoiled_copy_is_noticed_and_computed_again() -> None:
+    scheduler, executor = after_eviction("swap", num_host_blocks=40)
+    executor.spoil = {scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39).on_host[3].host}
+    again = serve(scheduler, executor, LONG)
+    assert scheduler.recoveries.num_failed == 1
+    assert again.sequences[0].num_preemptions == 1
+    check_states(scheduler.kv.pool)
+
+
+def test_an_abort_under_a_load_keeps_the_target_blocks_until_it_is_done() -> None:
+    scheduler, executor = after_eviction("swap")
+    again = create_request(prompt=LONG, max_tokens=2)
+    scheduler.add(again)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.memory is not None
+    assert plan.chunks == ()
+    result = executor.execute(plan)
+    scheduler.abort(again.request_id)
+    scheduler.update(result)
+    num_loading = scheduler.recoveries.num_loading
+    assert num_loading == 9
+    assert scheduler.kv.num_available == 11 - num_loading
+    for message in executor.finish_copies():
+        scheduler.copied(message)
+    assert_all_free(scheduler)
+    check_states(scheduler.kv.pool)
+
+
+def test_no_more_stores_are_under_way_than_the_link_is_given() -> None:
+    scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="swap")
+    scheduler.kv.pool.host.max_storing = 3
+    executor = executor_for(scheduler)
+    for prompt in (LONG, OTHER):
+        scheduler.add(create_request(prompt=prompt, max_tokens=2))
+    while (plan := scheduler.schedule(0.0)) is not None:
+        scheduler.update(executor.execute(plan))
+    host = scheduler.kv.pool.host
+    assert executor.num_stored == host.num_demoted == host.num_storing == 3
+    assert host.num_dropped > 0
+    for message in executor.finish_copies():
+        scheduler.copied(message)
+    assert host.num_storing == 0
+
+
+def test_usage_tells_device_and_host_apart() -> None:
+    scheduler, executor = after_eviction("swap")
+    again = serve(scheduler, executor, LONG)
+    assert again.num_host_tokens == again.num_cached_tokens == 4 * executor.num_loaded > 0
+    once_more = serve(scheduler, executor, LONG)
+    assert once_more.num_host_tokens == 0
+    assert once_more.num_cached_tokens == 39
