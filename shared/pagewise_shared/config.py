@@ -27,10 +27,11 @@ VARIABLE_PREFIX = "PAGEWISE_"
 _GROUPS = {
     "model": ("revision", "served_model_name", "max_model_len", "device", "dtype", "trust_remote_code", "simulate"),
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
-    "KV cache": ("block_size", "num_blocks", "kv_memory"),
+    "KV cache": ("block_size", "num_blocks", "kv_memory", "host_memory", "host_bandwidth", "verify_copies", "recovery"),
     "HTTP": ("host", "port", "max_body_bytes", "max_n"),
     "processes": (
         "executors",
+        "profile",
         "threads",
         "listen",
         "scheduler",
@@ -61,6 +62,18 @@ BlockSize = Annotated[Positive, _help("tokens per KV block", "N")]
 NumBlocks = Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")]
 KVMemory = Annotated[
     str | None, _help("size of the KV pool, such as 4GiB (default: from the memory that is free)", "SIZE")
+]
+HostMemory = Annotated[
+    str | None, _help("host memory for KV that the device has no room for, such as 16GiB (default: none)", "SIZE")
+]
+HostBandwidth = Annotated[
+    str | None, _help("hold copies to and from the host to SIZE bytes per second each way, for experiments", "SIZE")
+]
+VerifyCopies = Annotated[bool, _help("keep checksums of blocks on the host and check what comes back")]
+Profile = Annotated[bool, _help("measure what steps and copies cost before joining, about a second")]
+Recovery = Annotated[
+    Literal["auto", "swap", "recompute", "both"],
+    _help("how KV comes back from the host; auto: the way that is predicted to be the fastest"),
 ]
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
@@ -95,6 +108,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
         Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
     ] = 10.0
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
+    recovery: Recovery = "auto"
 
 
 class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):
@@ -113,6 +127,10 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
+    host_memory: HostMemory = None
+    host_bandwidth: HostBandwidth = None
+    verify_copies: VerifyCopies = False
+    profile: Profile = True
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
@@ -128,6 +146,10 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
+    host_memory: HostMemory = None
+    host_bandwidth: HostBandwidth = None
+    verify_copies: VerifyCopies = False
+    profile: Profile = True
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
@@ -188,8 +210,9 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
             values[field.name] = _convert(environ[variable], field.type, variable)
     if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
         raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
-    if values.get("kv_memory") is not None:
-        parse_size(values["kv_memory"])
+    for name in ("kv_memory", "host_memory", "host_bandwidth"):
+        if values.get(name) is not None:
+            parse_size(values[name])
     return config_type(**values)
 
 
@@ -200,7 +223,10 @@ def to_argv(config: Struct, target: type[Struct]) -> list[str]:
         value = getattr(config, field.name, None)
         if value is None or value == field.default:
             continue
-        argv.append(_flag(field.name) if value is True else f"{_flag(field.name)}={value}")
+        if isinstance(value, bool):
+            argv.append(_flag(field.name) if value else "--no-" + _flag(field.name)[2:])
+        else:
+            argv.append(f"{_flag(field.name)}={value}")
     return argv
 
 

@@ -1,13 +1,16 @@
 """Plays the scheduler for a runner: the real scheduler core in front of the runner, no sockets between."""
 
+import queue
 from array import array
 from collections import deque
+from time import monotonic
 
-from pagewise_executor.runner import Runner
+from pagewise_executor.runner import PendingStep, Runner
+from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
-from pagewise_shared.protocol import StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode
 from pagewise_shared.sampling import SamplingParams
 
 
@@ -19,6 +22,7 @@ def run_requests(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 64,
     arrive_every: int = 0,
+    recovery: RecoveryMode = "auto",
 ) -> tuple[Scheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once)."""
     scheduler = Scheduler(
@@ -26,23 +30,33 @@ def run_requests(
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        num_host_blocks=runner.info.num_host_blocks,
+        recovery=recovery,
     )
     runner.reset(Welcome(1, max_num_seqs, max_num_batched_tokens))
+    copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+    runner.report_copies(copied.put)
     coming = deque(requests)
-    outputs, results, steps = [], deque(), 0
+    outputs: list[StepOutput] = []
+    results: deque[PendingStep] = deque()
+    steps = 0
     while True:
         while coming and (not arrive_every or steps % arrive_every == 0 or not scheduler.requests):
             scheduler.add(coming.popleft())
             if arrive_every:
                 break
-        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(0.0)) is not None:
+        while not copied.empty():
+            scheduler.copied(copied.get())
+        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(monotonic())) is not None:
             received = decode_from_scheduler(encode(plan))
             assert isinstance(received, StepPlan)
             results.append(runner.execute(received))
-        if not results and not coming:
-            return scheduler, outputs
         if results:
             outputs.append(scheduler.update(results.popleft().result()))
+        elif scheduler.recoveries.num_loading:
+            scheduler.copied(copied.get(timeout=30))
+        elif not coming:
+            return scheduler, outputs
         steps += 1
 
 

@@ -2,10 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
+
+Raw = Any
+"""Bytes on the device, indexed alike: a numpy array on the CPU, else a tensor."""
+
+BlockIds = npt.NDArray[np.int32]
 
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 * 2**30
@@ -23,16 +31,53 @@ class KVPool:
         self, shapes: list[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.device = device
+        self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
         self.keys, self.values = (
             [torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for heads, dim in shapes]
             for _ in range(2)
         )
+        self._parts: list[tuple[int, int, Raw]] = []
+        start = 0
+        for tensor in (*self.keys, *self.values):
+            part = self._raw(tensor)
+            self._parts.append((start, start + part.shape[1], part))
+            start += part.shape[1]
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks [n, 2] (source, destination) in every layer; all sources are read before any is written."""
         source, destination = pairs[:, 0], pairs[:, 1]
         for tensor in (*self.keys, *self.values):
             tensor[destination] = tensor[source]
+
+    def gather(self, blocks: BlockIds) -> Raw:
+        """The content of ``blocks`` [n], all layers in one piece: [n, bytes_per_block] uint8 on the device."""
+        staged = self.staging(len(blocks))
+        index = self._index(blocks)
+        for start, stop, part in self._parts:
+            staged[:, start:stop] = part[index]
+        return staged
+
+    def scatter(self, blocks: BlockIds, staged: Raw) -> None:
+        """The counterpart of ``gather``: write ``staged`` [n, bytes_per_block] into ``blocks`` [n]."""
+        index = self._index(blocks)
+        for start, stop, part in self._parts:
+            part[index] = staged[:, start:stop]
+
+    def staging(self, count: int) -> Raw:
+        """Room for ``count`` blocks on the device, uninitialised."""
+        room = torch.empty(count, self.bytes_per_block, dtype=torch.uint8, device=self.device)
+        return room.numpy() if self.device.type == "cpu" else room
+
+    def _raw(self, tensor: torch.Tensor) -> Raw:
+        """[num_blocks, bytes] of one layer's K or V. On the CPU as numpy: torch would start a pool of threads for each
+        thread that copies, and they would keep the cores from those that compute."""
+        view = tensor.view(torch.uint8).view(self.num_blocks, -1)
+        return view.numpy() if self.device.type == "cpu" else view
+
+    def _index(self, blocks: BlockIds) -> Any:
+        index = blocks.astype(np.int64)
+        return index if self.device.type == "cpu" else torch.from_numpy(index).to(self.device)
 
 
 def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:

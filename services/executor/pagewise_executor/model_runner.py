@@ -1,13 +1,16 @@
 """Runs step plans on a real model: rows to tensors, one forward pass over a flat batch, sampling."""
 
+import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult, Welcome
+from pagewise_shared.config import ExecutorConfig, parse_size
+from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import Copied, PromptLogprobs, StepPlan, StepResult, Welcome
 
 from pagewise_executor.attention.context import (
     ChunkContext,
@@ -18,8 +21,10 @@ from pagewise_executor.attention.context import (
     group_decodes,
 )
 from pagewise_executor.cpu import use_cpu_well
-from pagewise_executor.kv_pool import KVPool, bytes_per_block, pool_size
+from pagewise_executor.host_tier import HostTier
+from pagewise_executor.kv_pool import KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.models.loader import load_model
+from pagewise_executor.profile import measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import LogprobsWanted, Sampler
@@ -77,6 +82,7 @@ class ModelRunner:
         self._holder = StepHolder()
         for module, keys, values in zip(loaded.attention, self._pool.keys, self._pool.values, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._holder)  # type: ignore[assignment]
+        self._host = _host_tier(config, self._pool)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
@@ -86,10 +92,19 @@ class ModelRunner:
             bytes_per_block=block_bytes,
             device=_device_name(self._device),
             dtype=str(loaded.dtype).removeprefix("torch."),
+            num_host_blocks=self._host.num_blocks if self._host else 0,
         )
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
+        if config.profile:
+            costs = measure_costs(self, config.max_num_batched_tokens, self._host)
+            self.info = dataclasses.replace(self.info, costs=costs)
+
+    def report_copies(self, report: Callable[[Copied], None]) -> None:
+        """Tell ``report`` of every copy to and from the host that has been made, on a link's thread."""
+        if self._host is not None:
+            self._host.report = report
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for as many as the scheduler wants."""
@@ -98,7 +113,10 @@ class ModelRunner:
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
+            host_blocks=self.info.num_host_blocks,
         )
+        if self._host is not None:
+            self._host.reset(welcome.epoch)
         self._sampler = Sampler(self._vocab_size, self._device)
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device.
         self._last_tokens = torch.zeros(welcome.max_num_seqs, dtype=torch.int64, device=self._device)
@@ -118,6 +136,8 @@ class ModelRunner:
         for row in work.joined:
             held = table.rows[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+        if self._host is not None:
+            self._host.start(plan, work.stores, work.loads)
         if len(work.copies):
             self._pool.copy_blocks(torch.from_numpy(work.copies.astype(np.int64)).to(self._device))
         rows = work.sampled_rows
@@ -240,6 +260,26 @@ def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple
                 reported.append((chunk, count))
         offset += chunk.size
     return kept + extra, reported
+
+
+def _host_tier(config: ExecutorConfig, pool: KVPool) -> HostTier | None:
+    """The host pool that ``--host-memory`` asks for.
+
+    Raises:
+        ModelError: there is less memory, or not one block fits.
+    """
+    if config.host_memory is None:
+        return None
+    wanted, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    if not pool.bytes_per_block <= wanted <= free:
+        raise ModelError(
+            f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "
+            f"{free / 2**30:.2f} GiB are free on the host"
+        )
+    bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None
+    tier = HostTier(pool, wanted // pool.bytes_per_block, bandwidth=bandwidth, verify=config.verify_copies)
+    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
+    return tier
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,9 +1,10 @@
 """What the executor service needs of whatever computes the steps."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import Copied, MeasuredCosts, StepPlan, StepResult, Welcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,6 +19,8 @@ class RunnerInfo:
     bytes_per_block: int
     device: str
     dtype: str
+    num_host_blocks: int = 0
+    costs: MeasuredCosts | None = None
 
 
 class PendingStep(Protocol):
@@ -37,6 +40,10 @@ class Runner(Protocol):
     """Computes steps. All calls come from the thread that made it."""
 
     info: RunnerInfo
+
+    def report_copies(self, report: Callable[[Copied], None]) -> None:
+        """Tell ``report`` of every copy to and from the host that has been made, on any thread."""
+        ...
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for ``welcome.max_num_seqs`` of them."""

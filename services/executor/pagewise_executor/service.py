@@ -13,6 +13,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Copied,
     Drain,
     Goodbye,
     Heartbeat,
@@ -66,6 +67,8 @@ class ExecutorService:
             max_num_batched_tokens=max_num_batched_tokens,
             device=info.device,
             dtype=info.dtype,
+            num_host_blocks=info.num_host_blocks,
+            costs=info.costs,
         )
         self._worker = worker
         self._endpoint = endpoint
@@ -127,10 +130,11 @@ class ExecutorService:
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
-    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult) -> None:
-        """Send a result from the worker's thread; encoded there, so that the loop stays free."""
+    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied) -> None:
+        """Send a result from the worker's thread or a link's; encoded there, so that the loop stays free."""
         frame = encode(result)
-        loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
+        with contextlib.suppress(RuntimeError):  # a copy may end after the loop has: nobody waits for it
+            loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
 
     async def _greet(self, worker: Worker) -> None:
         """Say Hello until there is a Welcome, again whenever the scheduler has forgotten us."""

@@ -2,9 +2,10 @@
 
 import time
 import zlib
+from collections.abc import Callable
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import StepPlan, StepResult, Welcome, pack_int32s
+from pagewise_shared.protocol import Copied, StepPlan, StepResult, Welcome, pack_int32s
 
 from pagewise_executor.rows import RowTable
 from pagewise_executor.runner import FinishedStep, RunnerInfo
@@ -30,9 +31,15 @@ class SimulatedRunner:
             bytes_per_block=0,
             device="simulated",
             dtype="none",
+            num_host_blocks=_DEFAULT_BLOCKS if config.host_memory else 0,
         )
+        self._report: Callable[[Copied], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
+
+    def report_copies(self, report: Callable[[Copied], None]) -> None:
+        """Tell ``report`` of copies: they are made at once, for there is nothing to copy."""
+        self._report = report
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows."""
@@ -41,6 +48,7 @@ class SimulatedRunner:
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
+            host_blocks=self.info.num_host_blocks,
         )
         self._hashes.clear()
 
@@ -53,6 +61,10 @@ class SimulatedRunner:
         began = time.perf_counter()
         table = self._table
         work = table.apply(plan)
+        if len(work.stores):
+            self._report(Copied(plan.epoch, plan.step, "store"))
+        if len(work.loads):
+            self._report(Copied(plan.epoch, plan.step, "load"))
         for row in work.joined:
             held = table.rows[row]
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0

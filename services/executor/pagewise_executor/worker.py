@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pagewise_shared.protocol import StepError, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import Copied, StepError, StepPlan, StepResult, Welcome
 
 from pagewise_executor.rows import InvalidPlanError
 from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
@@ -26,7 +26,7 @@ class Worker:
         self._build = build
         self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
         self._runner: Runner
-        self._answer: Callable[[StepResult], None]
+        self._answer: Callable[[StepResult | Copied], None]
         self._inbox: queue.SimpleQueue[Welcome | StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
@@ -48,9 +48,10 @@ class Worker:
         self._thread.start()
         return self._built.result()
 
-    def answer_to(self, answer: Callable[[StepResult], None]) -> None:
-        """Hand results to ``answer``, on the worker's thread. Said before the first ``put``."""
+    def answer_to(self, answer: Callable[[StepResult | Copied], None]) -> None:
+        """Hand results to ``answer``, on the worker's thread or a link's. Said before the first ``put``."""
         self._answer = answer
+        self._runner.report_copies(answer)
 
     def put(self, message: Welcome | StepPlan) -> None:
         """Leave work for the thread."""

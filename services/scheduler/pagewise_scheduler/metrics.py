@@ -19,6 +19,12 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "copied")
+"""The fields of the core's ``MemoryCounters``."""
+
+RECOVERY_METHODS = ("device", "load", "recompute", "both")
+"""How sequences get KV back."""
+
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of ``Metrics.render``."""
 
@@ -65,6 +71,27 @@ class Metrics:
         """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""
         return self._frames_dropped.labels(self._model_name, reason)
 
+    def cached_tokens(self, source: str) -> Counter:
+        """The counter of tokens found in a cache: source is "device" or "host"."""
+        return self._cached_tokens.labels(self._model_name, source)
+
+    def block_events(self, event: str) -> Counter:
+        """The counter of one of ``MEMORY_EVENTS``."""
+        return self._block_events.labels(self._model_name, event)
+
+    def recoveries(self, method: str) -> Counter:
+        """The counter of recoveries by one of ``RECOVERY_METHODS``."""
+        return self._recoveries.labels(self._model_name, method)
+
+    def recovery_seconds(self, method: str, predicted: float, actual: float) -> None:
+        """A recovery that took time has ended."""
+        self._recovery_predicted.labels(self._model_name, method).observe(predicted)
+        self._recovery_actual.labels(self._model_name, method).observe(actual)
+
+    def kv_blocks(self, tier: str, state: str) -> Gauge:
+        """The gauge of blocks of a tier ("device", "host") in a state ("free", "cached", "in_use")."""
+        return self._kv_blocks.labels(self._model_name, tier, state)
+
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -75,6 +102,12 @@ class Metrics:
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
+        self._kv_blocks = Gauge(
+            "pagewise_kv_blocks",
+            "KV blocks by tier and state.",
+            ("model_name", "tier", "state"),
+            registry=self.registry,
+        )
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
 
@@ -83,8 +116,23 @@ class Metrics:
             "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
         )
         self.prefix_cache_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens that were found in the prefix cache."
+            "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
         )
+        self._cached_tokens = self._raw_counter(
+            "cached_tokens", "Tokens that did not have to be computed again, by where they were.", ("source",)
+        )
+        self._block_events = self._raw_counter(
+            "kv_block_events", "What happened to KV blocks, by kind of event.", ("event",)
+        )
+        self._recoveries = self._raw_counter(
+            "recoveries", "Sequences that began with cached blocks or came back, by how they got their KV.", ("method",)
+        )
+        for source in ("device", "host"):
+            self.cached_tokens(source)
+        for event in MEMORY_EVENTS:
+            self.block_events(event)
+        for method in RECOVERY_METHODS:
+            self.recoveries(method)
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -110,6 +158,12 @@ class Metrics:
         self.request_decode_time_seconds = self._histogram(
             "request_decode_time_seconds", "From a request's first token to its end.", _REQUEST
         )
+        self._recovery_predicted = self._raw_histogram(
+            "recovery_predicted_seconds", "What the chosen way to get KV back was predicted to take.", ("method",)
+        )
+        self._recovery_actual = self._raw_histogram(
+            "recovery_actual_seconds", "From a sequence's start until all its KV from the host was there.", ("method",)
+        )
         self.iteration_tokens = self._histogram("iteration_tokens", "Tokens computed in one step.", _TOKENS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -121,6 +175,11 @@ class Metrics:
 
     def _raw_counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter("pagewise_" + name, text, ("model_name", *labels), registry=self.registry)
+
+    def _raw_histogram(self, name: str, text: str, labels: tuple[str, ...]) -> Histogram:
+        return Histogram(
+            "pagewise_" + name, text, ("model_name", *labels), buckets=_FIRST_TOKEN, registry=self.registry
+        )
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram("pagewise_" + name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)

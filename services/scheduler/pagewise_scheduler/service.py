@@ -45,6 +45,7 @@ async def serve(config: SchedulerConfig) -> None:
         max_model_len=config.max_model_len,
         executor_timeout=config.executor_timeout,
         step_timeout=config.step_timeout,
+        recovery=config.recovery,
     )
     runner = web.AppRunner(
         create_app(router, tokenizer, config, metrics),
@@ -86,6 +87,12 @@ async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
         in_use = sum(engine.scheduler.kv.pool.num_in_use for engine in engines)
         blocks = sum(engine.scheduler.kv.pool.num_blocks for engine in engines)
         metrics.kv_cache_usage_perc.set(in_use / blocks if blocks else 0.0)
+        pools = [engine.scheduler.kv.pool for engine in engines]
+        for state in ("free", "cached", "in_use"):
+            metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
+        used = sum(pool.host.num_used for pool in pools)
+        metrics.kv_blocks("host", "cached").set(used)
+        metrics.kv_blocks("host", "free").set(sum(pool.host.num_blocks for pool in pools) - used)
         await asyncio.sleep(_GAUGE_SECONDS)
 
 

@@ -132,6 +132,7 @@ class Copied(Message, frozen=True):
         direction: "store" (to the host) or "load" (from the host).
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
         bad: host blocks whose content is not what was stored in them (int32 bytes); found in checksum mode only.
+        error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 
     epoch: int
@@ -139,6 +140,7 @@ class Copied(Message, frozen=True):
     direction: Literal["store", "load"]
     elapsed_us: int = 0
     bad: bytes = b""
+    error: StepError | None = None
 
 
 class Heartbeat(Message, frozen=True):

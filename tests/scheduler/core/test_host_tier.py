@@ -99,7 +99,7 @@ def test_a_full_host_lets_its_tails_go_first() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=4)
     pool = scheduler.kv.pool
     assert pool.host.num_used == 4
-    assert pool.host.num_evicted > 0
+    assert pool.counters.host_evicted > 0
     again = create_request(prompt=LONG, max_tokens=2)
     scheduler.add(again)
     run(scheduler, executor)
@@ -155,8 +155,8 @@ def test_no_more_stores_are_under_way_than_the_link_is_given() -> None:
     while (plan := scheduler.schedule(0.0)) is not None:
         scheduler.update(executor.execute(plan))
     host = scheduler.kv.pool.host
-    assert executor.num_stored == host.num_demoted == host.num_storing == 3
-    assert host.num_dropped > 0
+    assert executor.num_stored == host.counters.demoted == host.num_storing == 3
+    assert host.counters.dropped > 0
     for message in executor.finish_copies():
         scheduler.copied(message)
     assert host.num_storing == 0

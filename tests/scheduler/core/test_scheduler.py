@@ -337,7 +337,7 @@ def test_any_mix_of_requests_aborts_and_failures_keeps_memory_whole(data: st.Dat
             for message in executor.finish_copies(data.draw(st.integers(1, 3))):
                 scheduler.copied(message)
         elif operation == "spoil" and executor.host:
-            executor.spoil = {data.draw(st.sampled_from(sorted(executor.host)))}
+            executor.spoil = set(data.draw(st.lists(st.sampled_from(sorted(executor.host)), max_size=4)))
         elif operation == "abort" and requests:
             victim = data.draw(st.sampled_from(requests))
             if scheduler.abort(victim.request_id):

@@ -4,10 +4,11 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import StepResult, Welcome, encode
+from pagewise_shared.protocol import Copied, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
 from pagewise_scheduler.metrics import Metrics
@@ -39,7 +40,7 @@ class Lost:
     reason: str
 
 
-EngineMessage = Serve | Abort | StepResult | Lost
+EngineMessage = Serve | Abort | StepResult | Copied | Lost
 
 
 class ExecutorLink(Protocol):
@@ -82,7 +83,7 @@ class Engine(Actor[EngineMessage]):
         self._sink = sink
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._preemptions_seen = self._queries_seen = self._hits_seen = 0
+        self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
 
     def assign(self, live: LiveRequest) -> None:
@@ -98,7 +99,7 @@ class Engine(Actor[EngineMessage]):
                     await self._handle(message)
                 if self._lost is None:
                     await self._plan_ahead()
-                self._report()
+                self._watch.report()
         except Exception:
             log.exception("%s failed; its requests move on", self.name)
         finally:
@@ -112,6 +113,8 @@ class Engine(Actor[EngineMessage]):
                 self._abort(live)
             case StepResult():
                 await self._take_result(message)
+            case Copied():
+                await self._take_copied(message)
             case Lost(reason):
                 self._lost = reason
 
@@ -177,6 +180,14 @@ class Engine(Actor[EngineMessage]):
         for sequence in output.finished:
             self._finish(sequence, now)
 
+    async def _take_copied(self, message: Copied) -> None:
+        if message.epoch != self.scheduler.epoch:
+            self._metrics.frames_dropped("stale_epoch").inc()
+        elif message.error is not None:
+            await self._start_over(f"copies of step {message.step} failed: {message.error.message}")
+        else:
+            self.scheduler.copied(message)
+
     def _finish(self, sequence: Sequence, now: float) -> None:
         live = self._live[sequence.request.request_id]
         live.take_finish(sequence, now)
@@ -211,16 +222,6 @@ class Engine(Actor[EngineMessage]):
             max_num_batched_tokens=limits.configured_num_batched_tokens,
             heartbeat_ms=HEARTBEAT_MS,
         )
-
-    def _report(self) -> None:
-        scheduler, metrics = self.scheduler, self._metrics
-        if (preemptions := scheduler.num_preemptions) != self._preemptions_seen:
-            metrics.num_preemptions.inc(preemptions - self._preemptions_seen)
-            self._preemptions_seen = preemptions
-        if (queries := scheduler.num_prefix_queries) != self._queries_seen:
-            metrics.prefix_cache_queries.inc(queries - self._queries_seen)
-            metrics.prefix_cache_hits.inc(scheduler.num_prefix_hits - self._hits_seen)
-            self._queries_seen, self._hits_seen = queries, scheduler.num_prefix_hits
 
     def _hand_over(self) -> None:
         self.ended = True

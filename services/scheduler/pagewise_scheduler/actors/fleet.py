@@ -6,11 +6,13 @@ import time
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
 import zmq
 import zmq.asyncio
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    Copied,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
@@ -26,6 +28,8 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import Metrics
 
@@ -81,6 +85,7 @@ class Fleet:
         max_model_len: int | None,
         executor_timeout: float,
         step_timeout: float,
+        recovery: RecoveryMode = "auto",
     ) -> None:
         self._router = router
         self._metrics = metrics
@@ -89,6 +94,7 @@ class Fleet:
         self._max_model_len = max_model_len
         self._executor_timeout = executor_timeout
         self._step_timeout = step_timeout
+        self._recovery: RecoveryMode = recovery
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
@@ -133,7 +139,7 @@ class Fleet:
             return
         member.last_seen = clock()
         match message:
-            case StepResult():
+            case StepResult() | Copied():
                 member.engine.tell(message)
             case Heartbeat(epoch):
                 if epoch != member.engine.scheduler.epoch:
@@ -169,6 +175,9 @@ class Fleet:
                 self._max_num_batched_tokens, hello.max_num_batched_tokens or self._max_num_batched_tokens
             ),
             epoch=link.next_epoch(),
+            num_host_blocks=hello.num_host_blocks,
+            costs=_costs(hello),
+            recovery=self._recovery,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
         self._members[identity] = Member(hello, engine, clock())
@@ -176,10 +185,11 @@ class Fleet:
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
         log.info(
-            "executor %s joined: %d blocks of %d tokens, %s %s",
+            "executor %s joined: %d blocks of %d tokens and %d on the host, %s %s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
+            hello.num_host_blocks,
             hello.device,
             hello.dtype,
         )
@@ -195,7 +205,10 @@ class Fleet:
     def _refusal(self, hello: Hello) -> str | None:
         if hello.protocol_major != PROTOCOL_MAJOR:
             return f"it speaks protocol {hello.protocol_major}, this scheduler speaks {PROTOCOL_MAJOR}"
-        if min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1:
+        if (
+            min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
+            or hello.num_host_blocks < 0
+        ):
             return "it offers no blocks, or a block, model length or vocabulary of no tokens"
         # A fleet that is empty may come back with another model; a live one is of one model.
         if self._members and self._fingerprint != hello.model_fingerprint:
@@ -232,3 +245,10 @@ class Fleet:
 
     async def _send(self, identity: bytes, message: Message) -> None:
         await _Link(self._socket, identity, self._epochs).send(encode(message))
+
+
+def _costs(hello: Hello) -> Costs | None:
+    """What the executor has measured, in seconds."""
+    if hello.costs is None:
+        return None
+    return Costs(**{name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()})

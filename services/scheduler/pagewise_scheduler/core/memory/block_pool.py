@@ -5,6 +5,7 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 
 from collections.abc import Iterable
 
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
 from pagewise_scheduler.core.memory.host_pool import HostPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
@@ -28,9 +29,9 @@ class BlockPool:
         "_num_cached",
         "_references",
         "_tick",
+        "counters",
         "host",
         "num_blocks",
-        "num_evicted",
         "policy",
         "tree",
     )
@@ -41,14 +42,15 @@ class BlockPool:
         block_size: int,
         num_host_blocks: int = 0,
         policy: EvictionPolicy = least_recently_used,
+        counters: MemoryCounters | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.counters = counters or MemoryCounters()
         self.tree = PrefixTree(block_size)
-        self.host = HostPool(num_host_blocks, self.tree, policy)
+        self.host = HostPool(num_host_blocks, self.tree, self.counters, policy)
         self.policy = policy
-        self.num_evicted = 0
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
         # A stack: the block freed last is used next, while the caches may still hold it.
@@ -167,7 +169,7 @@ class BlockPool:
             self._nodes[block] = None
             self._free.append(block)
             self._num_cached -= 1
-            self.num_evicted += 1
+            self.counters.evicted += 1
             if not self.host.take_over(node, block):
                 self.host.drop(node)
             if self._may_go(parent):

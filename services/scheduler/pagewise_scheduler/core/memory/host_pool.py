@@ -7,6 +7,7 @@ tails first, like blocks on the device.
 
 from collections.abc import Callable, Iterable
 
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
 
@@ -21,32 +22,33 @@ class HostPool:
         num_storing: blocks whose copy to the host has been asked for and not confirmed; no more than ``max_storing``
             are under way, what is evicted beyond that is dropped.
         worth_keeping: whether a node that the device evicts is worth a copy.
-        num_demoted, num_dropped, num_evicted: nodes that went from the device to the host, that left the device
-            for nowhere, and that left the host for nowhere.
     """
 
     __slots__ = (
         "_evictable",
         "_free",
         "_tree",
+        "counters",
         "max_storing",
         "num_blocks",
-        "num_demoted",
-        "num_dropped",
-        "num_evicted",
         "num_storing",
         "stores",
         "worth_keeping",
     )
 
     def __init__(
-        self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy = least_recently_used, max_storing: int = 1024
+        self,
+        num_blocks: int,
+        tree: PrefixTree,
+        counters: MemoryCounters,
+        policy: EvictionPolicy = least_recently_used,
+        max_storing: int = 1024,
     ) -> None:
         self.num_blocks = num_blocks
         self.max_storing = max_storing
         self.stores: list[int] = []
         self.num_storing = 0
-        self.num_demoted = self.num_dropped = self.num_evicted = 0
+        self.counters = counters
         self.worth_keeping: Callable[[CachedBlock], bool] = lambda node: True
         self._tree = tree
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -63,18 +65,18 @@ class HostPool:
             self.offer(node)
             return True
         if not self.num_blocks or self.num_storing >= self.max_storing or not self.worth_keeping(node):
-            self.num_dropped += 1
+            self.counters.dropped += 1
             return False
         node.pins += 1  # so that making room does not drop what hangs on it, and it with them
         host = self._take()
         node.pins -= 1
         if host < 0:
-            self.num_dropped += 1
+            self.counters.dropped += 1
             return False
         node.host = host
         self.stores += (block, host)
         self.num_storing += 1
-        self.num_demoted += 1
+        self.counters.demoted += 1
         self.offer(node)
         return True
 
@@ -115,6 +117,7 @@ class HostPool:
     def stored(self, count: int) -> None:
         """So many copies to the host have been made."""
         self.num_storing -= count
+        self.counters.stored += count
         assert self.num_storing >= 0
 
     def _may_go(self, node: CachedBlock, rank: int) -> bool:
@@ -131,7 +134,7 @@ class HostPool:
         if node is None:
             return -1
         host, node.host = node.host, -1
-        self.num_evicted += 1
+        self.counters.host_evicted += 1
         if node.block < 0:
             parent = node.parent
             assert parent is not None

@@ -15,7 +15,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 class CachedPrefix:
     """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
 
-    ``num_tokens`` of them are on the device. The blocks ``on_host`` come after ``blocks``; there is no partial one then.
+    ``num_tokens`` of them are on the device. The blocks ``on_host`` come after ``blocks``, and then nothing is partial.
     """
 
     blocks: list[CachedBlock]
@@ -142,6 +142,7 @@ class KVCacheManager:
         source = prefix.partial_block
         self.pool.share([source])  # so that making room for the copy does not evict what is copied
         copy = self.pool.allocate(1)
+        self.pool.counters.copied += 1
         self.pool.release([source])
         table.blocks = shared + copy
         return source, copy[0]
@@ -216,6 +217,6 @@ class KVCacheManager:
         """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks."""
         pool = self.pool
         assert pool.num_in_use == 0
-        fresh = BlockPool(pool.num_blocks, self.block_size, pool.host.num_blocks, pool.policy)
+        fresh = BlockPool(pool.num_blocks, self.block_size, pool.host.num_blocks, pool.policy, pool.counters)
         fresh.host.worth_keeping = pool.host.worth_keeping
         self.pool = fresh

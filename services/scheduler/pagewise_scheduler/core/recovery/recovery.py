@@ -206,6 +206,7 @@ class Recoveries:
         if transfer is None:
             return []
         self._num_loading -= transfer.num_blocks
+        self._kv.pool.counters.loaded += transfer.num_blocks
         self.costs.load.observe(seconds, 1, transfer.num_blocks)
         host, wrong, failed = self._kv.pool.host, set(bad), []
         for recovery, nodes, blocks in transfer.parts:
@@ -214,7 +215,8 @@ class Recoveries:
             host.unpin(reversed(nodes))
             self._kv.drop(blocks, None)
             for node in spoiled:
-                host.drop(node)
+                if node.host >= 0:  # else it went with one above it
+                    host.drop(node)
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:

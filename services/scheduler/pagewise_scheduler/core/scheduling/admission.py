@@ -1,7 +1,7 @@
 """Who starts next, and with what: the cache, or another output of its own request.
 
-Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there; and
-one whose next block is being computed by somebody else waits for it instead of computing it twice.
+Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there;
+and one whose next block is being computed by somebody else waits for it instead of computing it twice.
 """
 
 from collections.abc import Iterable
@@ -77,9 +77,10 @@ class Admission:
                 node = node.children.get(sequence.tokens_between(start, start + size))
                 if node is not None:
                     path.append(node)
-        elif (root := tree.root_of(sequence.request.cache_salt)) is not None and most:
+        elif most and (root := tree.root_of(sequence.request.cache_salt)) is not None:
             # Most prompts share nothing: one look before all tokens are put into one piece.
-            if sequence.tokens_between(0, size) in root.children:
+            shares = sequence.tokens_between(0, size) in root.children
+            if shares:
                 path += tree.find(sequence.request.cache_salt, sequence.token_bytes(), sequence.num_tokens - 1)
         return path
 

@@ -13,8 +13,8 @@ class StepInFlight:
     """A planned step whose result has not come back.
 
     ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
-    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how many
-    pairs of tokens attend in its chunks.
+    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how
+    many pairs of tokens attend in its chunks.
     """
 
     step: int

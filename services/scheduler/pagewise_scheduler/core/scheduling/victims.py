@@ -12,8 +12,8 @@ _CANDIDATES = 16
 def choose_victim(running: list[Sequence], pool: BlockPool, costs: CostModel) -> Sequence:
     """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
 
-    Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others share
-    becomes nobody's gain.
+    Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
+    share becomes nobody's gain.
     """
     lowest = max(sequence.request.priority for sequence in running)
     first = min(running, key=_order)

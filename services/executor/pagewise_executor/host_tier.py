@@ -1,0 +1,186 @@
+"""The host pool of an executor, and the two links that copies take between it and the device.
+
+Each direction has a thread of its own, so copies run beside the steps and beside one another. A step's stores are read
+from the device before anything else of the step is issued; from there on they take their time. A load waits for the
+stores that were asked for before it.
+"""
+
+import concurrent.futures
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from pagewise_shared.protocol import Copied, StepError, StepPlan, pack_int32s
+
+from pagewise_executor.kv_pool import KVPool, Raw
+from pagewise_executor.rows import Int32s
+
+log = logging.getLogger(__name__)
+
+Direction = Literal["store", "load"]
+
+_PINNED_PIECE = 2**30
+"""Pinned memory is allocated in pieces of about this size; no block straddles two."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """Copies of one step in one direction. ``staged`` [n, block bytes]: what a store has read from the device."""
+
+    plan_epoch: int
+    step: int
+    pairs: Int32s
+    staged: Raw = None
+    after: "concurrent.futures.Future[None] | None" = None
+    ready: "torch.cuda.Event | None" = None
+    done: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
+
+
+class HostTier:
+    """``num_blocks`` blocks on the host. ``report`` is called on a link's thread when a job is done.
+
+    ``bandwidth``: bytes per second that each direction is held to, None for what the machine gives. ``verify``: keep a
+    checksum of every block that is stored, and check what arrives on the device against it.
+
+    Raises:
+        RuntimeError: the memory cannot be had.
+    """
+
+    def __init__(self, pool: KVPool, num_blocks: int, *, bandwidth: float | None = None, verify: bool = False) -> None:
+        self.num_blocks = num_blocks
+        self.report: Callable[[Copied], None] = lambda message: None
+        self._pool = pool
+        self._bandwidth = bandwidth
+        self._verify = verify
+        self._checksums: dict[int, int] = {}
+        self._cuda = pool.device.type == "cuda"
+        per_piece = max(1, _PINNED_PIECE // pool.bytes_per_block)
+        self._per_piece = per_piece
+        pieces = [
+            torch.empty(
+                min(per_piece, num_blocks - start), pool.bytes_per_block, dtype=torch.uint8, pin_memory=self._cuda
+            )
+            for start in range(0, num_blocks, per_piece)
+        ]
+        self._pieces: list[Raw] = pieces if self._cuda else [piece.numpy() for piece in pieces]
+        self._epoch = 0
+        self._last_store: concurrent.futures.Future[None] | None = None
+        self._inboxes: dict[Direction, queue.SimpleQueue[_Job]] = {
+            "store": queue.SimpleQueue(),
+            "load": queue.SimpleQueue(),
+        }
+        for direction, inbox in self._inboxes.items():
+            threading.Thread(target=self._run, args=(direction, inbox), name=direction, daemon=True).start()
+
+    def reset(self, epoch: int) -> None:
+        """Whatever is asked for under an older epoch is void. Waits for copies that have begun."""
+        self._epoch = epoch
+        for inbox in self._inboxes.values():
+            barrier = _Job(epoch, -1, np.zeros((0, 2), np.int32))
+            inbox.put(barrier)
+            barrier.done.result()
+        self._checksums.clear()
+        self._last_store = None
+
+    def start(self, plan: StepPlan, stores: Int32s, loads: Int32s) -> None:
+        """Begin a step's copies: ``stores`` [n, 2] (device block, host block), ``loads`` [n, 2] (host, device).
+
+        When this returns, the stored device blocks have been read as far as the device's own order goes.
+        """
+        if len(stores):
+            job = _Job(plan.epoch, plan.step, stores, staged=self._pool.gather(stores[:, 0]), ready=self._event())
+            self._last_store = job.done
+            self._inboxes["store"].put(job)
+        if len(loads):
+            self._inboxes["load"].put(_Job(plan.epoch, plan.step, loads, after=self._last_store, ready=self._event()))
+
+    def _event(self) -> "torch.cuda.Event | None":
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _run(self, direction: Direction, inbox: "queue.SimpleQueue[_Job]") -> None:
+        stream = torch.cuda.Stream(self._pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        while True:
+            job = inbox.get()
+            try:
+                if job.step >= 0 and job.plan_epoch == self._epoch:
+                    with torch.inference_mode(), torch.cuda.stream(stream):
+                        self._do(direction, job, stream)
+            except Exception as error:
+                log.exception("a %s of step %d failed", direction, job.step)
+                self._tell(direction, job, 0, error=StepError("internal", str(error)[:500]))
+            finally:
+                job.done.set_result(None)
+
+    def _do(self, direction: Direction, job: _Job, stream: "torch.cuda.Stream | None") -> None:
+        if job.after is not None:
+            job.after.result()
+        if stream is not None and job.ready is not None:
+            stream.wait_event(job.ready)
+        began = time.perf_counter()
+        bad: list[int] = []
+        if direction == "store":
+            assert job.staged is not None
+            self._store(job.staged, job.pairs[:, 1].tolist(), stream)
+        else:
+            bad = self._load(job.pairs[:, 0].tolist(), job.pairs[:, 1], stream)
+        if self._bandwidth:
+            wanted = len(job.pairs) * self._pool.bytes_per_block / self._bandwidth
+            time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
+        elapsed = int((time.perf_counter() - began) * 1e6)
+        self._tell(direction, job, elapsed, bad)
+
+    def _tell(
+        self, direction: Direction, job: _Job, elapsed_us: int, bad: Iterable[int] = (), error: StepError | None = None
+    ) -> None:
+        self.report(Copied(job.plan_epoch, job.step, direction, elapsed_us, pack_int32s(list(bad)), error))
+
+    def _store(self, staged: Raw, slots: list[int], stream: "torch.cuda.Stream | None") -> None:
+        for row, slot in zip(staged, slots, strict=True):
+            _copy(self._slot(slot), row)
+        if stream is not None:
+            stream.synchronize()
+        if self._verify:
+            for slot in slots:
+                self._checksums[slot] = _checksum(self._slot(slot))
+
+    def _load(self, slots: list[int], blocks: Int32s, stream: "torch.cuda.Stream | None") -> list[int]:
+        staged = self._pool.staging(len(slots))
+        for row, slot in zip(staged, slots, strict=True):
+            _copy(row, self._slot(slot))
+        self._pool.scatter(blocks, staged)
+        if stream is not None:
+            stream.synchronize()
+        if not self._verify:
+            return []
+        arrived = self._pool.gather(blocks)
+        return [slot for row, slot in zip(arrived, slots, strict=True) if _checksum(row) != self._checksums.get(slot)]
+
+    def _slot(self, slot: int) -> Raw:
+        return self._pieces[slot // self._per_piece][slot % self._per_piece]
+
+    def spoil(self, slot: int) -> None:
+        """Change one byte of a host block: for tests of the checksum mode."""
+        self._slot(slot)[0] ^= 1
+
+
+def _copy(target: Raw, source: Raw) -> None:
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+def _checksum(row: Raw) -> int:
+    content: bytes = row.tobytes() if isinstance(row, np.ndarray) else row.cpu().numpy().tobytes()
+    return zlib.crc32(content)

@@ -1,0 +1,103 @@
+"""What steps and copies cost on this machine, measured once when the executor starts, in about a second."""
+
+import logging
+import queue
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+from pagewise_shared.protocol import Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_executor.host_tier import HostTier
+from pagewise_executor.runner import Runner
+
+log = logging.getLogger(__name__)
+
+_SMALL, _LARGE, _CONTEXT = 16, 256, 2048
+_REPEATS = 3
+_PATIENCE = 0.5
+"""Seconds after which no larger prefill is tried: a slow machine is profiled by what it has done so far."""
+
+
+def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | None) -> MeasuredCosts:
+    """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards."""
+    began = time.perf_counter()
+    room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
+    step, token, attention = _measure_steps(runner, min(room, max_num_batched_tokens), room)
+    costs = MeasuredCosts(step, token, attention)
+    if host is not None:
+        load, store = (_measure_copies(host, direction, runner.info.num_blocks) for direction in ("load", "store"))
+        costs = MeasuredCosts(step, token, attention, *load, *store)
+    log.info(
+        "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs, loading a block %.1f µs",
+        time.perf_counter() - began,
+        costs.step,
+        costs.token,
+        costs.attention,
+        costs.load_block,
+    )
+    return costs
+
+
+def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float]:
+    """Microseconds of a step, of a token, and of one token attending to one."""
+    small = max(1, min(_SMALL, largest // 2))
+    _prefill(runner, 0, small)  # warms up
+    few = _median(lambda: _prefill(runner, 0, small))
+    large = min(_LARGE, largest)
+    if few * (large / small) > _PATIENCE * 1e6 or large <= small:
+        return 0.0, few / small, 0.0
+    many = _median(lambda: _prefill(runner, 0, large))
+    token = max(0.0, (many - few) / (large - small))
+    step = max(0.0, few - token * small)
+    context = min(_CONTEXT, room - small - 1)
+    pairs = small * context + small * small / 2
+    if context < large:
+        return step, token, 0.0
+    far = _median(lambda: _prefill(runner, context, small))
+    return step, token, max(0.0, far - few) / pairs
+
+
+def _median(measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(_REPEATS))
+
+
+def _prefill(runner: Runner, start: int, count: int) -> float:
+    """Microseconds of a step that computes ``count`` tokens after ``start`` others, whose K and V are whatever lies
+    there."""
+    runner.reset(Welcome(0, 1, count))
+    total = start + count
+    blocks = np.arange(-(-total // runner.info.block_size), dtype=np.int32)
+    new = NewSequence(
+        row=0,
+        tokens=pack_int32s([1] * total),
+        num_prompt_tokens=total,
+        num_computed_tokens=start,
+        blocks=blocks.tobytes(),
+        sampling=SamplingParams(temperature=0.0),
+    )
+    began = time.perf_counter()
+    runner.execute(StepPlan(epoch=0, step=1, joined=(new,), chunks=((0, count),))).result()
+    return (time.perf_counter() - began) * 1e6
+
+
+def _measure_copies(host: HostTier, direction: str, num_blocks: int) -> tuple[float, float]:
+    """Microseconds of a list of copies, and of each block in it."""
+    done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+    host.report = done.put
+    largest = min(64, num_blocks, host.num_blocks)
+    times = {}
+    for count in sorted({1, largest}):
+        blocks = np.arange(count, dtype=np.int32)
+        pairs = np.stack([blocks, blocks], axis=1)
+        nothing = pairs[:0]
+        samples = []
+        for _ in range(_REPEATS):
+            plan = StepPlan(epoch=0, step=1)
+            host.start(plan, *((nothing, pairs) if direction == "load" else (pairs, nothing)))
+            samples.append(done.get(timeout=60).elapsed_us)
+        times[count] = statistics.median(samples)
+    block = (times[largest] - times[1]) / (largest - 1) if largest > 1 else float(times[1])
+    return max(0.0, times[1] - block), max(0.0, block)

@@ -1,0 +1,64 @@
+"""Turns what an executor's scheduler has counted and decided into metrics and log lines."""
+
+import logging
+from math import isnan
+
+from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
+
+log = logging.getLogger(__name__)
+
+
+class MemoryWatch:
+    """Looks at one scheduler after each round of messages, and reports what is new."""
+
+    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics) -> None:
+        self._executor_id = executor_id
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._seen = (0, 0, 0)
+        self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
+        self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
+
+    def report(self) -> None:
+        """Bring the metrics up to date."""
+        scheduler, metrics = self._scheduler, self._metrics
+        seen = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
+        if seen != self._seen:
+            preemptions, queries, hits = self._seen
+            metrics.num_preemptions.inc(seen[0] - preemptions)
+            metrics.prefix_cache_queries.inc(seen[1] - queries)
+            metrics.prefix_cache_hits.inc(seen[2] - hits)
+            self._seen = seen
+        counters, counted = scheduler.kv.pool.counters, self._counted
+        for name, metric in self._events:
+            if (value := getattr(counters, name)) != counted[name]:
+                metric.inc(value - counted[name])
+                counted[name] = value
+        reports = scheduler.recoveries.reports
+        while reports:
+            self._report_recovery(reports.popleft())
+
+    def _report_recovery(self, recovery: Recovery) -> None:
+        metrics, method = self._metrics, recovery.method
+        metrics.recoveries(method).inc()
+        metrics.cached_tokens("device").inc(recovery.device_tokens)
+        metrics.cached_tokens("host").inc(recovery.loaded_tokens)
+        estimate = recovery.estimate
+        if estimate is not None:
+            log.debug(
+                "%s: request %s: %s after %d tokens on the device; predicted load %.4f s, recompute %.4f s, "
+                "both %.4f s; took %.4f s, %d tokens loaded",
+                self._executor_id,
+                recovery.sequence.request.request_id,
+                method,
+                recovery.device_tokens,
+                estimate.load,
+                estimate.recompute,
+                estimate.both,
+                recovery.ended - recovery.began,
+                recovery.loaded_tokens,
+            )
+        if recovery.nodes and not isnan(recovery.ended):
+            metrics.recovery_seconds(method, recovery.predicted, recovery.ended - recovery.began)

@@ -1,0 +1,124 @@
+"""KV that went to the host and came back gives the tokens that transformers gives, whichever way it took."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from tests.executor.driver import request, run_requests
+from tests.executor.test_greedy_equality import reference
+from tests.model_builders import VOCAB_SIZE, build_model
+
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model("llama", path, seed=5)
+    return path
+
+
+def build_runner(path: Path, device: str = "cpu", **options: object) -> ModelRunner:
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 400,
+        "host_memory": "4MiB",
+        "verify_copies": True,
+        "profile": False,
+    }
+    return ModelRunner(
+        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options))  # type: ignore[arg-type]
+    )
+
+
+def revisits(rng: random.Random) -> tuple[list[list[int]], list[int]]:
+    """Conversations that come back after others have taken their blocks, some with more, some cut inside a block."""
+    base = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (70, 50, 64, 33, 90)]
+    again = [base[0] + [7, 8, 9], [*base[1][:43], 5], base[2], base[4][:60], base[3] + [4] * 20, base[0]]
+    prompts = base + again
+    return prompts, [rng.choice([6, 11, 17]) for _ in prompts]
+
+
+def check(path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", n: int = 1) -> tuple[ModelRunner, int]:
+    rng = random.Random(num_blocks)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    prompts, lengths = revisits(rng)
+    expected = reference(model, prompts, lengths, device)
+    runner = build_runner(path, device)
+    requests: list[Request] = [
+        request(prompt, length, name=f"r{i}", n=n if i % 3 == 0 else 1)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    scheduler, _ = run_requests(
+        runner, requests, num_blocks=num_blocks, max_num_batched_tokens=24, arrive_every=9, recovery=mode
+    )
+    for served, tokens in zip(requests, expected, strict=True):
+        for sequence in served.sequences:
+            assert sequence.output_token_ids == tokens
+    assert scheduler.kv.num_available == num_blocks
+    return runner, scheduler.kv.pool.counters.loaded
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "both", "auto"])
+@pytest.mark.parametrize("num_blocks", [14, 17, 25])
+def test_greedy_tokens_stay_equal_whichever_way_kv_comes_back(
+    model_path: Path, mode: RecoveryMode, num_blocks: int
+) -> None:
+    _, loaded = check(model_path, mode, num_blocks)
+    assert (loaded > 0) == (mode != "recompute")
+
+
+@pytest.mark.parametrize("mode", ["swap", "both"])
+def test_several_outputs_of_one_prompt_come_back_too(model_path: Path, mode: RecoveryMode) -> None:
+    assert check(model_path, mode, 21, n=4)[1] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["swap", "both", "auto"])
+def test_greedy_tokens_stay_equal_on_a_gpu(model_path: Path, mode: RecoveryMode) -> None:
+    assert check(model_path, mode, 17, device="cuda")[1] > 0
+
+
+def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:
+    runner = build_runner(model_path)
+    host = runner._host
+    assert host is not None
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(80)] for _ in range(3)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    expected = reference(model, [*prompts, prompts[0]], [8] * 4, "cpu")
+    store = host._store
+
+    def store_badly(staged: object, slots: list[int], stream: object) -> None:
+        store(staged, slots, stream)  # type: ignore[arg-type]
+        for slot in slots[::3]:
+            host.spoil(slot)
+
+    host._store = store_badly  # type: ignore[method-assign]
+    requests = [request(prompt, 8, name=f"r{i}") for i, prompt in enumerate([*prompts, prompts[0]])]
+    scheduler, _ = run_requests(runner, requests, num_blocks=13, arrive_every=1000, recovery="swap")
+    assert scheduler.recoveries.num_failed > 0
+    assert [r.sequences[0].output_token_ids for r in requests] == expected
+
+
+def test_a_slow_link_takes_its_time(model_path: Path) -> None:
+    runner = build_runner(model_path, host_bandwidth="1MB", profile=True, host_memory="1MiB")
+    costs = runner.info.costs
+    assert costs is not None
+    assert costs.load_block == pytest.approx(runner.info.bytes_per_block, rel=0.2), "microseconds at 1 MB/s"
+    assert costs.token > 0
+
+
+def test_too_much_host_memory_is_refused(model_path: Path) -> None:
+    with pytest.raises(ModelError, match="--host-memory 900TiB"):
+        build_runner(model_path, host_memory="900TiB")
+    with pytest.raises(ModelError, match="one KV block takes"):
+        build_runner(model_path, host_memory="16")
