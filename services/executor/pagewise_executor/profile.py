@@ -52,12 +52,12 @@ def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, floa
     many = _median(lambda: _prefill(runner, 0, large))
     token = max(0.0, (many - few) / (large - small))
     step = max(0.0, few - token * small)
-    context = min(_CONTEXT, room - small - 1)
-    pairs = small * context + small * small / 2
+    context = min(_CONTEXT, room - large - 1)
     if context < large:
         return step, token, 0.0
-    far = _median(lambda: _prefill(runner, context, small))
-    return step, token, max(0.0, far - few) / pairs
+    # A chunk of a usual size: reading the context once costs something too, which large chunks share.
+    far = _median(lambda: _prefill(runner, context, large))
+    return step, token, max(0.0, far - many) / (large * context)
 
 
 def _median(measure: Callable[[], float]) -> float:

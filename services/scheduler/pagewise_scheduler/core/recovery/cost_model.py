@@ -127,15 +127,16 @@ class CostModel:
         tokens = num_blocks * self.block_size
         load = self.load_seconds(num_blocks, queued_blocks)
         recompute = self.compute_seconds(start, tokens, share)
-        split = self._split(start, tokens, queued_blocks, share)
+        split = self.split(start, tokens, queued_blocks, share)
         both = max(
             self.compute_seconds(start, split, share),
             self.load_seconds(num_blocks - split // self.block_size, queued_blocks),
         )
         return Estimate(load, recompute, both, split)
 
-    def _split(self, start: int, tokens: int, queued_blocks: int, share: float) -> int:
-        """Tokens to compute from the front so that the load from the back takes as long, whole blocks."""
+    def split(self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0) -> int:
+        """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,
+        behind ``queued_blocks`` others, takes as long; whole blocks."""
         step, token, attention = (max(0.0, constant) for constant in self.prefill.constants)
         setup, block = (max(0.0, constant) for constant in self.load.constants)
         link = block / self.block_size

@@ -20,6 +20,8 @@ RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
 _WORTH_BOTH = 0.9
+_SMALL_STEPS = 6
+_SMALL_PIECE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +157,14 @@ class Recoveries:
             return None
         if recovery.method == "load":
             return 0
-        return (recovery.first + recovery.back) * self._kv.block_size - sequence.num_scheduled_tokens
+        size, start = self._kv.block_size, sequence.num_scheduled_tokens
+        gap = (recovery.first + recovery.back) * size - start
+        # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
+        # made up for; all of it once a step costs more than the tokens in it.
+        left = self.costs.split(start, gap, recovery.loading)
+        if self.costs.compute_seconds(start, left) > _SMALL_STEPS * self.costs.compute_seconds(start, 1):
+            left = -(-left // 2)
+        return min(gap, -(-max(1, left) // size) * size - start % size)
 
     def ask(self, step: int) -> list[int]:
         """The load list of ``step``: pairs (host block, device block), from the back of each recovery."""
@@ -188,14 +197,14 @@ class Recoveries:
             return 0
         if recovery.method == "load":
             return min(recovery.back, _PIECE_BLOCKS) if recovery.loading < 2 * _PIECE_BLOCKS else 0
-        # Ask for what the link moves while two steps compute: enough that it never idles, and no more, so that where
-        # the two pointers meet is decided as late as possible.
+        # Like the front, the back goes half of the way to where the two are predicted to meet: the prediction is made
+        # anew in every step, and what is left goes to whichever turns out to be the faster one.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
-        chunk = self.costs.chunk_seconds(start)
-        per_block = max(self.costs.load.predict(0, 1), 1e-9)
-        ahead = max(1, int(2 * chunk / per_block))
-        return max(0, min(left, ahead - recovery.loading, _PIECE_BLOCKS))
+        behind = left - self.costs.split(start, left * self._kv.block_size, recovery.loading) // self._kv.block_size
+        if behind + recovery.loading > _SMALL_PIECE:
+            behind = (behind + recovery.loading + 1) // 2 - recovery.loading
+        return max(0, min(behind, _PIECE_BLOCKS))
 
     def arrived(self, step: int, seconds: float, bad: Iterable[int]) -> list[Sequence]:
         """The loads of ``step`` are done; returns sequences that must start over because blocks came ``bad``.

@@ -168,7 +168,8 @@ class Scheduler:
         """
         step = self._step + 1
         for sequence in self._decoding.length_due(step):
-            self._vacate(sequence)
+            self._decoding.remove(sequence)
+            self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
         for sequence in self._decoding.blocks_due(step):
             if sequence.prefilled:
@@ -202,8 +203,9 @@ class Scheduler:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
         replaced = self.kv.publish(sequence.table, num_computed, sequence.tokens_between)
         if replaced:
-            for index, _, block in replaced:
-                self._plan.set_blocks(sequence.row, index, [block])
+            if sequence.row >= 0:
+                for index, _, block in replaced:
+                    self._plan.set_blocks(sequence.row, index, [block])
             self.kv.drop([own for _, own, _ in replaced], self._step if self._in_flight else None)
 
     def _unblock(self, now: float) -> StepPlan | None:
@@ -263,9 +265,11 @@ class Scheduler:
             self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention)
         output = StepOutput(num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
-            if sequence.row >= 0:  # else it was preempted or ended meanwhile, and has published what came back before
+            drains = sequence.status is SequenceStatus.DRAINING
+            if sequence.row >= 0 or drains:  # else it was preempted or ended, and has published what came back before
                 sequence.num_computed_tokens = num_computed
-                sequence.prefilled = sequence.status is SequenceStatus.DECODE and num_computed == sequence.decode_base
+                decodes = drains or sequence.status is SequenceStatus.DECODE
+                sequence.prefilled = decodes and num_computed == sequence.decode_base
                 self._publish(sequence, num_computed)
         self._take_tokens(step, tokens.tolist(), output)
         for entry in result.logprobs:
@@ -338,22 +342,26 @@ class Scheduler:
 
     # ---- rows and blocks -----------------------------------------------------------------------------
 
-    def _vacate(self, sequence: Sequence) -> None:
-        """Take a sequence off its row and drop its blocks."""
-        if sequence.status is SequenceStatus.DECODE:
-            self._decoding.remove(sequence)
-            sequence.last_step = self._step
-        elif sequence.status is SequenceStatus.PREFILL:
-            self._prefilling.remove(sequence)
-        else:  # DRAINING: it has left its row already
-            return
-        self.recoveries.abandon(sequence)
-        self._publish(sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens)
+    def _leave_row(self, sequence: Sequence) -> None:
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row = -1
+        sequence.last_step = self._step
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
+        that what the step in flight computes can be published."""
+        if sequence.status is SequenceStatus.DECODE:
+            self._decoding.remove(sequence)
+        elif sequence.status is SequenceStatus.PREFILL:
+            self._prefilling.remove(sequence)
+        self.recoveries.abandon(sequence)
+        self._publish(sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens)
+        if sequence.row >= 0:
+            self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
-        self.kv.free(sequence.table, self._step if self._in_flight else None)
+        touched = self._in_flight and sequence.last_step >= self._in_flight[0].step
+        self.kv.free(sequence.table, self._step if touched else None)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""

@@ -1,0 +1,223 @@
+"""How long KV takes to come back from the host: loaded, computed again, both at once, or as the cost model chooses.
+
+The real scheduler core in front of the real CPU executor, in one process, with links held to given bandwidths. A prompt
+is computed, pushed out to the host, and asked for again: measured is the time from the request to its first token, all
+ways side by side. Prints a table and, with ``--json`` and ``--plot``, writes numbers and a figure.
+"""
+
+import argparse
+import json
+import platform
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.runner import PendingStep
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Copied, Welcome
+from pagewise_shared.sampling import SamplingParams
+
+MODES: tuple[RecoveryMode, ...] = ("swap", "recompute", "both", "auto")
+BUDGET = 2048
+
+
+def build_model(path: Path, max_len: int) -> None:
+    """A Llama of random weights whose KV is large beside its compute, as in models that are served."""
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=max_len,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+class Bench:
+    """One executor behind one scheduler."""
+
+    def __init__(self, path: Path, bandwidth: float, tokens: int) -> None:
+        blocks = tokens // 16 + 32
+        self.runner = ModelRunner(
+            ExecutorConfig(
+                model=str(path), device="cpu", num_blocks=blocks, host_memory="2GiB", host_bandwidth=str(int(bandwidth))
+            )
+        )
+        info = self.runner.info
+        assert info.costs is not None
+        costs = {name: getattr(info.costs, name) * 1e-6 for name in info.costs.__struct_fields__}
+        self.scheduler = Scheduler(
+            num_blocks=blocks,
+            block_size=info.block_size,
+            max_num_seqs=8,
+            max_num_batched_tokens=BUDGET,
+            num_host_blocks=info.num_host_blocks,
+            costs=Costs(**costs),
+            recovery="both",  # keeps everything on the host; each run sets its own
+        )
+        self.scheduler.kv.pool.host.max_storing = 1_000_000
+        self.runner.reset(Welcome(1, 8, BUDGET))
+        self.copied: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.runner.report_copies(lambda message: self.copied.put(("copied", message)))
+
+    def first_token(self, prompt: "array[int]", name: str) -> float:
+        """Seconds from the request to its token."""
+        scheduler, results = self.scheduler, deque[PendingStep]()
+        began = perf_counter()
+        request = Request(name, prompt, 1, SamplingParams(temperature=0.0), arrival_time=began)
+        scheduler.add(request)
+        while not request.sequences[0].finished:
+            self._hear(block=False)
+            while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(perf_counter())) is not None:
+                results.append(self.runner.execute(plan))
+            if results:
+                scheduler.update(results.popleft().result())
+            elif scheduler.recoveries.num_loading:
+                self._hear(block=True)
+        took = perf_counter() - began
+        while scheduler.kv.pool.host.num_storing:
+            self._hear(block=True)
+        return took
+
+    def push_out(self) -> None:
+        """Take the whole device from the cache for a moment."""
+        kv = self.scheduler.kv
+        table = kv.new_table()
+        kv.grow(table, kv.capacity_tokens)
+        kv.free(table, None)
+
+    def _hear(self, *, block: bool) -> None:
+        while block or not self.copied.empty():
+            block = False
+            message: Copied = self.copied.get(timeout=60)[1]
+            self.scheduler.copied(message)
+
+
+def measure(path: Path, bandwidth: float, tokens: int, repeats: int) -> dict[str, Any]:
+    """Median milliseconds to the first token by mode, and what auto chose."""
+    bench = Bench(path, bandwidth, tokens)
+    rng = random.Random(1)
+    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    bench.first_token(prompt, "cold")
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    chosen, loaded, predicted = [], [], []
+    for repeat in range(repeats + 1):
+        for mode in MODES:
+            bench.push_out()
+            bench.scheduler.recoveries.mode = mode
+            bench.scheduler.recoveries.reports.clear()
+            took = bench.first_token(prompt, f"{mode}{repeat}")
+            if repeat == 0:
+                continue  # stores what is not on the host yet, and warms up
+            times[mode].append(took)
+            report = bench.scheduler.recoveries.reports[-1]
+            if mode == "auto":
+                chosen.append(report.method)
+                predicted.append(report.predicted)
+            if mode == "both":
+                loaded.append(report.loaded_tokens / tokens)
+    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
+    best = min(median[mode] for mode in MODES if mode != "auto")
+    return {
+        "link_GB_per_s": bandwidth / 1e9,
+        "median_ms": median,
+        "auto_chose": max(set(chosen), key=chosen.count),
+        "auto_predicted_ms": round(statistics.median(predicted) * 1e3, 1),
+        "auto_over_best": round(median["auto"] / best, 2),
+        "better_pure_over_both": round(min(median["swap"], median["recompute"]) / median["both"], 2),
+        "share_loaded_by_both": round(statistics.median(loaded), 2),
+        "bytes_per_token": bench.runner.info.bytes_per_block // 16,
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    names = {"swap": "load", "recompute": "recompute", "both": "both at once", "auto": "auto"}
+    for mode in MODES:
+        style: dict[str, Any] = {"linestyle": "--", "color": "black", "linewidth": 1} if mode == "auto" else {}
+        axes.plot(
+            [row["link_GB_per_s"] for row in rows],
+            [row["median_ms"][mode] for row in rows],
+            marker="o",
+            markersize=4,
+            label=names[mode],
+            **style,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="link, GB/s", ylabel="time to first token, ms")
+    axes.legend(frameon=False)
+    axes.grid(True, which="both", alpha=0.2)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt that comes back")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--links", type=float, nargs="+", default=[0.03, 0.1, 0.2, 0.3, 0.5, 1, 3, 10], help="GB/s")
+    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
+    args = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    rows = []
+    header = f"{'link GB/s':>10}" + "".join(f"{mode + ' ms':>14}" for mode in MODES)
+    print(header + f"{'auto chose':>12}{'auto/best':>11}{'best/both':>11}{'loaded':>8}")
+    with tempfile.TemporaryDirectory() as directory:
+        build_model(Path(directory), args.tokens + 64)
+        for link in args.links:
+            row = measure(Path(directory), link * 1e9, args.tokens, args.repeats)
+            rows.append(row)
+            values = "".join(f"{row['median_ms'][mode]:>14}" for mode in MODES)
+            print(
+                f"{link:>10}{values}{row['auto_chose']:>12}{row['auto_over_best']:>11}"
+                f"{row['better_pure_over_both']:>11}{row['share_loaded_by_both']:>8}",
+                flush=True,
+            )
+    if args.json:
+        commit = _output(["git", "rev-parse", "--short", "HEAD"])
+        record = {
+            "commit": commit + ("+changes" if _output(["git", "status", "--porcelain"]) else ""),
+            "command": " ".join(["python", *sys.argv]),
+            "machine": f"{platform.machine()}, {_cpu()}, Python {platform.python_version()}",
+            "tokens": args.tokens,
+            "rows": rows,
+        }
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown CPU"
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
