@@ -6,7 +6,7 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 from collections.abc import Iterable
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.host_pool import HostPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
 
@@ -41,16 +41,16 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
-        policy: EvictionPolicy = least_recently_used,
+        policy: EvictionPolicy | None = None,
         counters: MemoryCounters | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.policy = policy = policy or LeastRecentlyUsed()
         self.counters = counters or MemoryCounters()
         self.tree = PrefixTree(block_size)
         self.host = HostPool(num_host_blocks, self.tree, self.counters, policy)
-        self.policy = policy
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
         # A stack: the block freed last is used next, while the caches may still hold it.

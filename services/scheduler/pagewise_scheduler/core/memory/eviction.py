@@ -1,17 +1,45 @@
 """In which order cached blocks give way."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
-EvictionPolicy = Callable[[CachedBlock], float]
-"""The priority of a block that may be evicted; the lowest goes first."""
+PREEMPTED = -1
+"""The kind of use of a sequence that was preempted: it will be back."""
+
+EvictionName = Literal["lru", "cost"]
 
 
-def least_recently_used(block: CachedBlock) -> float:
+class EvictionPolicy(Protocol):
+    """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses."""
+
+    learns: bool
+
+    def priority(self, block: CachedBlock, clock: float) -> float:
+        """Of a block that may be evicted from now on; the lowest goes first.
+
+        ``clock``: the highest priority that was evicted from the same tier so far.
+        """
+        ...
+
+    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+        """A sequence that generated so many tokens (or ``PREEMPTED``) lets go of ``blocks``, in order."""
+        ...
+
+
+class LeastRecentlyUsed:
     """LRU: by the tick of the last release."""
-    return block.last_used
+
+    learns = False
+
+    def priority(self, block: CachedBlock, clock: float) -> float:
+        """The tick."""
+        return block.last_used
+
+    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+        """Nothing to remember: the tick is the block's own."""
 
 
 class EvictionQueue:
@@ -21,26 +49,28 @@ class EvictionQueue:
     ``may_go(block, rank)`` says whether it may still be evicted as what it was pushed as.
     """
 
-    __slots__ = ("_heap", "_may_go", "_policy", "_tie")
+    __slots__ = ("_clock", "_heap", "_may_go", "_policy", "_tie")
 
     def __init__(self, policy: EvictionPolicy, may_go: Callable[[CachedBlock, int], bool]) -> None:
         self._policy = policy
         self._may_go = may_go
         self._heap: list[tuple[int, float, int, int, CachedBlock]] = []
         self._tie = 0
+        self._clock = 0.0
 
     def push(self, block: CachedBlock, rank: int = 0) -> None:
         """A block may be evicted from now on."""
         self._tie += 1
-        heapq.heappush(self._heap, (rank, self._policy(block), self._tie, block.last_used, block))
+        heapq.heappush(self._heap, (rank, self._policy.priority(block, self._clock), self._tie, block.last_used, block))
 
     def pop(self) -> CachedBlock | None:
         """Take the block that goes first; None if none may be evicted."""
         heap = self._heap
         while heap:
-            rank, _, _, last_used, block = heapq.heappop(heap)
+            rank, priority, _, last_used, block = heapq.heappop(heap)
             # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
             if last_used == block.last_used and self._may_go(block, rank):
+                self._clock = max(self._clock, priority)
                 return block
         return None
 

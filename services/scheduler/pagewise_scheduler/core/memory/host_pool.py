@@ -8,7 +8,7 @@ tails first, like blocks on the device.
 from collections.abc import Callable, Iterable
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, least_recently_used
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
 
 _CLEAN, _ONLY = 0, 1
@@ -41,7 +41,7 @@ class HostPool:
         num_blocks: int,
         tree: PrefixTree,
         counters: MemoryCounters,
-        policy: EvictionPolicy = least_recently_used,
+        policy: EvictionPolicy,
         max_storing: int = 1024,
     ) -> None:
         self.num_blocks = num_blocks

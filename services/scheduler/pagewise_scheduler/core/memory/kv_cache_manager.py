@@ -1,13 +1,13 @@
 """Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, least_recently_used
+from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
@@ -39,7 +39,7 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
-        policy: EvictionPolicy = least_recently_used,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
@@ -104,14 +104,16 @@ class KVCacheManager:
         """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and published."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
-        blocks: list[CachedBlock] = []
-        node = table.tip
-        while node is not None and node.depth > 0:
-            if node.depth <= full:
-                blocks.append(node)
-            node = node.parent
+        blocks = [node for node in self._known(table) if node.depth <= full]
         blocks.reverse()
         return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
+
+    def _known(self, table: BlockTable) -> Iterator[CachedBlock]:
+        """The table's blocks whose content is known, the last one first."""
+        node = table.tip
+        while node is not None and node.depth > 0:
+            yield node
+            node = node.parent
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
@@ -190,8 +192,13 @@ class KVCacheManager:
         table.blocks += added
         return added
 
-    def free(self, table: BlockTable, in_flight_step: int | None) -> None:
-        """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns."""
+    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int = PREEMPTED) -> None:
+        """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
+
+        ``output_tokens``: what its sequence has generated in the end; without it, it will be back.
+        """
+        if self.pool.policy.learns:
+            self.pool.policy.used(reversed(list(self._known(table))), output_tokens)
         blocks, table.blocks, table.tip = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 

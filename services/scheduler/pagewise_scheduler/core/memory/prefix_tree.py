@@ -23,10 +23,10 @@ class CachedBlock:
         block: its id in the device pool, else -1. host: its id in the host pool, else -1.
         pins: transfers and recoveries that need its host copy.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
-        last_used: tick of its last release.
+        last_used: tick of its last release. key: a hash of its prefix, 0 until somebody asks for it.
     """
 
-    __slots__ = ("block", "children", "depth", "host", "last_used", "num_on_device", "parent", "pins", "tokens")
+    __slots__ = ("block", "children", "depth", "host", "key", "last_used", "num_on_device", "parent", "pins", "tokens")
 
     def __init__(self, parent: "CachedBlock | None", tokens: bytes) -> None:
         self.parent = parent
@@ -38,6 +38,7 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.num_on_device = 0
         self.last_used = 0
+        self.key = 0
 
 
 class _Root(CachedBlock):
@@ -48,6 +49,7 @@ class _Root(CachedBlock):
     def __init__(self, space: Hashable) -> None:
         super().__init__(None, b"")
         self.space = space
+        self.key = hash(space) or 1
 
 
 class PrefixTree:

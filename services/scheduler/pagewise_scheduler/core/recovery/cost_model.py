@@ -157,3 +157,8 @@ class CostModel:
         size = self.block_size
         recompute = self.prefill.predict(size / self._chunk, size, size * (depth * size - size / 2))
         return recompute, self.load.predict(0, 1)
+
+    def seconds_lost(self, depth: int, to_host: bool) -> float:
+        """What it costs if a tier loses the block at ``depth``; ``to_host``: the host keeps it."""
+        recompute, load = self.block_seconds(depth)
+        return min(load, recompute) if to_host else recompute

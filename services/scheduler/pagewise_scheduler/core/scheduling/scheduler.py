@@ -4,7 +4,8 @@ from collections import deque
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult, unpack_int32s
 
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, least_recently_used
+from pagewise_scheduler.core.memory.cost_aware import CostAware
+from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries, RecoveryMode
@@ -43,12 +44,13 @@ class Scheduler:
         num_host_blocks: int = 0,
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
-        policy: EvictionPolicy = least_recently_used,
+        eviction: EvictionName | EvictionPolicy = "lru",
     ) -> None:
         self.epoch = epoch
+        self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
+        policy = self._policy(eviction, num_host_blocks) if isinstance(eviction, str) else eviction
         self.kv = KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
-        self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
         self.kv.pool.host.worth_keeping = self.recoveries.worth_keeping
         self.waiting = WaitingQueue()
@@ -61,6 +63,11 @@ class Scheduler:
         self._stores: dict[int, int] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._step = 0
+
+    def _policy(self, name: EvictionName, num_host_blocks: int) -> EvictionPolicy:
+        if name == "lru":
+            return LeastRecentlyUsed()
+        return CostAware(lambda block: self.costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0))
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -348,7 +355,7 @@ class Scheduler:
         sequence.row = -1
         sequence.last_step = self._step
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be published."""
         if sequence.status is SequenceStatus.DECODE:
@@ -361,11 +368,12 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         touched = self._in_flight and sequence.last_step >= self._in_flight[0].step
-        self.kv.free(sequence.table, self._step if touched else None)
+        output_tokens = len(sequence.output_token_ids) if ends else PREEMPTED
+        self.kv.free(sequence.table, self._step if touched else None, output_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
-        self._vacate(sequence)
+        self._vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(sequence)

@@ -1,0 +1,83 @@
+"""Eviction by what losing a block is expected to cost: how likely it is used again, times the cheapest way back.
+
+GreedyDual (Cao and Irani, USITS 1997): a block's priority is its expected cost on top of a clock that moves on to the
+priority of whatever is evicted, so what is not used again sinks, and what is worth more sinks later. How likely a
+block is used again is learned from the blocks themselves, by class: how often it was used before, how long the answer
+was that its last user got, and whether it was a new end on a known beginning. Nothing is known about the workload in
+advance, and classes that mean nothing come out equal.
+"""
+
+from collections.abc import Callable, Iterable
+
+from pagewise_scheduler.core.memory.eviction import PREEMPTED
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
+_MOST_USES = 4
+_KINDS = 7
+_HALF_LIFE = 1 << 17
+"""Block uses after which what was learned weighs half."""
+
+
+class CostAware:
+    """GreedyDual with learned probabilities.
+
+    ``seconds(block)``: the cheapest way back if its tier loses the block. ``memory``: blocks that are remembered,
+    evicted ones too, so that a return is noticed.
+    """
+
+    learns = True
+
+    def __init__(self, seconds: Callable[[CachedBlock], float], memory: int = 1 << 18) -> None:
+        self._seconds = seconds
+        self._memory = memory
+        self._seen: dict[int, int] = {}
+        num_classes = (_MOST_USES + 1) * 2 * (_KINDS + 1)
+        self._uses = [0.0] * num_classes
+        self._returns = [0.0] * num_classes
+        self._until_halved = _HALF_LIFE
+
+    def priority(self, block: CachedBlock, clock: float) -> float:
+        """The clock plus the expected cost of losing the block now."""
+        return clock + self.probability(block) * self._seconds(block)
+
+    def probability(self, block: CachedBlock) -> float:
+        """How likely the block is used again, by what became of others of its class."""
+        seen = self._seen.get(prefix_key(block))
+        return 0.5 if seen is None else (self._returns[seen] + 0.5) / (self._uses[seen] + 1.0)
+
+    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+        """Count the return of those used before, and put each into its class."""
+        seen, uses, returns = self._seen, self._uses, self._returns
+        kind = _KINDS if output_tokens == PREEMPTED else min(output_tokens.bit_length() // 2, _KINDS - 1)
+        parent_uses = 0
+        for block in blocks:
+            key = prefix_key(block)
+            before = seen.pop(key, None)  # and put back at the end: the longest unused is forgotten first
+            number = 1
+            if before is not None:
+                returns[before] += 1.0
+                number = min(before // (2 * (_KINDS + 1)) + 1, _MOST_USES)
+            fresh_end = number == 1 and parent_uses > 1
+            now = (number * 2 + fresh_end) * (_KINDS + 1) + kind
+            seen[key] = now
+            uses[now] += 1.0
+            parent_uses = number
+            self._until_halved -= 1
+        while len(seen) > self._memory:
+            del seen[next(iter(seen))]
+        if self._until_halved <= 0:
+            self._until_halved = _HALF_LIFE
+            self._uses = [value / 2 for value in uses]
+            self._returns = [value / 2 for value in returns]
+
+
+def prefix_key(block: CachedBlock) -> int:
+    """What a block is called here, also after it has come back: a hash of its prefix; a collision costs a guess."""
+    if block.key:
+        return block.key
+    path = [block]  # not recursive: a chain may be longer than the interpreter's stack
+    while (parent := path[-1].parent) is not None and not parent.key:
+        path.append(parent)
+    for node in reversed(path):
+        node.key = hash((node.parent.key if node.parent is not None else 0, node.tokens)) or 1
+    return block.key
