@@ -27,7 +27,16 @@ VARIABLE_PREFIX = "PAGEWISE_"
 _GROUPS = {
     "model": ("revision", "served_model_name", "max_model_len", "device", "dtype", "trust_remote_code", "simulate"),
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
-    "KV cache": ("block_size", "num_blocks", "kv_memory", "host_memory", "host_bandwidth", "verify_copies", "recovery"),
+    "KV cache": (
+        "block_size",
+        "num_blocks",
+        "kv_memory",
+        "host_memory",
+        "host_bandwidth",
+        "verify_copies",
+        "recovery",
+        "eviction",
+    ),
     "HTTP": ("host", "port", "max_body_bytes", "max_n"),
     "processes": (
         "executors",
@@ -75,6 +84,10 @@ Recovery = Annotated[
     Literal["auto", "swap", "recompute", "both"],
     _help("how KV comes back from the host; auto: the way that is predicted to be the fastest"),
 ]
+Eviction = Annotated[
+    Literal["lru", "cost"],
+    _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
+]
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
 Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
@@ -109,6 +122,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     ] = 10.0
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     recovery: Recovery = "auto"
+    eviction: Eviction = "cost"
 
 
 class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):

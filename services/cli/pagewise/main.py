@@ -1,6 +1,7 @@
 """``pagewise``: the command that starts everything."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ USAGE = """usage: pagewise COMMAND [OPTIONS]
 
 commands:
   serve [MODEL]   start a scheduler and executors on this machine and serve MODEL over HTTP
+  replay TRACE    run a request trace through the scheduler under a virtual clock
 
 `pagewise COMMAND --help` tells a command's options."""
 
@@ -41,7 +43,12 @@ def _serve(arguments: Sequence[str]) -> int:
     return asyncio.run(serve(config))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve}
+def _replay(arguments: Sequence[str]) -> int:
+    """The scheduler's own replay, as a process: this package never imports the services' insides."""
+    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "replay": _replay}
 
 if __name__ == "__main__":
     sys.exit(main())

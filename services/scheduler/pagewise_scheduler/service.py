@@ -46,6 +46,7 @@ async def serve(config: SchedulerConfig) -> None:
         executor_timeout=config.executor_timeout,
         step_timeout=config.step_timeout,
         recovery=config.recovery,
+        eviction=config.eviction,
     )
     runner = web.AppRunner(
         create_app(router, tokenizer, config, metrics),

@@ -28,6 +28,7 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
+from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -86,6 +87,7 @@ class Fleet:
         executor_timeout: float,
         step_timeout: float,
         recovery: RecoveryMode = "auto",
+        eviction: EvictionName = "cost",
     ) -> None:
         self._router = router
         self._metrics = metrics
@@ -95,6 +97,7 @@ class Fleet:
         self._executor_timeout = executor_timeout
         self._step_timeout = step_timeout
         self._recovery: RecoveryMode = recovery
+        self._eviction: EvictionName = eviction
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
@@ -178,6 +181,7 @@ class Fleet:
             num_host_blocks=hello.num_host_blocks,
             costs=_costs(hello),
             recovery=self._recovery,
+            eviction=self._eviction,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
         self._members[identity] = Member(hello, engine, clock())

@@ -7,6 +7,7 @@ was that its last user got, and whether it was a new end on a known beginning. N
 advance, and classes that mean nothing come out equal.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
@@ -14,15 +15,17 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 _MOST_USES = 4
 _KINDS = 7
-_HALF_LIFE = 1 << 17
-"""Block uses after which what was learned weighs half."""
+_STRIDE = 16
+_HALF_LIFE = 1 << 15
+"""Counted uses after which what was learned weighs half."""
 
 
 class CostAware:
     """GreedyDual with learned probabilities.
 
-    ``seconds(block)``: the cheapest way back if its tier loses the block. ``memory``: blocks that are remembered,
-    evicted ones too, so that a return is noticed.
+    ``seconds(block)``: the cheapest way back if its tier loses the block. ``memory``: prefixes that are remembered
+    after their blocks were evicted too, so that a return is noticed. Neighbouring blocks share their fate: every
+    sixteenth is remembered and counted, the others go by the one before them.
     """
 
     learns = True
@@ -30,7 +33,7 @@ class CostAware:
     def __init__(self, seconds: Callable[[CachedBlock], float], memory: int = 1 << 18) -> None:
         self._seconds = seconds
         self._memory = memory
-        self._seen: dict[int, int] = {}
+        self._seen: OrderedDict[int, int] = OrderedDict()
         num_classes = (_MOST_USES + 1) * 2 * (_KINDS + 1)
         self._uses = [0.0] * num_classes
         self._returns = [0.0] * num_classes
@@ -42,33 +45,34 @@ class CostAware:
 
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again, by what became of others of its class."""
-        seen = self._seen.get(prefix_key(block))
-        return 0.5 if seen is None else (self._returns[seen] + 0.5) / (self._uses[seen] + 1.0)
+        return (self._returns[block.kind] + 0.5) / (self._uses[block.kind] + 1.0)
 
     def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
         """Count the return of those used before, and put each into its class."""
-        seen, uses, returns = self._seen, self._uses, self._returns
         kind = _KINDS if output_tokens == PREEMPTED else min(output_tokens.bit_length() // 2, _KINDS - 1)
-        parent_uses = 0
+        per_use = 2 * (_KINDS + 1)
+        remembered = parent_uses = 0
         for block in blocks:
-            key = prefix_key(block)
-            before = seen.pop(key, None)  # and put back at the end: the longest unused is forgotten first
-            number = 1
-            if before is not None:
-                returns[before] += 1.0
-                number = min(before // (2 * (_KINDS + 1)) + 1, _MOST_USES)
-            fresh_end = number == 1 and parent_uses > 1
-            now = (number * 2 + fresh_end) * (_KINDS + 1) + kind
-            seen[key] = now
-            uses[now] += 1.0
+            counted = block.depth % _STRIDE == 1
+            if counted:
+                key = prefix_key(block)
+                remembered = self._seen.pop(key, 0)  # and put back at the end: the longest unused is forgotten first
+            before = block.kind or remembered
+            number = min(before // per_use + 1, _MOST_USES)
+            block.kind = now = number * per_use + (number == 1 and parent_uses > 1) * (_KINDS + 1) + kind
             parent_uses = number
-            self._until_halved -= 1
-        while len(seen) > self._memory:
-            del seen[next(iter(seen))]
+            if counted:
+                self._seen[key] = now
+                self._uses[now] += 1.0
+                if before:
+                    self._returns[before] += 1.0
+                self._until_halved -= 1
+        while len(self._seen) > self._memory:
+            self._seen.popitem(last=False)
         if self._until_halved <= 0:
             self._until_halved = _HALF_LIFE
-            self._uses = [value / 2 for value in uses]
-            self._returns = [value / 2 for value in returns]
+            self._uses = [value / 2 for value in self._uses]
+            self._returns = [value / 2 for value in self._returns]
 
 
 def prefix_key(block: CachedBlock) -> int:

@@ -24,9 +24,22 @@ class CachedBlock:
         pins: transfers and recoveries that need its host copy.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release. key: a hash of its prefix, 0 until somebody asks for it.
+        kind: what an eviction policy has noted of it, 0: nothing.
     """
 
-    __slots__ = ("block", "children", "depth", "host", "key", "last_used", "num_on_device", "parent", "pins", "tokens")
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "host",
+        "key",
+        "kind",
+        "last_used",
+        "num_on_device",
+        "parent",
+        "pins",
+        "tokens",
+    )
 
     def __init__(self, parent: "CachedBlock | None", tokens: bytes) -> None:
         self.parent = parent
@@ -39,6 +52,7 @@ class CachedBlock:
         self.num_on_device = 0
         self.last_used = 0
         self.key = 0
+        self.kind = 0
 
 
 class _Root(CachedBlock):

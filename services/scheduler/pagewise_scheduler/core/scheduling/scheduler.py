@@ -97,6 +97,16 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def newest_step(self) -> StepInFlight:
+        """The step that was planned last and has not come back."""
+        return self._in_flight[-1]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold blocks and run."""
+        return [*self._prefilling, *self._decoding.order()]
+
+    @property
     def requests(self) -> list[Request]:
         """Requests that have not finished."""
         return list(self._requests.values())
@@ -379,4 +389,4 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def _victim(self) -> Sequence:
-        return choose_victim([*self._prefilling, *self._decoding.order()], self.kv.pool, self.costs)
+        return choose_victim(self.running, self.kv.pool, self.costs)

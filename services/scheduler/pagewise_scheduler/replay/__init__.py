@@ -1,0 +1,1 @@
+"""Replays request traces on the scheduler core, under a virtual clock."""

@@ -1,0 +1,39 @@
+"""Eviction by Belady's rule: the block that is used again the latest goes first. It needs to know the future."""
+
+from array import array
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.replay.traces import TraceRequest
+
+_NEVER = 1 << 60
+
+
+class Belady:
+    """The limit that other policies are compared with.
+
+    A block is known by its first token, which the traces' prompts take from the block's id. ``now``: index of the
+    request that runs, kept by whoever replays.
+    """
+
+    learns = False
+
+    def __init__(self, trace: Iterable[TraceRequest]) -> None:
+        self.now = 0
+        self._uses: dict[int, list[int]] = defaultdict(list)
+        for index, request in enumerate(trace):
+            for block in request.blocks:
+                self._uses[block].append(index)
+
+    def priority(self, block: CachedBlock, clock: float) -> float:
+        """The later the next use, the lower."""
+        uses = self._uses.get(array("i", block.tokens[:4])[0])
+        if uses is None:
+            return -_NEVER
+        following = bisect_right(uses, self.now)
+        return -(uses[following] if following < len(uses) else _NEVER)
+
+    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+        """The future is known already."""

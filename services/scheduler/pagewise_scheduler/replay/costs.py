@@ -1,0 +1,63 @@
+"""What steps and copies of a simulated executor cost."""
+
+from dataclasses import dataclass
+
+from pagewise_scheduler.core.recovery.cost_model import Costs
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceCosts:
+    """Seconds. ``prefill`` is what the scheduler's cost model knows too; the others are of decoding.
+
+    ``decode``: each decoding sequence adds so much to a step. ``context``: each token that decodes attend to.
+    """
+
+    prefill: Costs
+    decode: float
+    context: float
+
+
+def modelled(
+    *,
+    parameters: float,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    flops: float,
+    memory_bandwidth: float,
+    link_bandwidth: float,
+    bytes_per_value: int = 2,
+) -> DeviceCosts:
+    """Costs of a dense model from its shape and a device's rates (per second): a roofline, not a measurement."""
+    kv_bytes = 2 * layers * kv_heads * head_dim * bytes_per_value
+    weights = parameters * bytes_per_value / memory_bandwidth
+    return DeviceCosts(
+        prefill=Costs(
+            step=weights,
+            token=2 * parameters / flops,
+            attention=4 * layers * heads * head_dim / flops,
+            load_setup=1e-5,
+            load_block=block_size * kv_bytes / link_bandwidth,
+            store_setup=1e-5,
+            store_block=block_size * kv_bytes / link_bandwidth,
+        ),
+        decode=2 * parameters / flops,
+        context=kv_bytes / memory_bandwidth,
+    )
+
+
+def llama_3_8b(block_size: int, link_bandwidth: float = 50e9) -> DeviceCosts:
+    """Llama 3 8B in bf16 on a device of 400 TFLOP/s (effective) and 4 TB/s."""
+    return modelled(
+        parameters=8.03e9,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        block_size=block_size,
+        flops=400e12,
+        memory_bandwidth=4e12,
+        link_bandwidth=link_bandwidth,
+    )

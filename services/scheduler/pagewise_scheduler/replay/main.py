@@ -1,0 +1,154 @@
+"""``pagewise replay``: runs a request trace through the scheduler under a virtual clock."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagewise_shared.errors import ConfigError
+
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.replay.belady import Belady
+from pagewise_scheduler.replay.costs import llama_3_8b
+from pagewise_scheduler.replay.report import plot, summarise
+from pagewise_scheduler.replay.simulation import Simulation, replay_cache_only
+from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
+
+_UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the process's exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        trace = read_trace(options.trace, limit=options.limit, rate=options.rate, seed=options.seed)
+        if not trace:
+            raise TraceError(f"{options.trace}: it holds no requests")
+        result, draw = replay(trace, options)
+    except (TraceError, ConfigError) as error:
+        print(f"pagewise replay: {error}", file=sys.stderr)
+        return 2
+    text = json.dumps({"trace": options.trace.name} | result, indent=1)
+    if options.json:
+        options.json.write_text(text + "\n")
+    print(text)
+    if options.plot:
+        try:
+            draw(options.plot)
+        except ImportError:
+            print("pagewise replay: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+    return 0
+
+
+def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    """Replay ``trace``; returns what it came to, and how to draw it.
+
+    Raises:
+        ConfigError: the pool is too small for a block.
+    """
+    began = time.perf_counter()
+    size = options.block_size
+    largest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
+    everything = sum(request.num_prompt_tokens + request.num_output_tokens + 2 * size for request in trace)
+    tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
+    if tokens < size:
+        raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {size}")
+    costs = llama_3_8b(size, options.link * 1e9)
+    belady = Belady(trace) if options.eviction == "belady" else None
+    budget = max(largest, 8192) if options.cache_only else options.max_num_batched_tokens
+    scheduler = Scheduler(
+        num_blocks=tokens // size,
+        block_size=size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=budget,
+        num_host_blocks=parse_tokens(options.host_tokens) // size,
+        costs=costs.prefill,
+        recovery=options.recovery,
+        eviction=belady or options.eviction,
+    )
+
+    def tick(index: int) -> None:
+        if belady is not None:
+            belady.now = index
+
+    if options.cache_only:
+        outcome = replay_cache_only(scheduler, trace, tick)
+    else:
+        for request in trace:
+            if request.after < 0:
+                request.arrival /= options.speed
+        outcome = Simulation(scheduler, costs, tick=tick).run(trace)
+    summary = summarise(
+        outcome, scheduler, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
+    )
+    settings = {
+        name: getattr(options, name)
+        for name in ("kv_tokens", "host_tokens", "block_size", "eviction", "recovery", "cache_only", "speed", "link")
+    }
+    result = {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
+    return result, lambda path: plot(outcome, summary, path)
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens in an amount such as ``3M`` or ``500K``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    unit = text[-1:].upper()
+    number = text[:-1] if unit in "KMG" and unit else text
+    try:
+        amount = float(number) * _UNITS[unit if unit in "KMG" else ""]
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < 1e15:
+        raise ConfigError(f"{text!r} is no number of tokens: write 3000000, 500K or 3M")
+    return int(amount)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagewise replay",
+        description="Replay a request trace on the scheduler that serves, with a simulated executor and a virtual "
+        "clock: a modelled Llama 3 8B on a modelled device. Prints JSON.",
+    )
+    parser.add_argument("trace", type=Path, help="Mooncake or agentic JSON lines, Azure or ShareGPT CSV; .gz too")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--kv-tokens", default="1M", metavar="N", help="tokens the device holds, 3M, or all (default: 1M)"
+    )
+    memory.add_argument("--host-tokens", default="0", metavar="N", help="tokens the host holds (default: 0)")
+    memory.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    memory.add_argument(
+        "--eviction", choices=("lru", "cost", "belady"), default="cost", help="what goes first (default: cost)"
+    )
+    memory.add_argument(
+        "--recovery", choices=("auto", "swap", "recompute", "both"), default="auto", help="(default: auto)"
+    )
+    memory.add_argument("--link", type=float, default=50.0, metavar="GB/S", help="host link, each way (default: 50)")
+    load = parser.add_argument_group("load")
+    load.add_argument("--cache-only", action="store_true", help="one request at a time, in no time: the cache alone")
+    load.add_argument("--limit", type=int, metavar="N", help="first N requests only")
+    load.add_argument(
+        "--rate", type=float, default=1.0, metavar="R", help="requests per second, if the trace has no times"
+    )
+    load.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast (default: 1)")
+    load.add_argument("--seed", type=int, default=0, help="of random arrivals (default: 0)")
+    load.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="(default: 256)")
+    load.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="(default: 8192)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--slo-first-token", type=float, default=10.0, metavar="S", help="for goodput (default: 10)")
+    out.add_argument("--slo-per-token", type=float, default=0.2, metavar="S", help="for goodput (default: 0.2)")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there too")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw memory, queue and latency (needs matplotlib)")
+    return parser
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What a replay comes to: one JSON document, and a figure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.replay.simulation import Outcome, Served
+
+_LAST_TOKENS = 16
+
+
+def summarise(
+    outcome: Outcome, scheduler: Scheduler, *, slo_first_token: float, slo_per_token: float
+) -> dict[str, Any]:
+    """Hit rates, waste, preemptions, recoveries, goodput and latencies.
+
+    ``slo_first_token``, ``slo_per_token``: seconds that a request may take to count as good.
+    """
+    served = [one for one in outcome.served if not isnan(one.finished)]
+    prompt_tokens = sum(one.trace.num_prompt_tokens for one in served)
+    host = sum(one.request.num_host_tokens for one in served)
+    device = sum(one.request.num_cached_tokens for one in served) - host
+    output_tokens = sum(one.trace.num_output_tokens for one in served)
+    good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]
+    seconds = max(outcome.seconds, 1e-9)
+    counters = scheduler.kv.pool.counters
+    return {
+        "requests": {"finished": len(served), "never_fit": outcome.refused},
+        "tokens": {"prompt": prompt_tokens, "output": output_tokens, "cached_device": device, "cached_host": host},
+        "hit_rate": {
+            "device": _ratio(device, prompt_tokens),
+            "host": _ratio(host, prompt_tokens),
+            "all": _ratio(device + host, prompt_tokens),
+            "of_trace_blocks": _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served)),
+        },
+        "blocks": {name: getattr(counters, name) for name in counters.__slots__},
+        "preemptions": scheduler.num_preemptions,
+        "recoveries": _recoveries(outcome.recoveries),
+        "waste": _waste(outcome),
+        "virtual_seconds": round(outcome.seconds, 1),
+        "device_busy": _ratio(outcome.busy, seconds),
+        "steps": outcome.steps,
+        "throughput_tokens_per_second": round(output_tokens / seconds, 1) if outcome.seconds else None,
+        "goodput_requests_per_second": round(len(good) / seconds, 3) if outcome.seconds else None,
+        "good_requests": _ratio(len(good), len(served)),
+        "seconds": {
+            "first_token": _percentiles([one.first_token - one.arrival for one in served]),
+            "per_output_token": _percentiles([_per_token(one) for one in served if one.trace.num_output_tokens > 1]),
+            "end_to_end": _percentiles([one.finished - one.arrival for one in served]),
+            "queue": _percentiles([one.request.scheduled_time - one.arrival for one in served]),
+        },
+    }
+
+
+def plot(outcome: Outcome, summary: dict[str, Any], path: Path) -> None:
+    """Memory and queue over time, and the latencies' distribution.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 1, figsize=(8, 8))
+    times = [sample.time for sample in outcome.samples]
+    memory, queue, latency = axes
+    memory.stackplot(
+        times,
+        [sample.in_use for sample in outcome.samples],
+        [sample.cached for sample in outcome.samples],
+        labels=["in use", "cached"],
+    )
+    memory.set(xlabel="seconds", ylabel="device blocks")
+    memory.legend(frameon=False)
+    queue.plot(times, [sample.running for sample in outcome.samples], label="running")
+    queue.plot(times, [sample.waiting for sample in outcome.samples], label="waiting")
+    queue.set(xlabel="seconds", ylabel="sequences")
+    queue.legend(frameon=False)
+    served = [one for one in outcome.served if not isnan(one.finished)]
+    for name, values in (
+        ("first token", [one.first_token - one.arrival for one in served]),
+        ("end to end", [one.finished - one.arrival for one in served]),
+    ):
+        ordered = sorted(values)
+        latency.plot(ordered, [(number + 1) / len(ordered) for number in range(len(ordered))], label=name)
+    latency.set(xlabel="seconds", ylabel="share of requests", xscale="log")
+    latency.legend(frameon=False)
+    figure.suptitle(
+        f"{summary['requests']['finished']} requests, {summary['hit_rate']['all']:.1%} of prompt tokens cached"
+    )
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _recoveries(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    methods = Counter(recovery.method for recovery in recoveries)
+    timed = [recovery for recovery in recoveries if recovery.nodes and not isnan(recovery.ended)]
+    return {
+        "by_method": dict(sorted(methods.items())),
+        "resumed": sum(recovery.resumed for recovery in recoveries),
+        "predicted_seconds": round(sum(recovery.predicted for recovery in timed), 3),
+        "actual_seconds": round(sum(recovery.ended - recovery.began for recovery in timed), 3),
+    }
+
+
+def _waste(outcome: Outcome) -> dict[str, Any]:
+    """Share of the slots of running sequences that hold no token, over all samples."""
+    allocated = sum(sample.allocated for sample in outcome.samples)
+    used = sum(sample.used for sample in outcome.samples)
+    running = [sample.running for sample in outcome.samples]
+    return {
+        "slots_without_token": _ratio(allocated - used, allocated),
+        "mean_running": round(sum(running) / len(running), 2) if running else None,
+    }
+
+
+def _blocks_hit(one: Served) -> int:
+    """Blocks of the trace's own size that were cached, counted from what had to be computed.
+
+    Something of the last one always is computed: its newest token, and what does not fill a block of the pool.
+    """
+    trace = one.trace
+    whole = one.request.num_cached_tokens // trace.block_tokens
+    left = trace.num_prompt_tokens - one.request.num_cached_tokens
+    return len(trace.blocks) if left <= _LAST_TOKENS else min(len(trace.blocks), whole)
+
+
+def _per_token(one: Served) -> float:
+    return (one.finished - one.first_token) / (one.trace.num_output_tokens - 1)
+
+
+def _is_good(one: Served, first_token: float, per_token: float) -> bool:
+    if one.first_token - one.arrival > first_token:
+        return False
+    return one.trace.num_output_tokens < 2 or _per_token(one) <= per_token
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(value for value in values if not isnan(value))
+    if not ordered:
+        return {}
+    return {
+        name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+    } | {"mean": round(sum(ordered) / len(ordered), 4)}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
