@@ -92,16 +92,18 @@ class Estimate:
 class CostModel:
     """Predicts, and learns from what it really took.
 
-    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block.
+    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load_wait``: seconds
+    that a load takes beside the link's, lately: behind a step in progress, and until the next one begins.
     """
 
-    __slots__ = ("_chunk", "block_size", "load", "prefill", "store")
+    __slots__ = ("_chunk", "block_size", "load", "load_wait", "prefill", "store")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
         self.block_size = block_size
         self._chunk = chunk
         self.prefill = OnlineLine((costs.step, costs.token, costs.attention), (1.0, 256.0, 256.0 * 512.0))
         self.load = OnlineLine((costs.load_setup, costs.load_block), (1.0, 32.0))
+        self.load_wait = 0.0
         self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
@@ -116,7 +118,11 @@ class CostModel:
         """Loading blocks behind ``queued_blocks`` others."""
         if num_blocks <= 0:
             return 0.0
-        return self.load.predict(1, num_blocks + queued_blocks)
+        return self.load_wait + self.load.predict(1, num_blocks + queued_blocks)
+
+    def load_waited(self, seconds: float) -> None:
+        """A load has taken so much longer than its link."""
+        self.load_wait += 0.2 * (max(0.0, seconds) - self.load_wait)
 
     def chunk_seconds(self, start: int) -> float:
         """One full prefill chunk after ``start`` tokens."""

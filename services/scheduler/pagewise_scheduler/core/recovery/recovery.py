@@ -36,7 +36,7 @@ class Recovery:
             nothing on the host. resumed: it had run before.
         began, ended: when it was admitted, and when everything that the host could have given was there; NaN
             until then, for good if it was preempted or aborted before.
-        loaded_tokens: tokens that came from the host.
+        loaded_tokens: tokens that came from the host. link_seconds: what the link took for its transfers.
     """
 
     sequence: Sequence
@@ -51,6 +51,7 @@ class Recovery:
     loading: int = 0
     ended: float = float("nan")
     loaded_tokens: int = 0
+    link_seconds: float = 0.0
 
     @property
     def predicted(self) -> float:
@@ -233,6 +234,7 @@ class Recoveries:
                 failed.append(recovery.sequence)
             else:
                 recovery.loaded_tokens += len(nodes) * self._kv.block_size
+                recovery.link_seconds += seconds
         return failed
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
@@ -245,6 +247,8 @@ class Recoveries:
                 continue
             done.append((sequence, (recovery.first + len(recovery.nodes)) * size))
             recovery.ended = now
+            if recovery.method == "load":
+                self.costs.load_waited(now - recovery.began - recovery.link_seconds)
             request = sequence.request
             if not recovery.resumed and not request.num_host_tokens:
                 request.num_host_tokens = recovery.loaded_tokens
