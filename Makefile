@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench docs clean
+.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -56,6 +56,12 @@ bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) benchmarks/start/run.py
 	$(PY) benchmarks/control_plane/run.py
 	$(PY) benchmarks/serving/run.py
+
+experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 10 minutes)
+	$(PY) benchmarks/orca/run.py --json benchmarks/results/orca.json --plot docs/figures/orca.svg
+	$(PY) benchmarks/eviction/run.py --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
+	$(PY) benchmarks/recovery/run.py --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
+	$(PY) benchmarks/thrash/run.py --json benchmarks/results/thrash.json
 
 docs: setup ## Check that documents point at what exists and know every option and metric
 	$(PY) -m pytest tests/architecture/test_documents.py tests/architecture/test_operations.py

@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     rows = []
     header = f"{'link GB/s':>10}" + "".join(f"{mode + ' ms':>14}" for mode in MODES)
     print(header + f"{'auto chose':>12}{'auto/best':>11}{'best/both':>11}{'loaded':>8}")

@@ -42,9 +42,12 @@ def test_mooncake_ids_are_shared_prefixes_and_nothing_else_is(tmp_path: Path) ->
 
 def test_the_other_formats(tmp_path: Path) -> None:
     azure = tmp_path / "a.csv"
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.1805900,30,0\n"
+    rows = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.68059,374,44",
+        "2023-11-16 18:15:50.18059,30,0",
     )
+    azure.write_text("\n".join(rows) + "\n")
     first, second = read_trace(azure)
     assert (first.arrival, first.num_prompt_tokens, first.num_output_tokens) == (0.0, 374, 44)
     assert (second.arrival, second.num_output_tokens) == (pytest.approx(3.5), 1)

@@ -63,7 +63,11 @@ class Outcome:
 
 
 class Simulation:
-    """One scheduler, one simulated executor with links of its own to the host, and a trace."""
+    """One scheduler, one simulated executor with links of its own to the host, and a trace.
+
+    ``tick`` is told the index of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with
+    the time whenever memory is sampled.
+    """
 
     def __init__(
         self,
@@ -72,8 +76,12 @@ class Simulation:
         *,
         depth: int = 2,
         tick: Callable[[int], None] = lambda index: None,
+        salt: Callable[[int], str | None] = lambda index: None,
+        watch: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.now = 0.0
+        self._salt = salt
+        self._watch = watch
         self._tick = tick
         self._scheduler = scheduler
         self._costs = costs
@@ -125,7 +133,14 @@ class Simulation:
         if not scheduler.fits(trace.num_prompt_tokens, trace.num_output_tokens):
             self._outcome.refused += 1
             return False
-        request = Request(str(index), trace.prompt(), trace.num_output_tokens, _SAMPLING, arrival_time=self.now)
+        request = Request(
+            str(index),
+            trace.prompt(),
+            trace.num_output_tokens,
+            _SAMPLING,
+            cache_salt=self._salt(index),
+            arrival_time=self.now,
+        )
         served = Served(trace, self.now, request)
         self._outcome.served.append(served)
         self._by_id[request.request_id] = (index, served)
@@ -197,6 +212,7 @@ class Simulation:
         scheduler = self._scheduler
         pool, running = scheduler.kv.pool, scheduler.running
         self._next_sample = self.now + _SAMPLE_EVERY
+        self._watch(self.now)
         self._outcome.samples.append(
             Sample(
                 time=self.now,

@@ -30,7 +30,7 @@ class Scheduler:
     Pure: time is passed in, nothing is sent.
 
     ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
-    ``recovery``: how KV comes back from the host.
+    ``recovery``: how KV comes back from the host. ``kv``: another memory manager than the paged one, for comparison.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class Scheduler:
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
         eviction: EvictionName | EvictionPolicy = "lru",
+        kv: KVCacheManager | None = None,
     ) -> None:
         self.epoch = epoch
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
         policy = self._policy(eviction, num_host_blocks) if isinstance(eviction, str) else eviction
-        self.kv = KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
+        self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
         self.kv.pool.host.worth_keeping = self.recoveries.worth_keeping
