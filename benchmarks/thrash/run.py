@@ -1,8 +1,8 @@
 """Does goodput hold when sequences need three times the memory there is?
 
-The scheduler under a virtual clock with ShareGPT lengths: everything arrives at once, and the pool holds the working set
-of the running sequences 1/0.9 times, or a third of it. Paging out and in must not eat what batching gives. Prints a table
-and, with ``--json``, writes it.
+The scheduler under a virtual clock with ShareGPT lengths: everything arrives at once, and the pool holds the working
+set of the running sequences 1/0.9 times, or a third of it. Paging out and in must not eat what batching gives. Prints a
+table and, with ``--json``, writes it.
 """
 
 import argparse

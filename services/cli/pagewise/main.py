@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from pagewise_shared.config import ServeConfig, parse_config
 from pagewise_shared.logs import configure_logging
 
+from pagewise.memory import pmap, vmstat
 from pagewise.serve import serve
 
 USAGE = """usage: pagewise COMMAND [OPTIONS]
 
 commands:
   serve [MODEL]   start a scheduler and executors on this machine and serve MODEL over HTTP
+  vmstat [S]      print what KV memory is doing, every S seconds
+  pmap REQUEST    print the blocks of a request and what happened to them
   replay TRACE    run a request trace through the scheduler under a virtual clock
 
 `pagewise COMMAND --help` tells a command's options."""
@@ -29,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"pagewise: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
         return 2
-    return command(arguments[1:])
+    try:
+        return command(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -48,7 +54,12 @@ def _replay(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "replay": _replay}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "vmstat": vmstat,
+    "pmap": pmap,
+    "replay": _replay,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
+from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -132,4 +134,12 @@ class Gateway(Protocol):
         Raises:
             AdmissionError: it cannot be taken.
         """
+        ...
+
+    def memory_reports(self, limit: int) -> list[MemoryReport]:
+        """What the KV memory of each executor holds, lists cut to ``limit``."""
+        ...
+
+    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
+        """What a request holds, or held if it ended not long ago; None: it is not known."""
         ...

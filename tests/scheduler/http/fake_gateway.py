@@ -5,6 +5,7 @@ from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
 from pagewise_scheduler.generation import (
     AdmissionError,
     Capacity,
@@ -54,6 +55,12 @@ class FakeGateway:
         stream = FakeStream(self, request)
         self.running.add(stream)
         return stream
+
+    def memory_reports(self, limit: int) -> list[MemoryReport]:
+        return []
+
+    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
+        return None
 
     @property
     def last(self) -> GenerationRequest:

@@ -1,6 +1,7 @@
 """The engine: one executor's scheduler, kept at most two steps ahead of it."""
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from pagewise_shared.protocol import Copied, StepResult, Welcome, encode
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
+from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, memory_report, request_report
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
 from pagewise_scheduler.metrics import Metrics
@@ -17,6 +19,9 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
 HEARTBEAT_MS = 1000
+
+_RECENT = 256
+"""Requests whose memory is remembered after they have ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,6 +88,7 @@ class Engine(Actor[EngineMessage]):
         self._sink = sink
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
+        self._recent: OrderedDict[str, RequestReport] = OrderedDict()
         self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
 
@@ -194,7 +200,21 @@ class Engine(Actor[EngineMessage]):
         if live.done:
             self._forget(live)
 
+    def memory_report(self, limit: int) -> MemoryReport:
+        """What the executor's KV memory holds, lists cut to ``limit``."""
+        return memory_report(self.executor_id, self.scheduler, clock(), limit)
+
+    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
+        """What a request holds, or held when it ended if it is one of the last; None: it is not known here."""
+        live = self._live.get(request_id)
+        if live is None:
+            return self._recent.get(request_id)
+        return request_report(live.request, self.scheduler, clock(), limit)
+
     def _forget(self, live: LiveRequest) -> None:
+        self._recent[live.request.request_id] = request_report(live.request, self.scheduler, clock(), 0)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
         del self._live[live.request.request_id]
         self.load -= live.request.n
 

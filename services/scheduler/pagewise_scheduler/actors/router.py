@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
 from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -97,6 +98,17 @@ class Router(Actor[RouterMessage]):
         for live in requests:
             live.moves += 1
             self.tell(Place(live))
+
+    def memory_reports(self, limit: int) -> list[MemoryReport]:
+        """What the KV memory of each executor holds, lists cut to ``limit``."""
+        return [engine.memory_report(limit) for engine in self._engines]
+
+    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
+        """What a request holds, or held if it ended not long ago; None: no engine knows it."""
+        for engine in self._engines:
+            if (report := engine.request_report(request_id, limit)) is not None:
+                return report
+        return None
 
     @property
     def num_waiting(self) -> int:

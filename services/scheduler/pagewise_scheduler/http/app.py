@@ -14,6 +14,7 @@ from pagewise_scheduler.generation import Gateway, GenerationError
 from pagewise_scheduler.http.chat import create_chat_completion
 from pagewise_scheduler.http.completions import create_completion
 from pagewise_scheduler.http.context import CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_scheduler.http.debug import debug_memory, debug_request
 from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_scheduler.http.openapi import document
 from pagewise_scheduler.http.params import Limits, check_model
@@ -63,6 +64,8 @@ def create_app(
             web.get("/health", health),
             web.get("/version", version),
             web.get("/metrics", render_metrics),
+            web.get("/debug/memory", debug_memory),
+            web.get("/debug/requests/{request_id}", debug_request),
             web.get("/openapi.json", openapi),
         ]
     )

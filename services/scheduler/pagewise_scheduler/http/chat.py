@@ -61,7 +61,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
     chat = _Chat(service, body, prompt, f"chatcmpl-{request[REQUEST_ID]}")
-    with Generations(service.gateway, body, [prompt], sampling, n) as generations:
+    with Generations(service.gateway, body, [prompt], sampling, n, request[REQUEST_ID]) as generations:
         if not body.stream:
             return await chat.answer(generations)
         return await stream_events(

@@ -45,7 +45,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
-    with Generations(service.gateway, body, prompts, sampling, n) as generations:
+    with Generations(service.gateway, body, prompts, sampling, n, request[REQUEST_ID]) as generations:
         completion = _Completion(service, body, prompts, generations, f"cmpl-{request[REQUEST_ID]}")
         if not body.stream:
             return await completion.answer()

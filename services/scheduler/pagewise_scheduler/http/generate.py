@@ -1,7 +1,6 @@
 """Runs the generations of one HTTP request: submits them, merges their streams, aborts them."""
 
 import asyncio
-import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
@@ -38,6 +37,7 @@ class Prompt:
 class Generations:
     """The running generations of one HTTP request, one per prompt. Leaving the context aborts what still runs.
 
+    ``request_id`` names the first prompt's generation; the others' have ``-1``, ``-2`` and so on behind it.
     Deltas come out with ``index`` being the choice's index in the response: prompt by prompt, n each.
     """
 
@@ -48,13 +48,14 @@ class Generations:
         prompts: list[Prompt],
         sampling: SamplingParams,
         n: int,
+        request_id: str,
     ) -> None:
         self.n = n
         self.streams: list[GenerationStream] = []
         self._gateway = gateway
         self._requests = [
             GenerationRequest(
-                request_id=uuid.uuid4().hex,
+                request_id=f"{request_id}-{number}" if number else request_id,
                 prompt_token_ids=prompt.tokens,
                 max_tokens=prompt.max_tokens,
                 sampling=sampling,
@@ -66,7 +67,7 @@ class Generations:
                 cache_salt=body.cache_salt,
                 arrival_time=monotonic(),
             )
-            for prompt in prompts
+            for number, prompt in enumerate(prompts)
         ]
 
     def __enter__(self) -> "Generations":

@@ -1,9 +1,12 @@
 """The OpenAPI document, generated from the request structs."""
 
+import re
 from typing import Any
 
 import msgspec
 
+from pagewise_scheduler.core.inspection import RequestReport
+from pagewise_scheduler.http.debug import MemoryReports
 from pagewise_scheduler.http.errors import ErrorResponse
 from pagewise_scheduler.http.responses import (
     ChatChunk,
@@ -35,6 +38,8 @@ _GETS: dict[str, tuple[str, type]] = {
     "/v1/models/{model}": ("The model by its name.", Model),
     "/health": ("200 once an executor is ready, else 503.", Health),
     "/version": ("The version of this service.", Version),
+    "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", MemoryReports),
+    "/debug/requests/{request_id}": ("A request's blocks and their history; ?limit=N cuts lists.", RequestReport),
 }
 _GENERATION_ERRORS = {
     400: "The request is wrong; param names the field.",
@@ -88,12 +93,12 @@ def _get(path: str) -> dict[str, Any]:
     operation = _operation(summary, responses)
     if path == "/health":
         responses["503"] = responses["200"] | {"description": "No executor is ready."}
-    if "{model}" in path:
+    if named := re.search(r"{(\w+)}", path):
         responses["404"] = {
-            "description": _GENERATION_ERRORS[404],
+            "description": "Nothing of that name.",
             "content": {"application/json": {"schema": _ref(ErrorResponse)}},
         }
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 

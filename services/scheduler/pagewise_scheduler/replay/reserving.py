@@ -86,8 +86,8 @@ class _Reserved(CachedPrefix):
 class ReservingKVManager(KVCacheManager):
     """Admits a sequence only if one piece holds all that is reserved for it.
 
-    ``reservations``: slots by the sequence's space (its ``cache_salt``, one of its own). ``pieces``: those that are held.
-    The block tables beneath are bookkeeping: there are always blocks enough.
+    ``reservations``: slots by the sequence's space (its ``cache_salt``, one of its own). ``pieces``: those that are
+    held. The block tables beneath are bookkeeping: there are always blocks enough.
     """
 
     def __init__(self, num_slots: int, block_size: int, longest: int) -> None:

@@ -142,6 +142,7 @@ class Recoveries:
             resumed=sequence.num_preemptions > 0,
             began=now,
         )
+        sequence.history.append(recovery)
         if nodes:
             self._kv.pool.host.pin(nodes)
             self._active[sequence] = recovery

@@ -1,6 +1,7 @@
 """Requests and sequences: what is generated, and how far it has come."""
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from struct import pack
@@ -14,6 +15,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+_HISTORY = 64
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring sequences get far-apart random streams
 
 
@@ -28,6 +30,16 @@ class SequenceStatus(Enum):
     DECODE = auto()
     DRAINING = auto()
     FINISHED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Preempted:
+    """It lost its ``blocks``, ``freed`` of which nobody else held. ``time``: seconds of the caller's clock."""
+
+    time: float
+    reason: str
+    blocks: int
+    freed: int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +58,8 @@ class Sequence:
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
         last_step: last step planned that runs it.
         path: cached blocks it was last seen to begin with, while it waits.
+        history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
+            each ``Preempted``.
         num_passed: times others were started before it while it was the first to wait.
     """
 
@@ -68,6 +82,7 @@ class Sequence:
     num_preemptions: int = 0
     path: list[CachedBlock] = field(default_factory=list)
     num_passed: int = 0
+    history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -11,7 +11,7 @@ from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries, RecoveryMode
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
@@ -64,6 +64,7 @@ class Scheduler:
         self._stores: dict[int, int] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._step = 0
+        self._now = 0.0
 
     def _policy(self, name: EvictionName, num_host_blocks: int) -> EvictionPolicy:
         if name == "lru":
@@ -184,6 +185,7 @@ class Scheduler:
 
         ``now``: seconds, noted on requests that run for the first time.
         """
+        self._now = now
         step = self._step + 1
         for sequence in self._decoding.length_due(step):
             self._decoding.remove(sequence)
@@ -212,7 +214,7 @@ class Scheduler:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring:
-                self._preempt(self._victim())
+                self._preempt(self._victim(), "decoding sequences need blocks")
             elif self._in_flight:
                 return False
         return True
@@ -230,7 +232,7 @@ class Scheduler:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
         if self._in_flight or self.recoveries.num_loading or len(self._prefilling) < 2:
             return None
-        self._preempt(self._victim())
+        self._preempt(self._victim(), "prefills hold each other up")
         return self.schedule(now)
 
     def _commit(
@@ -309,7 +311,7 @@ class Scheduler:
                 self.costs.store.observe(seconds, 1, count)
             return
         for sequence in self.recoveries.arrived(message.step, seconds, unpack_int32s(message.bad)):
-            self._preempt(sequence)
+            self._preempt(sequence, "blocks came back from the host spoiled")
 
     def _take_tokens(self, step: StepInFlight, tokens: list[int], output: StepOutput) -> None:
         finished = SequenceStatus.FINISHED
@@ -382,8 +384,11 @@ class Scheduler:
         output_tokens = len(sequence.output_token_ids) if ends else PREEMPTED
         self.kv.free(sequence.table, self._step if touched else None, output_tokens)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, reason: str) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
+        blocks, references = sequence.table.blocks, self.kv.pool.references
+        freed = sum(1 for block in blocks if references(block) == 1)
+        sequence.history.append(Preempted(self._now, reason, len(blocks), freed))
         self._vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         self.num_preemptions += 1

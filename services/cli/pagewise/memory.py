@@ -1,0 +1,166 @@
+"""``pagewise vmstat`` and ``pagewise pmap``: what KV memory is doing, in a terminal."""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+_HEADER_EVERY = 20
+_COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "copied")
+
+
+class UnreachableError(Exception):
+    """The scheduler does not answer; the text says how."""
+
+
+def vmstat(arguments: Sequence[str]) -> int:
+    """Print a line of memory statistics every so often; returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="pagewise vmstat",
+        description="Blocks by state, sequences, and what happened to blocks per second, over all executors. The first "
+        "line counts from the start.",
+    )
+    parser.add_argument("interval", nargs="?", type=_positive, default=1.0, help="seconds between lines (default: 1)")
+    parser.add_argument("count", nargs="?", type=int, default=0, help="lines to print (default: until interrupted)")
+    _add_url(parser)
+    options = parser.parse_args(arguments)
+    before: dict[str, int] = {}
+    for number in range(options.count) if options.count > 0 else itertools.count():
+        if number:
+            time.sleep(options.interval)
+        try:
+            executors = _get(options.url, "/debug/memory?limit=1")["executors"]
+        except UnreachableError as error:
+            print(f"pagewise vmstat: {error}", file=sys.stderr)
+            return 1
+        if number % _HEADER_EVERY == 0:
+            print(_vmstat_header())
+        now = {name: sum(executor["counters"][name] for executor in executors) for name in _COUNTED}
+        # A counter starts again from 0 when an executor does.
+        seconds = options.interval if before else 1.0
+        rates = [max(0, now[name] - before.get(name, 0)) / seconds for name in _COUNTED]
+        print(_vmstat_line(executors, rates), flush=True)
+        before = now
+    return 0
+
+
+def pmap(arguments: Sequence[str]) -> int:
+    """Print the blocks of one request and what happened to them; returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="pagewise pmap",
+        description="Which blocks a request holds and shares, which it lost, and how it got them back. Requests that "
+        "have ended are known for a while.",
+    )
+    parser.add_argument("request", help="id of the request, as in the response (cmpl-... or chatcmpl-...)")
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
+    _add_url(parser)
+    options = parser.parse_args(arguments)
+    try:
+        name = urllib.parse.quote(options.request, safe="")
+        report = _get(options.url, f"/debug/requests/{name}?limit={options.limit}")
+    except UnreachableError as error:
+        print(f"pagewise pmap: {error}", file=sys.stderr)
+        return 1
+    cached = report["cached_tokens"]
+    print(
+        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, {cached['host']} on the host"
+    )
+    for sequence in report["sequences"]:
+        _print_sequence(sequence)
+    return 0
+
+
+def _vmstat_header() -> str:
+    return (
+        "  -sequences- -----device blocks----- --host blocks-- ------------blocks per second------------\n"
+        "   run   wait    free  cached  in use    free    used   evict  demote    drop   store    load    copy"
+    )
+
+
+def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
+    def total(*path: str) -> int:
+        values: list[Any] = executors
+        for name in path:
+            values = [value[name] for value in values]
+        return sum(values)
+
+    host = total("host", "used")
+    numbers = [
+        total("device", "free"),
+        total("device", "cached"),
+        total("device", "in_use"),
+        total("host", "num_blocks") - host,
+        host,
+        *(round(rate) for rate in rates),
+    ]
+    return f"{total('running'):>6} {total('waiting'):>6}" + "".join(f"{number:>8}" for number in numbers)
+
+
+def _print_sequence(sequence: dict[str, Any]) -> None:
+    end = f" ({sequence['finish_reason']})" if sequence.get("finish_reason") else ""
+    print(
+        f"\nsequence {sequence['index']}: {sequence['status']}{end}, "
+        f"{sequence['num_prompt_tokens']} + {sequence['num_output_tokens']} tokens, "
+        f"{sequence['num_blocks']} blocks, {sequence['shared']} of them shared, "
+        f"preempted {sequence['preemptions']} times"
+    )
+    for event in sequence.get("history", []):
+        print("  " + _event(event))
+    blocks = sequence.get("blocks", [])
+    if blocks:
+        print("   index   block    host    held by")
+    for block in blocks:
+        host = block.get("host", "-")
+        state = "published" if block.get("published") else "its own"
+        print(f"  {block['index']:>6}  {block['block']:>6}  {host:>6}  {block['references']:>8}  {state}")
+    if sequence.get("truncated"):
+        print("  ... (more with --limit)")
+
+
+def _event(event: dict[str, Any]) -> str:
+    ago = f"{event['seconds_ago']:9.3f} s ago  {event['kind']:<10}"
+    if event["kind"] == "preempted":
+        return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
+    text = (
+        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host"
+    )
+    if predicted := event.get("predicted_seconds"):
+        ways = ", ".join(f"{way} {1e3 * seconds:.1f} ms" for way, seconds in predicted.items())
+        text += f"; predicted {ways}"
+    if (actual := event.get("actual_seconds")) is not None:
+        text += f"; took {1e3 * actual:.1f} ms"
+    return text
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + path, timeout=10) as answer:  # noqa: S310
+            result: dict[str, Any] = json.loads(answer.read())
+            return result
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.loads(error.read())["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{error.code} {error.reason}"
+        raise UnreachableError(message) from error
+    except (OSError, ValueError) as error:
+        raise UnreachableError(f"{url} does not answer: {error}") from error
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
+    parser.add_argument("--url", default=default, help=f"of the HTTP endpoint, or PAGEWISE_URL (default: {default})")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 86_400:
+        raise argparse.ArgumentTypeError("seconds, more than 0")
+    return value

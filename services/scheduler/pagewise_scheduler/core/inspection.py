@@ -1,0 +1,243 @@
+"""What one scheduler's memory looks like right now, as plain data of bounded size."""
+
+from itertools import islice
+from math import isnan
+
+from msgspec import Struct
+
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+
+class DeviceReport(Struct):
+    """Blocks of the device by state. ``retiring``: references that end when a step in flight returns."""
+
+    num_blocks: int
+    free: int
+    cached: int
+    in_use: int
+    retiring: int
+
+
+class HostReport(Struct):
+    """Blocks of the host. ``storing``, ``loading``: copies under way."""
+
+    num_blocks: int
+    used: int
+    storing: int
+    loading: int
+
+
+class CostReport(Struct):
+    """What the cost model believes now, in microseconds; ``error``: its mean relative error, 0 is exact."""
+
+    step: float
+    token: float
+    attention: float
+    load_setup: float
+    load_block: float
+    load_wait: float
+    prefill_error: float
+    load_error: float
+
+
+class BlockReport(Struct, omit_defaults=True):
+    """A block of a sequence: its index in the block table, its ids on the device and the host (-1: not there)."""
+
+    index: int
+    block: int
+    references: int
+    host: int = -1
+    published: bool = False
+
+
+class EventReport(Struct, omit_defaults=True):
+    """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
+
+    Kinds: "started" and "resumed" (``method`` says how it got its KV), "preempted" (``reason`` says for what;
+    ``blocks`` it let go, ``freed`` of them that nobody else held).
+    """
+
+    seconds_ago: float
+    kind: str
+    method: str | None = None
+    reason: str | None = None
+    device_tokens: int | None = None
+    host_tokens: int | None = None
+    blocks: int | None = None
+    freed: int | None = None
+    predicted_seconds: dict[str, float] | None = None
+    actual_seconds: float | None = None
+
+
+class SequenceReport(Struct, omit_defaults=True):
+    """One output of a request. ``shared``: blocks of its table that others hold too."""
+
+    index: int
+    status: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    shared: int
+    preemptions: int
+    finish_reason: str | None = None
+    blocks: list[BlockReport] = []
+    truncated: bool = False
+    history: list[EventReport] = []
+
+
+class RequestReport(Struct):
+    """A request's memory. ``cached_tokens`` by where they were found when it first ran."""
+
+    request_id: str
+    priority: int
+    cached_tokens: dict[str, int]
+    sequences: list[SequenceReport]
+
+
+class RunReport(Struct):
+    """A run of the prefix tree: blocks that follow one another without a fork, the first at ``depth``.
+
+    ``on_device``, ``on_host``: how many lie there. ``references``: of the first block. ``forks``: runs that follow;
+    ``parent``: index of the run before it in the list, -1: it begins a space.
+    """
+
+    parent: int
+    depth: int
+    num_blocks: int
+    on_device: int
+    on_host: int
+    references: int
+    forks: int
+
+
+class MemoryReport(Struct):
+    """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for."""
+
+    executor_id: str
+    block_size: int
+    device: DeviceReport
+    host: HostReport
+    running: int
+    waiting: int
+    steps_in_flight: int
+    preemptions: int
+    counters: dict[str, int]
+    costs: CostReport
+    requests: list[RequestReport]
+    tree_blocks: int
+    tree: list[RunReport]
+    truncated: bool
+
+
+def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int) -> MemoryReport:
+    """At most ``limit`` requests and ``limit`` runs of the tree, block tables left out."""
+    kv, pool, costs = scheduler.kv, scheduler.kv.pool, scheduler.costs
+    requests = scheduler.requests
+    tree = _runs(scheduler, limit)
+    step, token, attention = (1e6 * max(0.0, constant) for constant in costs.prefill.constants)
+    setup, block = (1e6 * max(0.0, constant) for constant in costs.load.constants)
+    return MemoryReport(
+        executor_id=executor_id,
+        block_size=kv.block_size,
+        device=DeviceReport(pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring),
+        host=HostReport(
+            pool.host.num_blocks, pool.host.num_used, pool.host.num_storing, scheduler.recoveries.num_loading
+        ),
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        steps_in_flight=scheduler.num_in_flight,
+        preemptions=scheduler.num_preemptions,
+        counters={name: getattr(pool.counters, name) for name in pool.counters.__slots__},
+        costs=CostReport(
+            step, token, attention, setup, block, 1e6 * costs.load_wait, costs.prefill.error, costs.load.error
+        ),
+        requests=[request_report(request, scheduler, now, 0) for request in requests[:limit]],
+        tree_blocks=pool.tree.num_blocks,
+        tree=tree[:limit],
+        truncated=len(requests) > limit or len(tree) > limit,
+    )
+
+
+def request_report(request: Request, scheduler: Scheduler, now: float, limit: int) -> RequestReport:
+    """A request's sequences, with at most ``limit`` blocks of each."""
+    return RequestReport(
+        request.request_id,
+        request.priority,
+        {"device": request.num_cached_tokens - request.num_host_tokens, "host": request.num_host_tokens},
+        [_sequence_report(sequence, scheduler, now, limit) for sequence in request.sequences],
+    )
+
+
+def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, limit: int) -> SequenceReport:
+    pool, table = scheduler.kv.pool, sequence.table
+    known = sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
+    return SequenceReport(
+        index=sequence.index,
+        status=sequence.status.name.lower(),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_output_tokens=len(sequence.output_token_ids),
+        num_computed_tokens=known if table.blocks else 0,
+        num_blocks=len(table.blocks),
+        shared=sum(1 for block in table.blocks if pool.references(block) > 1),
+        preemptions=sequence.num_preemptions,
+        finish_reason=sequence.finish_reason,
+        blocks=[
+            BlockReport(
+                index,
+                block,
+                pool.references(block),
+                node.host if (node := pool.node(block)) is not None else -1,
+                node is not None,
+            )
+            for index, block in enumerate(table.blocks[:limit])
+        ],
+        truncated=0 < limit < len(table.blocks),
+        history=[_event(event, now) for event in sequence.history],
+    )
+
+
+def _event(event: object, now: float) -> EventReport:
+    if isinstance(event, Preempted):
+        seconds = round(now - event.time, 6)
+        return EventReport(seconds, "preempted", reason=event.reason, blocks=event.blocks, freed=event.freed)
+    assert isinstance(event, Recovery)
+    report = EventReport(
+        round(now - event.began, 6),
+        "resumed" if event.resumed else "started",
+        method=event.method,
+        device_tokens=event.device_tokens,
+        host_tokens=event.loaded_tokens,
+    )
+    if event.estimate is not None:
+        estimate = event.estimate
+        report.predicted_seconds = {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both}
+        report.actual_seconds = None if isnan(event.ended) else round(event.ended - event.began, 6)
+    return report
+
+
+def _runs(scheduler: Scheduler, limit: int) -> list[RunReport]:
+    """Runs in order of depth first, at most one more than ``limit``."""
+    pool = scheduler.kv.pool
+    runs: list[RunReport] = []
+    stack: list[tuple[int, CachedBlock]] = [
+        (-1, node) for root in pool.tree.roots for node in islice(root.children.values(), limit + 1)
+    ]
+    while stack and len(runs) <= limit:
+        parent, node = stack.pop()
+        references = pool.references(node.block) if node.block >= 0 else 0
+        run = RunReport(parent, node.depth, 0, 0, 0, references, 0)
+        while True:
+            run.num_blocks += 1
+            run.on_device += node.block >= 0
+            run.on_host += node.host >= 0
+            if len(node.children) != 1:
+                break
+            node = next(iter(node.children.values()))
+        run.forks = len(node.children)
+        stack += [(len(runs), child) for child in islice(node.children.values(), limit + 1)]
+        runs.append(run)
+    return runs

@@ -1,0 +1,121 @@
+"""KV memory as its users see it: a host tier behind real processes, its metrics, /debug, vmstat and pmap."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, serving
+
+PROMPTS = [
+    f"# part {number}\n" + "import os\nclass Point:\n    def __init__(self, x, y):\n" * 14 for number in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    # Each prompt takes most of the pool, so every one pushes out the one before.
+    options = ("--num-blocks", "40", "--host-memory", "32MiB", "--verify-copies", "--log-level", "debug")
+    with serving(*options) as running:
+        yield running
+
+
+def post(server: Server, prompt: str, **fields: object) -> dict[str, Any]:
+    body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields)
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        result: dict[str, Any] = json.loads(answer.read())
+        return result
+
+
+def get(server: Server, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+        result: dict[str, Any] = json.loads(answer.read())
+        return result
+
+
+def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "pagewise.main", *arguments, "--url", server.url]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Server) -> None:
+    first = [post(server, prompt) for prompt in PROMPTS]
+    again = [post(server, prompt) for prompt in PROMPTS]
+    assert [a["choices"] for a in again] == [f["choices"] for f in first]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in again]
+    assert min(cached) >= 0
+    assert max(cached) > 100, "some of it came from the host"
+    assert server.metric("kv_block_events_total") > 0
+    assert server.metric("cached_tokens_total") > 100
+    assert server.metric("recovery_actual_seconds_count") > 0
+    assert any("predicted load" in line and "tokens loaded" in line for line in server.output)
+    report = get(server, "/debug/requests/" + again[-1]["id"])
+    history = report["sequences"][0]["history"]
+    assert history[0]["kind"] == "started"
+    assert history[0]["predicted_seconds"].keys() == {"load", "recompute", "both"}
+    assert history[0]["actual_seconds"] > 0
+    shown = command(server, "pmap", again[-1]["id"])
+    assert shown.returncode == 0
+    assert "predicted load" in shown.stdout
+    assert "took" in shown.stdout
+
+
+def test_debug_memory_adds_up_and_is_bounded(server: Server) -> None:
+    post(server, PROMPTS[0])
+    (executor,) = get(server, "/debug/memory?limit=2")["executors"]
+    device, host = executor["device"], executor["host"]
+    assert device["num_blocks"] == 40 == device["free"] + device["cached"] + device["in_use"]
+    assert 0 < host["used"] <= host["num_blocks"]
+    assert len(executor["tree"]) <= 2
+    assert executor["truncated"] is True
+    whole = get(server, "/debug/memory?limit=1000")["executors"][0]
+    assert sum(run["num_blocks"] for run in whole["tree"]) == whole["tree_blocks"]
+    assert sum(run["on_host"] for run in whole["tree"]) == host["used"]
+    assert whole["costs"]["token"] > 0
+    for path, status in (("/debug/memory?limit=0", 400), ("/debug/memory?limit=x", 400), ("/debug/requests/no", 404)):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            get(server, path)
+        assert raised.value.code == status
+        assert json.loads(raised.value.read())["error"]["message"]
+
+
+def test_a_running_request_shows_what_it_shares(server: Server) -> None:
+    body = {"model": "pagewise-demo", "prompt": PROMPTS[1][:300], "max_tokens": 180, "n": 3, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        name = json.loads(stream.readline().removeprefix(b"data: "))["id"]
+        for _ in range(10):
+            stream.readline()
+        report = get(server, f"/debug/requests/{name}")
+        shown = command(server, "pmap", name).stdout
+        for _ in stream:
+            pass
+    assert len(report["sequences"]) == 3
+    assert any(block["references"] > 1 for sequence in report["sequences"] for block in sequence.get("blocks", []))
+    assert "sequence 2: " in shown
+
+
+def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Server) -> None:
+    shown = command(server, "vmstat", "0.1", "3")
+    lines = shown.stdout.splitlines()
+    assert shown.returncode == 0
+    assert len(lines) == 5
+    assert lines[1].split()[:4] == ["run", "wait", "free", "cached"]
+    assert all(len(line.split()) == 13 for line in lines[2:])
+    absent = [sys.executable, "-m", "pagewise.main", "vmstat", "--url", "http://127.0.0.1:1"]
+    done = subprocess.run(absent, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    assert command(server, "pmap", "nobody").returncode == 1
