@@ -12,6 +12,7 @@ from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,6 +31,8 @@ class GenerationRequest:
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs earlier.
         cache_salt: only requests with the same one share cached KV.
+        beam: search for the n likeliest sequences instead of sampling. best_of: samples of which the n likeliest are
+            the outputs, 0: no more than n. Either way, everything comes at the end.
         arrival_time: seconds, of the monotonic clock.
     """
 
@@ -43,6 +46,8 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    beam: BeamParams | None = None
+    best_of: int = 0
     arrival_time: float = 0.0
 
 

@@ -3,6 +3,7 @@
 from array import array
 from itertools import count
 
+from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
@@ -21,6 +22,7 @@ def create_scheduler(
     num_host_blocks: int = 0,
     recovery: RecoveryMode = "auto",
     costs: Costs | None = None,
+    eviction: EvictionName = "lru",
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -30,6 +32,7 @@ def create_scheduler(
         num_host_blocks=num_host_blocks,
         recovery=recovery,
         costs=costs,
+        eviction=eviction,
     )
 
 

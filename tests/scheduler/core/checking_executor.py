@@ -7,7 +7,7 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 from collections import Counter
 from dataclasses import dataclass
 
-from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, StepResult, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, StepResult, TokenLogprobs, pack_int32s, unpack_int32s
 
 Content = dict[int, tuple[int, ...]]
 
@@ -15,6 +15,12 @@ Content = dict[int, tuple[int, ...]]
 def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
     """The model: a pure function of all tokens so far."""
     return hash(tokens) % vocab_size
+
+
+def next_candidates(tokens: tuple[int, ...], count: int, vocab_size: int = 1000) -> list[tuple[int, float]]:
+    """The likeliest next tokens with their log-probabilities; the first is ``next_token``."""
+    first = next_token(tokens, vocab_size)
+    return [((first + 7 * i) % vocab_size, -0.3 * (i + 1) - (first % 13) / 50) for i in range(count)]
 
 
 def pairs(data: bytes) -> list[tuple[int, int]]:
@@ -28,6 +34,7 @@ class Row:
     tokens: list[int]
     computed: int
     blocks: list[int]
+    logprobs: int | None = None
 
 
 class CheckingExecutor:
@@ -62,6 +69,7 @@ class CheckingExecutor:
                 unpack_int32s(new.tokens).tolist(),
                 new.num_computed_tokens,
                 unpack_int32s(new.blocks).tolist(),
+                new.sampling.logprobs,
             )
         changes = unpack_int32s(plan.tables).tolist()
         for row, index, block in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
@@ -75,6 +83,7 @@ class CheckingExecutor:
             assert computed >= self.rows[row].computed
             self.rows[row].computed = computed
             self._check(self.rows[row])
+        drawn = [*self.decoding]
         sampled = [self._compute(self.rows[row], 1) for row in self.decoding]
         for row, size in plan.chunks:
             assert size > 0
@@ -84,7 +93,18 @@ class CheckingExecutor:
                 self.decoding[row] = None
                 self.rows[row].tokens.append(next_token(tuple(self.rows[row].tokens)))
                 sampled.append(self.rows[row].tokens[-1])
-        return StepResult(epoch=plan.epoch, step=plan.step, tokens=pack_int32s(sampled))
+                drawn.append(row)
+        logprobs = tuple(
+            self._logprobs(index, self.rows[row])
+            for index, row in enumerate(drawn)
+            if self.rows[row].logprobs is not None
+        )
+        return StepResult(epoch=plan.epoch, step=plan.step, tokens=pack_int32s(sampled), logprobs=logprobs)
+
+    def _logprobs(self, index: int, row: Row) -> TokenLogprobs:
+        candidates = next_candidates(tuple(row.tokens[:-1]), max(1, row.logprobs or 0))
+        ids, values = zip(*candidates, strict=True)
+        return TokenLogprobs(index, row.tokens[-1], values[0], 1, ids, values)
 
     def finish_copies(self, count: int = 1_000_000) -> list[Copied]:
         """Make the oldest copies that are under way and tell of them."""

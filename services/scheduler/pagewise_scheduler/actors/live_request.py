@@ -40,6 +40,8 @@ class LiveRequest:
             n=generation.n,
             priority=generation.priority,
             cache_salt=generation.cache_salt,
+            beam=generation.beam,
+            best_of=0 if generation.beam is not None else generation.best_of,
             arrival_time=generation.arrival_time,
         )
         self.stats = GenerationStats(prompt_tokens=len(generation.prompt_token_ids))

@@ -18,7 +18,7 @@ from pagewise_scheduler.generation import (
     SequenceDelta,
 )
 from pagewise_scheduler.http.errors import refusal
-from pagewise_scheduler.http.params import stop_texts
+from pagewise_scheduler.http.params import beam_params, stop_texts
 from pagewise_scheduler.http.responses import PromptTokensDetails, Usage
 from pagewise_scheduler.http.schema import GenerationFields
 
@@ -65,6 +65,8 @@ class Generations:
                 skip_special_tokens=body.skip_special_tokens is not False,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
+                beam=beam_params(body, n),
+                best_of=body.best_of if body.best_of is not None and body.best_of > n else 0,
                 arrival_time=monotonic(),
             )
             for number, prompt in enumerate(prompts)

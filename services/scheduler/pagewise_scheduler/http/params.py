@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from pagewise_shared.sampling import SamplingParams
 
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import Capacity
 from pagewise_scheduler.http.errors import (
     ContextLengthError,
     InvalidRequestError,
     ModelNotFoundError,
-    UnsupportedParameterError,
 )
 from pagewise_scheduler.http.schema import GenerationFields
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -49,11 +49,52 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
     n = body.n or 1
     if n > limits.max_n:
         raise InvalidRequestError(f"n is {n}, the most this server allows is {limits.max_n}", "n")
-    if body.best_of not in (None, n):
-        raise UnsupportedParameterError("best_of is not supported, unless it equals n", "best_of")
+    if body.best_of is not None and not n <= body.best_of <= limits.max_n:
+        raise InvalidRequestError(f"best_of is {body.best_of}; it may be from n, {n}, to {limits.max_n}", "best_of")
+    _check_choosing(body, n)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
     return n
+
+
+def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
+    """How to search, if the request wants beams."""
+    if not body.use_beam_search:
+        return None
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return BeamParams(body.best_of or n, penalty, body.early_stopping or False)
+
+
+def _check_choosing(body: GenerationFields, n: int) -> None:
+    """Fields that beam search and best_of have no use for, and those that only beam search has."""
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
+            raise InvalidRequestError("length_penalty is only allowed with use_beam_search", "length_penalty")
+        if body.early_stopping:
+            raise InvalidRequestError("early_stopping is only allowed with use_beam_search", "early_stopping")
+    if not body.use_beam_search and body.best_of in (None, n):
+        return
+    what = "use_beam_search" if body.use_beam_search else "best_of"
+    refused = {"stop": body.stop, "logprobs": getattr(body, "logprobs", None), "echo": getattr(body, "echo", None)}
+    if body.use_beam_search:
+        refused |= {
+            "temperature": body.temperature,
+            "top_p": body.top_p not in (None, 1.0),
+            "top_k": (body.top_k or 0) > 0,
+            "min_p": body.min_p,
+            "min_tokens": body.min_tokens,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "repetition_penalty": body.repetition_penalty not in (None, 1.0),
+            "logit_bias": body.logit_bias,
+            "bad_words": body.bad_words,
+            "allowed_token_ids": body.allowed_token_ids,
+        }
+    for name, value in refused.items():
+        if value or (name == "logprobs" and value is not None and value is not False):
+            raise InvalidRequestError(f"{name} cannot be used with {what}", name)
+    if body.max_tokens == 0:
+        raise InvalidRequestError(f"max_tokens must be at least 1 with {what}", "max_tokens")
 
 
 def sampling_params(

@@ -31,7 +31,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     # vLLM
     "chat_template": (),
     "documents": ([],),
-    "early_stopping": (False,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -39,7 +38,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "include_reasoning": (True, False),
     "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
     "logits_processors": (),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
@@ -49,7 +47,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 

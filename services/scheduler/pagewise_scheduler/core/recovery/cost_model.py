@@ -10,6 +10,9 @@ section 7.3) compare them, put into closed form; the split for both at once foll
 from dataclasses import dataclass
 from math import sqrt
 
+from pagewise_scheduler.core.memory.cost_aware import CostAware
+from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
+
 _FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
 
@@ -168,3 +171,10 @@ class CostModel:
         """What it costs if a tier loses the block at ``depth``; ``to_host``: the host keeps it."""
         recompute, load = self.block_seconds(depth)
         return min(load, recompute) if to_host else recompute
+
+
+def make_policy(name: EvictionName, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
+    """The eviction policy of that name."""
+    if name == "lru":
+        return LeastRecentlyUsed()
+    return CostAware(lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0))

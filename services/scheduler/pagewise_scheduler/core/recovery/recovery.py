@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagewise_shared.protocol import Copied, unpack_int32s
+
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Estimate
@@ -86,6 +88,7 @@ class Recoveries:
         self._active: dict[Sequence, Recovery] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._num_loading = 0
+        self._stores: dict[int, int] = {}
 
     @property
     def num_loading(self) -> int:
@@ -208,6 +211,24 @@ class Recoveries:
             behind = (behind + recovery.loading + 1) // 2 - recovery.loading
         return max(0, min(behind, _PIECE_BLOCKS))
 
+    def stores(self, step: int) -> list[int]:
+        """The store list of ``step``: pairs (device block, host block) that evictions have asked for."""
+        host = self._kv.pool.host
+        pairs, host.stores = host.stores, []
+        if pairs:
+            self._stores[step] = len(pairs) // 2
+        return pairs
+
+    def copied(self, message: Copied) -> list[Sequence]:
+        """Copies of a step have been made; returns sequences that must start over because blocks came bad."""
+        seconds = message.elapsed_us * 1e-6
+        if message.direction == "load":
+            return self.arrived(message.step, seconds, unpack_int32s(message.bad))
+        if count := self._stores.pop(message.step, 0):
+            self._kv.pool.host.stored(count)
+            self.costs.store.observe(seconds, 1, count)
+        return []
+
     def arrived(self, step: int, seconds: float, bad: Iterable[int]) -> list[Sequence]:
         """The loads of ``step`` are done; returns sequences that must start over because blocks came ``bad``.
 
@@ -277,4 +298,5 @@ class Recoveries:
                 self._kv.pool.host.unpin(reversed(nodes))
                 self._kv.drop(blocks, None)
         self._transfers.clear()
+        self._stores.clear()
         self._num_loading = 0

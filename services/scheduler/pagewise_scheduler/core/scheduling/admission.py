@@ -131,4 +131,4 @@ def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
 def _may_start(sequence: Sequence) -> bool:
     """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill."""
     first = sequence.request.sequences[0]
-    return sequence is first or first.row < 0 or first.prefilled
+    return sequence.request.beam is not None or sequence is first or first.row < 0 or first.prefilled

@@ -51,6 +51,18 @@ class PrefillSet:
         """Take a member out."""
         del self._members[sequence]
 
+    def rejoin(self, sequence: Sequence) -> bool:
+        """Take a sequence back that has kept its blocks and knows one more token; False: there is no row for it."""
+        if not self._free_rows:
+            return False
+        sequence.status = SequenceStatus.PREFILL
+        sequence.row = self._free_rows.pop()
+        sequence.prefilled = False
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
+        self._members[sequence] = None
+        self._plan.join(sequence, sequence.num_tokens - 1)
+        return True
+
     def continued(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """Next chunks of the members, as far as tokens and blocks last, and booked as scheduled."""
         chunks = []

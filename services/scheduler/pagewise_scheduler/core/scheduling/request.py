@@ -12,6 +12,7 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -58,6 +59,7 @@ class Sequence:
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
         last_step: last step planned that runs it.
         path: cached blocks it was last seen to begin with, while it waits.
+        logprob: of its output tokens together, if its request chooses the likeliest.
         history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
             each ``Preempted``.
         num_passed: times others were started before it while it was the first to wait.
@@ -82,6 +84,7 @@ class Sequence:
     num_preemptions: int = 0
     path: list[CachedBlock] = field(default_factory=list)
     num_passed: int = 0
+    logprob: float = 0.0
     history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -127,7 +130,9 @@ class Request:
     """One prompt from which n sequences are generated.
 
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
-    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran.
+    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran,
+    ``num_host_tokens`` of them in the host's. ``beam``: search instead of sampling, ``search`` is how far it has come.
+    ``best_of``: sequences to sample, if more than n, of which the n likeliest are the outputs; else 0.
     """
 
     request_id: str
@@ -139,16 +144,37 @@ class Request:
     cache_salt: str | None = None
     arrival_time: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    beam: BeamParams | None = None
+    best_of: int = 0
+    search: BeamSearch | None = None
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
 
     def create_sequences(self) -> None:
-        """Make its n sequences, unless they are there already: a request that moves goes on with those it has."""
-        for index in range(len(self.sequences), self.n):
+        """Make its sequences, unless they are there already: a request that moves goes on with those it has."""
+        if self.sequences:
+            return
+        for index in range(1 if self.beam is not None else max(self.n, self.best_of)):
             sampling = sequence_sampling(self.sampling, index)
+            if self.beam is not None:
+                wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
+                sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
+            elif self.best_of:
+                sampling = msgspec.structs.replace(sampling, logprobs=0)
             stops = frozenset(sampling.stop_token_ids)
             self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops))
+
+    def aborted(self, index: int) -> Sequence:
+        """An output that has nothing to show."""
+        sequence = Sequence(self, index, self.sampling, BlockTable(1))
+        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "abort"
+        return sequence
+
+    @property
+    def chooses(self) -> bool:
+        """Whether its outputs are chosen among several at the end; nothing is told before."""
+        return self.beam is not None or self.best_of > self.n
 
     @property
     def order(self) -> tuple[int, float]:

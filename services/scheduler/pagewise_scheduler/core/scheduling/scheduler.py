@@ -4,14 +4,15 @@ from collections import deque
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult, unpack_int32s
 
-from pagewise_scheduler.core.memory.cost_aware import CostAware
-from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy, LeastRecentlyUsed
+from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, make_policy
 from pagewise_scheduler.core.recovery.recovery import Recoveries, RecoveryMode
+from pagewise_scheduler.core.scheduling.choosing import Choosing
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.results import take_tokens
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
@@ -49,7 +50,7 @@ class Scheduler:
     ) -> None:
         self.epoch = epoch
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
-        policy = self._policy(eviction, num_host_blocks) if isinstance(eviction, str) else eviction
+        policy = make_policy(eviction, self.costs, num_host_blocks) if isinstance(eviction, str) else eviction
         self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
@@ -60,16 +61,11 @@ class Scheduler:
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
+        self._choosing = Choosing(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
-        self._stores: dict[int, int] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._step = 0
         self._now = 0.0
-
-    def _policy(self, name: EvictionName, num_host_blocks: int) -> EvictionPolicy:
-        if name == "lru":
-            return LeastRecentlyUsed()
-        return CostAware(lambda block: self.costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0))
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -137,6 +133,7 @@ class Scheduler:
                 sequence.last_step = 0
                 sequence.path.clear()
                 self.waiting.push(sequence)
+        self._choosing.begin(request)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
@@ -146,6 +143,8 @@ class Scheduler:
         ended = [sequence for sequence in request.sequences if not sequence.finished]
         for sequence in ended:
             self.finish(sequence, "abort")
+        if request.chooses:  # what was tried is not shown; the outputs that were asked for end with it
+            ended = request.sequences = [request.aborted(index) for index in range(request.n)]
         return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -160,7 +159,11 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
         if sequence.request.finished:
-            self._requests.pop(sequence.request.request_id, None)
+            self._forget(sequence.request)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        self._choosing.drop(request)
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
@@ -171,7 +174,7 @@ class Scheduler:
                     self._vacate(sequence)
         self.waiting.clear()
         self.recoveries.clear()
-        self._stores.clear()
+        self._choosing.clear()
         self._requests.clear()
         self._in_flight.clear()
         self.kv.step_returned(self._step)
@@ -230,7 +233,11 @@ class Scheduler:
 
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
-        if self._in_flight or self.recoveries.num_loading or len(self._prefilling) < 2:
+        if self._in_flight or self.recoveries.num_loading:
+            return None
+        if self._choosing.make_room():
+            return self.schedule(now)
+        if len(self._prefilling) < 2:
             return None
         self._preempt(self._victim(), "prefills hold each other up")
         return self.schedule(now)
@@ -253,15 +260,18 @@ class Scheduler:
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self._prefilling.remove(sequence)
-                self._decoding.add(sequence, first_step=step + 1)
+                if sequence.request.beam is None:
+                    self._decoding.add(sequence, first_step=step + 1)
         self._step = step
         sampled = decoding + completed if completed else decoding
         self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention))
-        host = self.kv.pool.host
-        stores, host.stores = host.stores, []
-        if stores:
-            self._stores[step] = len(stores) // 2
-        return self._plan.build(self.epoch, step, stores, loads)
+        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), loads)
+        for sequence in completed:
+            if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
+                sequence.decode_base = sequence.num_tokens
+                self._leave_row(sequence)
+                sequence.status = SequenceStatus.DRAINING
+        return plan
 
     # ---- results -------------------------------------------------------------------------------------
 
@@ -291,10 +301,18 @@ class Scheduler:
                 decodes = drains or sequence.status is SequenceStatus.DECODE
                 sequence.prefilled = decodes and num_computed == sequence.decode_base
                 self._publish(sequence, num_computed)
-        self._take_tokens(step, tokens.tolist(), output)
         for entry in result.logprobs:
             if 0 <= entry.index < len(step.sampled):
-                output.logprobs[step.sampled[entry.index]] = entry
+                sequence = step.sampled[entry.index]
+                if not sequence.request.chooses:
+                    output.logprobs[sequence] = entry
+                elif not sequence.finished:
+                    self._choosing.take(sequence, entry, output)
+        for request in take_tokens(step, tokens.tolist(), output, self.finish):
+            self._choosing.ended(request, output)
+        for sequence in output.finished:
+            if sequence.request.chooses:
+                self._forget(sequence.request)
         for prompt in result.prompt_logprobs:
             if (owner := step.chunk_rows.get(prompt.row)) is not None:
                 output.prompt_logprobs.append((owner.request, prompt.entries))
@@ -304,35 +322,8 @@ class Scheduler:
         """Copies of a step between host and device have been made; others' and unknown ones are ignored."""
         if message.epoch != self.epoch:
             return
-        seconds = message.elapsed_us * 1e-6
-        if message.direction == "store":
-            if count := self._stores.pop(message.step, 0):
-                self.kv.pool.host.stored(count)
-                self.costs.store.observe(seconds, 1, count)
-            return
-        for sequence in self.recoveries.arrived(message.step, seconds, unpack_int32s(message.bad)):
+        for sequence in self.recoveries.copied(message):
             self._preempt(sequence, "blocks came back from the host spoiled")
-
-    def _take_tokens(self, step: StepInFlight, tokens: list[int], output: StepOutput) -> None:
-        finished = SequenceStatus.FINISHED
-        taken, kept = output.sequences, output.tokens
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            if sequence.status is finished:
-                continue
-            if sequence.request.max_tokens == 0:
-                self._end(sequence, "length", None, output)
-                continue
-            sequence.output_token_ids.append(token)
-            taken.append(sequence)
-            kept.append(token)
-            if token in sequence.stop_ids and len(sequence.output_token_ids) > sequence.sampling.min_tokens:
-                self._end(sequence, "stop", token, output)
-            elif len(sequence.output_token_ids) >= sequence.request.max_tokens:
-                self._end(sequence, "length", None, output)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | None, output: StepOutput) -> None:
-        self.finish(sequence, reason, stop_reason)
-        output.finished.append(sequence)
 
     def fail(self, epoch: int) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
@@ -344,8 +335,7 @@ class Scheduler:
         failed: list[Request] = []
         if step is not None:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
-                owner = next(iter(step.chunk_rows.values()), None) or step.sampled[0]
-                failed.append(owner.request)
+                failed.append(step.owner.request)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()

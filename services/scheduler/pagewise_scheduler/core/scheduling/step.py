@@ -1,9 +1,10 @@
 """What the scheduler remembers of a step in flight, and what it makes of its result."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s
+from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 
@@ -24,6 +25,11 @@ class StepInFlight:
     chunk_rows: dict[int, Sequence]
     computed: list[tuple[Sequence, int]]
     attention: float
+
+    @property
+    def owner(self) -> Sequence:
+        """Its only sequence, of a step that has one."""
+        return next(iter(self.chunk_rows.values()), None) or self.sampled[0]
 
 
 @dataclass(slots=True)
@@ -64,7 +70,12 @@ class PlanBuilder:
 
     def leave(self, row: int) -> None:
         """The row's sequence is gone; kept for the next plan if none is sent now."""
-        self._left.append(row)
+        joined = next((new for new in self._joined if new.row == row), None)
+        if joined is None:
+            self._left.append(row)
+        else:  # nobody has been told of it yet
+            self._joined.remove(joined)
+            self.give_up(unpack_int32s(joined.blocks))
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
         if self._skips:
@@ -73,6 +84,12 @@ class PlanBuilder:
     def copy(self, source: int, destination: int) -> None:
         """Copy a block before anything is computed."""
         self._copies += (source, destination)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Copies into these blocks are not wanted any more."""
+        targets = set(blocks)
+        pairs = zip(self._copies[::2], self._copies[1::2], strict=True)
+        self._copies = [block for pair in pairs if pair[1] not in targets for block in pair]
 
     def set_blocks(self, row: int, index: int, blocks: list[int]) -> None:
         """The row's table has ``blocks`` from ``index`` on."""

@@ -1,0 +1,105 @@
+"""Beam search: which hypotheses live on, which have ended, and when no better one can come.
+
+Source: transformers' beam search (``GenerationMixin._beam_search``), whose scores and rules these are, so that both
+find the same sequences. The blocks of hypotheses are shared like those of any fork.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
+
+_LOST = -1.0e9
+
+
+class BeamParams(Struct, frozen=True):
+    """How wide to search, and what ends it.
+
+    Fields:
+        width: hypotheses that live at a time.
+        length_penalty: an ended hypothesis scores its log-probability / length ** length_penalty.
+        early_stopping: True ends the search once ``width`` hypotheses have ended; False when none of the living
+            looks better than those; "never" only when none of them can become better.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def num_candidates(self, num_end_tokens: int) -> int:
+        """Continuations of each hypothesis that have to be known."""
+        return max(2, 1 + num_end_tokens) * self.width
+
+
+@dataclass(slots=True, frozen=True)
+class Continuation:
+    """A living hypothesis: number ``parent`` of those before, and one more ``token``. ``score``: log-probability."""
+
+    parent: int
+    token: int
+    score: float
+
+
+@dataclass(slots=True, frozen=True)
+class Ended:
+    """A hypothesis that has ended, with its final score."""
+
+    tokens: list[int]
+    score: float
+
+
+@dataclass(slots=True)
+class BeamSearch:
+    """The search of one request. ``scores``: of the living hypotheses, in their order."""
+
+    params: BeamParams
+    end_tokens: frozenset[int]
+    max_tokens: int
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    ended: list[Ended] = field(default_factory=list)
+
+    def advance(
+        self, histories: list[list[int]], candidates: list[list[tuple[int, float]]]
+    ) -> list[Continuation] | None:
+        """The hypotheses that go on, best first; None: the search is over and ``ended`` holds its results.
+
+        ``histories``: output tokens of the living hypotheses. ``candidates``: for each the likeliest next tokens with
+        their log-probabilities, best first.
+        """
+        params, width = self.params, self.params.width
+        keep = params.num_candidates(len(self.end_tokens))
+        ranked = [
+            Continuation(parent, token, self.scores[parent] + logprob)
+            for parent, continuations in enumerate(candidates)
+            for token, logprob in continuations[:keep]
+        ]
+        ranked.sort(key=lambda one: -one.score)  # stable: of equals the earlier hypothesis comes first
+        ranked = ranked[:keep]
+        length = len(histories[0]) + 1
+        hits = [one.token in self.end_tokens or length >= self.max_tokens for one in ranked]
+        full = len(self.ended) >= width
+        if not (full and params.early_stopping is True):
+            for rank, one in enumerate(ranked[:width]):
+                if hits[rank]:
+                    score = one.score / length**params.length_penalty
+                    self.ended.append(Ended([*histories[one.parent], one.token], score))
+            self.ended.sort(key=lambda ended: -ended.score)
+            del self.ended[width:]
+        living = [one for one, hit in zip(ranked, hits, strict=True) if not hit][:width]
+        self.scores = [one.score for one in living]
+        if not living or all(hits) or not self._can_improve(length):
+            return None
+        return living
+
+    def _can_improve(self, length: int) -> bool:
+        if len(self.ended) < self.params.width:
+            return True
+        if self.params.early_stopping is True:
+            return False
+        hopeful = self.params.early_stopping == "never" and self.params.length_penalty > 0
+        best = self.scores[0] / (self.max_tokens if hopeful else length) ** self.params.length_penalty
+        return bool(best > self.ended[-1].score)
+
+    def results(self, count: int) -> list[Ended]:
+        """The best ``count`` hypotheses that have ended."""
+        return self.ended[:count]

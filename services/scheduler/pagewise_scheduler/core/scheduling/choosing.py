@@ -1,0 +1,155 @@
+"""Requests whose outputs are chosen among several at the end: beam search, and the best of n samples.
+
+Nothing of them is told before the end. Hypotheses of a beam search run one token at a time: when all of a request's
+have come back, those that go on take over or fork the blocks of those they came from, and the others let go of theirs.
+"""
+
+from dataclasses import dataclass, field
+
+from pagewise_shared.protocol import TokenLogprobs
+
+from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.scheduling.beam_search import BeamSearch, Continuation
+from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
+from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class _Group:
+    """A beam search under way. ``members``: its living hypotheses; ``candidates``: of those that have come back."""
+
+    search: BeamSearch
+    members: list[Sequence]
+    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+
+
+class Choosing:
+    """The beam searches of one scheduler, and the samples to choose from."""
+
+    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, prefilling: PrefillSet, plan: PlanBuilder) -> None:
+        self._kv = kv
+        self._waiting = waiting
+        self._prefilling = prefilling
+        self._plan = plan
+        self._groups: dict[Request, _Group] = {}
+
+    def begin(self, request: Request) -> None:
+        """A request comes in; if it was elsewhere before, what its hypotheses waited for is asked for again."""
+        if request.beam is None:
+            return
+        if request.search is None:
+            ends = frozenset(request.sampling.stop_token_ids)
+            request.search = BeamSearch(request.beam, ends, request.max_tokens)
+        members = [sequence for sequence in request.sequences if not sequence.finished]
+        self._groups[request] = _Group(request.search, members)
+
+    def take(self, sequence: Sequence, entry: TokenLogprobs, output: StepOutput) -> None:
+        """The logprobs of a token that a sequence of such a request has drawn."""
+        group = self._groups.get(sequence.request)
+        if group is None:
+            sequence.logprob += entry.logprob
+            return
+        group.candidates[sequence] = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        if len(group.candidates) < len(group.members):
+            return
+        histories = [member.output_token_ids for member in group.members]
+        continuations = group.search.advance(histories, [group.candidates[member] for member in group.members])
+        group.candidates.clear()
+        if continuations is None:
+            results = group.search.results(sequence.request.n)
+            ends = group.search.end_tokens
+            self._conclude(sequence.request, [one.tokens for one in results], ends, output)
+        else:
+            self._go_on(group, continuations)
+
+    def ended(self, request: Request, output: StepOutput) -> None:
+        """All samples of a request have ended: choose those with the highest log-probability per token."""
+
+        def mean(sequence: Sequence) -> float:
+            return sequence.logprob / max(1, len(sequence.output_token_ids))
+
+        ranked = sorted(request.sequences, key=mean, reverse=True)[: request.n]
+        tokens = [sequence.output_token_ids for sequence in ranked]
+        self._conclude(request, tokens, frozenset(request.sampling.stop_token_ids), output)
+
+    def make_room(self) -> bool:
+        """Let hypotheses that have come back, and wait for others, give up their blocks; whether there were any."""
+        held = [member for group in self._groups.values() for member in group.candidates if member.table.blocks]
+        for member in held:
+            self._kv.free(member.table, None)
+        return bool(held)
+
+    def drop(self, request: Request) -> None:
+        """The request has ended or leaves."""
+        self._groups.pop(request, None)
+
+    def clear(self) -> None:
+        """All requests leave."""
+        self._groups.clear()
+
+    def _go_on(self, group: _Group, continuations: list[Continuation]) -> None:
+        parents = group.members
+        heirs: dict[int, Sequence] = {}
+        living = {one.parent for one in continuations}
+        spare = [parent for number, parent in enumerate(parents) if number not in living]
+        for pruned in spare:
+            self._kv.free(pruned.table, None, len(pruned.output_token_ids))
+        histories = [list(parent.output_token_ids) for parent in parents]
+        members: list[Sequence] = []
+        for one in continuations:
+            parent = parents[one.parent]
+            heir = heirs.setdefault(one.parent, parent)
+            if heir in members:  # the first to go on takes the blocks over, the others fork them
+                heir = spare.pop() if spare else self._new_sequence(parent.request)
+                heir.table = self._fork(parent.table, len(histories[one.parent]) + parent.num_prompt_tokens)
+            members.append(heir)
+        for heir, one in zip(members, continuations, strict=True):
+            heir.output_token_ids = [*histories[one.parent], one.token]
+        group.members = members
+        for heir in members:
+            if heir.table.blocks and self._prefilling.rejoin(heir):
+                continue
+            if heir.table.blocks:
+                self._plan.give_up(heir.table.blocks)
+                self._kv.free(heir.table, None)
+            heir.path = []
+            self._waiting.push(heir)
+        # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
+        for unused in spare:
+            unused.status = SequenceStatus.FINISHED
+        request = group.members[0].request
+        request.sequences = [*members]
+
+    def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
+        """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""
+        fork = self._kv.new_table(table.space)
+        if table.blocks and self._kv.num_available > 1:
+            prefix = self._kv.fork(table, num_computed)
+            if copy := self._kv.take(fork, prefix):
+                self._plan.copy(*copy)
+        return fork
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        first = request.sequences[0]
+        return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt))
+
+    def _conclude(self, request: Request, outputs: list[list[int]], ends: frozenset[int], output: StepOutput) -> None:
+        """Put ``outputs`` in the place of what was tried for them, and tell them."""
+        for sequence in request.sequences:
+            if sequence.table.blocks:
+                self._kv.free(sequence.table, None, len(sequence.output_token_ids))
+        self.drop(request)
+        request.sequences = []
+        for index, tokens in enumerate(outputs):
+            sequence = Sequence(request, index, request.sampling, self._kv.new_table(), tokens)
+            by_stop = tokens[-1:] and tokens[-1] in ends
+            reason: FinishReason = "stop" if by_stop else "length"
+            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+            sequence.stop_reason = tokens[-1] if by_stop else None
+            request.sequences.append(sequence)
+            output.sequences += [sequence] * len(tokens)
+            output.tokens += tokens
+            output.finished.append(sequence)

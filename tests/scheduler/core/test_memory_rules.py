@@ -1,0 +1,219 @@
+"""The memory rules under random interleavings of everything that can happen, against an executor that checks all of it.
+
+The model is ``CheckingExecutor``: dictionaries that know which prefix every slot holds. Whatever the interleaving, each
+request gets the tokens it would get alone, every block is in one state, references add up, and nothing leaks.
+"""
+
+from collections import deque
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_shared.protocol import StepResult
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.checking_executor import next_candidates
+from tests.scheduler.core.test_scheduler import (
+    assert_all_free,
+    check_states,
+    executor_for,
+    expected_beams,
+    expected_tokens,
+    run,
+)
+
+
+class MemoryRules(RuleBasedStateMachine):
+    """One scheduler and one executor, with everything in between left to chance."""
+
+    @initialize(
+        block_size=st.integers(1, 5),
+        num_blocks=st.integers(6, 30),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        num_host_blocks=st.sampled_from([0, 1, 5, 20, 60]),
+        max_storing=st.sampled_from([0, 2, 1000]),
+        recovery=st.sampled_from(["auto", "swap", "recompute", "both"]),
+        eviction=st.sampled_from(["lru", "cost"]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        num_host_blocks: int,
+        max_storing: int,
+        recovery: str,
+        eviction: str,
+    ) -> None:
+        self.scheduler = create_scheduler(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            num_host_blocks=num_host_blocks,
+            recovery=recovery,  # type: ignore[arg-type]
+            eviction=eviction,  # type: ignore[arg-type]
+        )
+        self.scheduler.kv.pool.host.max_storing = max_storing
+        self.executor = executor_for(self.scheduler)
+        self.results: deque[StepResult] = deque()
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+        self.epoch = 1
+
+    @rule(
+        # Two kinds of tokens and a common beginning: prefixes are found all the time, often ending inside a block.
+        head=st.sampled_from([0, 0, 3, 9]),
+        tail=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        max_tokens=st.integers(0, 14),
+        n=st.integers(1, 3),
+        priority=st.sampled_from([0, 0, 0, 1]),
+        salt=st.sampled_from([None, None, "tenant"]),
+        kind=st.sampled_from(["plain", "plain", "beam", "best_of"]),
+        wider=st.integers(0, 2),
+        ends=st.booleans(),
+    )
+    def admit(
+        self,
+        head: int,
+        tail: list[int],
+        max_tokens: int,
+        n: int,
+        priority: int,
+        salt: str | None,
+        kind: str,
+        wider: int,
+        ends: bool,
+    ) -> None:
+        request = create_request(prompt=[*range(head), *tail], max_tokens=max_tokens, n=n, priority=priority)
+        request.cache_salt = salt
+        if kind == "beam" and max_tokens:
+            request.beam = BeamParams(n + wider, float(wider % 2))
+            stops = [token for token, _ in next_candidates(tuple(request.prompt_token_ids), 2)] if ends else []
+            request.sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(stops))
+        elif kind == "best_of" and max_tokens:
+            request.best_of = n + 1
+        if self.scheduler.fits(len(request.prompt_token_ids), max_tokens):
+            self.scheduler.add(request)
+            self.requests.append(request)
+
+    def schedule(self) -> None:
+        if self.scheduler.num_in_flight < 2 and (plan := self.scheduler.schedule(0.0)) is not None:
+            self.results.append(self.executor.execute(plan))
+
+    step = rule()(schedule)
+    another_step = rule()(schedule)
+
+    def take_result(self) -> None:
+        if self.results:
+            self.scheduler.update(self.results.popleft())
+
+    result = rule()(take_result)
+    another_result = rule()(take_result)
+
+    @rule(count=st.integers(1, 3))
+    def copies_arrive(self, count: int) -> None:
+        for message in self.executor.finish_copies(count):
+            self.scheduler.copied(message)
+
+    @precondition(lambda self: self.executor.host)
+    @rule(which=st.lists(st.integers(0, 60), max_size=4))
+    def spoil(self, which: list[int]) -> None:
+        held = sorted(self.executor.host)
+        self.executor.spoil = {held[number % len(held)] for number in which}
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(which=st.integers(0, 10))
+    def preempt(self, which: int) -> None:
+        running = self.scheduler.running
+        self.scheduler._preempt(running[which % len(running)], "chance")
+
+    @rule(count=st.integers(1, 30))
+    def evict(self, count: int) -> None:
+        """Somebody takes blocks for a moment, and what was cached in them goes."""
+        kv = self.scheduler.kv
+        table = kv.new_table()
+        kv.grow(table, min(count, kv.num_available) * kv.block_size)
+        kv.free(table, None)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        victim = self.requests[which % len(self.requests)]
+        if self.scheduler.abort(victim.request_id):
+            self.aborted.add(victim.request_id)
+
+    @precondition(lambda self: self.scheduler.num_in_flight)
+    @rule(fails=st.integers(0, 3))
+    def step_fails(self, fails: int) -> None:
+        if fails:
+            return
+        self.epoch += 1
+        self.aborted |= {request.request_id for request in self.scheduler.fail(self.epoch)}
+        self.results.clear()
+        self.executor.reset()
+
+    @invariant()
+    def memory_adds_up(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        check_states(pool)
+        sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
+        tables = sum(len(sequence.table.blocks) for sequence in sequences)
+        references = sum(pool.references(block) for block in range(pool.num_blocks))
+        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading
+        for sequence in sequences:
+            coming = sequence.num_tokens + scheduler.num_in_flight  # tokens known, and those that steps are drawing
+            assert sequence.table.num_slots - coming < scheduler.kv.block_size, "more than a block is empty"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.results:
+            self.scheduler.update(self.results.popleft())
+        run(self.scheduler, self.executor)
+        for request in self.requests:
+            aborted = request.request_id in self.aborted
+            assert all(sequence.finished for sequence in request.sequences)
+            if request.beam is not None:
+                if not aborted:
+                    assert [sequence.output_token_ids for sequence in request.sequences] == expected_beams(request)
+                continue
+            expected = expected_tokens(request)
+            assert len(request.sequences) == request.n or aborted
+            for sequence in request.sequences:
+                produced = sequence.output_token_ids
+                assert produced == (expected[: len(produced)] if aborted else expected)
+        assert_all_free(self.scheduler)
+
+
+def _settings(examples: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_rules_hold_over_20_000_operations() -> None:
+    run_state_machine_as_test(MemoryRules, settings=_settings(220))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_memory_rules_hold_over_200_000_operations() -> None:
+    run_state_machine_as_test(MemoryRules, settings=_settings(2200))  # type: ignore[no-untyped-call]
