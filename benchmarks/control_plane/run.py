@@ -105,6 +105,42 @@ def measure_memory(repeats: int) -> dict[str, float]:
     }
 
 
+def measure_long(num_tokens: int) -> dict[str, float]:
+    """One sequence of ``num_tokens`` tokens: what a chunk costs early and late, a decode at the end, and a full hit."""
+    chunk = 2048
+    scheduler = Scheduler(
+        num_blocks=num_tokens // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=chunk
+    )
+    prompt = array("i", range(num_tokens))
+    sampling = SamplingParams(temperature=0)
+    scheduler.add(Request("first", prompt, 400, sampling))
+    times = []
+    for _ in range(num_tokens // chunk + 300):
+        began = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        encode(plan)
+        sampled = len(scheduler.newest_step.sampled)
+        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * sampled), elapsed_us=1000))
+        times.append((time.perf_counter() - began) * 1e6)
+    scheduler.abort("first")
+    scheduler.add(Request("second", prompt, 4, sampling))
+    began = time.perf_counter()
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    encode(plan)
+    hit = time.perf_counter() - began
+    assert [size for _, size in plan.chunks] == [1]
+    chunks = num_tokens // chunk
+    return {
+        "tokens": num_tokens,
+        "chunk_early_us": round(statistics.median(times[1:17]), 1),
+        "chunk_late_us": round(statistics.median(times[chunks - 16 : chunks - 1]), 1),
+        "decode_us": round(statistics.median(times[chunks + 4 :]), 1),
+        "full_hit_ms": round(hit * 1e3, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
@@ -132,6 +168,8 @@ def main() -> None:
     memory = measure_memory(args.repeats)
     for name, value in memory.items():
         print(f"{name:>48} {value:>9}")
+    long = measure_long(262_144)
+    print("one sequence of 262,144 tokens: " + ", ".join(f"{name} {value}" for name, value in long.items()))
     if args.json:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         report = {
@@ -140,6 +178,7 @@ def main() -> None:
             "machine": {"machine": platform.machine(), "python": platform.python_version()},
             "rows": rows,
             "memory": memory,
+            "long_context": long,
         }
         with open(args.json, "w") as file:
             json.dump(report, file, indent=1)

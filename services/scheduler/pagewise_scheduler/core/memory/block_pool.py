@@ -140,14 +140,12 @@ class BlockPool:
                         self.host.offer(node)
         self._evictable.shrink(self._num_cached)
 
-    def remember(self, parent: CachedBlock, tokens: bytes, block: int) -> CachedBlock:
+    def remember(self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
 
-        The tree may know that content already, but then from the host only.
+        ``known``: the tree's node of that content, if it has one, which then is not on the device.
         """
-        node = parent.children.get(tokens)
-        if node is None:
-            node = self.tree.add(parent, tokens)
+        node = self.tree.add(parent, tokens) if known is None else known
         node.block = block
         parent.num_on_device += 1
         self._nodes[block] = node

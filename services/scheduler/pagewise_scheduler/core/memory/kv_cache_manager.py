@@ -171,7 +171,7 @@ class KVCacheManager:
             own = table.blocks[index]
             twin = tip.children.get(tokens)
             if twin is None or twin.block < 0:
-                tip = pool.remember(tip, tokens, own)
+                tip = pool.remember(tip, tokens, own, twin)
             else:
                 pool.share([twin.block])
                 table.blocks[index] = twin.block

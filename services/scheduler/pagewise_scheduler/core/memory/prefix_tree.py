@@ -44,15 +44,10 @@ class CachedBlock:
     def __init__(self, parent: "CachedBlock | None", tokens: bytes) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.block = -1
-        self.host = -1
-        self.pins = 0
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CachedBlock] = {}
-        self.num_on_device = 0
-        self.last_used = 0
-        self.key = 0
-        self.kind = 0
+        self.block = self.host = -1
+        self.pins = self.num_on_device = self.last_used = self.key = self.kind = 0
 
 
 class _Root(CachedBlock):

@@ -50,6 +50,7 @@ class Sequence:
     Fields:
         output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
             is needed to go on elsewhere.
+        plain: each of its tokens is an output's as soon as it comes back.
         row: the executor's row it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
@@ -72,6 +73,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     stop_ids: frozenset[int] = frozenset()
+    plain: bool = False
     row: int = -1
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
@@ -163,7 +165,8 @@ class Request:
             elif self.best_of:
                 sampling = msgspec.structs.replace(sampling, logprobs=0)
             stops = frozenset(sampling.stop_token_ids)
-            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops))
+            plain = not self.chooses and self.max_tokens > 0
+            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops, plain=plain))
 
     def aborted(self, index: int) -> Sequence:
         """An output that has nothing to show."""

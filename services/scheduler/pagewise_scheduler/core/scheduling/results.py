@@ -14,26 +14,28 @@ def take_tokens(step: StepInFlight, tokens: list[int], output: StepOutput, finis
     Returns the requests whose samples have all ended, to choose from: of those nothing is told yet.
     """
     finished = SequenceStatus.FINISHED
-    taken, kept = output.sequences, output.tokens
+    tell_sequence, tell_token = output.sequences.append, output.tokens.append
     chosen: list[Request] = []
     for sequence, token in zip(step.sampled, tokens, strict=True):
-        request = sequence.request
-        if sequence.status is finished or request.beam is not None:
+        if sequence.status is finished:
             continue
-        output_ids = sequence.output_token_ids
-        if request.max_tokens:
-            output_ids.append(token)
-            if not request.best_of:
-                taken.append(sequence)
-                kept.append(token)
-        if request.max_tokens and token in sequence.stop_ids and len(output_ids) > sequence.sampling.min_tokens:
+        ids = sequence.output_token_ids
+        if sequence.plain:
+            ids.append(token)
+            tell_sequence(sequence)
+            tell_token(token)
+        elif sequence.request.beam is not None:
+            continue
+        elif sequence.request.max_tokens:
+            ids.append(token)
+        if token in sequence.stop_ids and len(ids) > sequence.sampling.min_tokens and ids:
             finish(sequence, "stop", token)
-        elif len(output_ids) >= request.max_tokens:
+        elif len(ids) >= sequence.request.max_tokens:
             finish(sequence, "length", None)
         else:
             continue
-        if not request.best_of:
+        if not sequence.request.best_of:
             output.finished.append(sequence)
-        elif request.finished:
-            chosen.append(request)
+        elif sequence.request.finished:
+            chosen.append(sequence.request)
     return chosen

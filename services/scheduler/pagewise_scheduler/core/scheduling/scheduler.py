@@ -224,6 +224,8 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence, num_computed: int) -> None:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
+        if not sequence.table.blocks:
+            return  # a hypothesis that has given them up while it waits for the others
         replaced = self.kv.publish(sequence.table, num_computed, sequence.tokens_between)
         if replaced:
             if sequence.row >= 0:
