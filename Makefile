@@ -57,7 +57,7 @@ bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) benchmarks/control_plane/run.py
 	$(PY) benchmarks/serving/run.py
 
-experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 10 minutes)
+experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 15 minutes)
 	$(PY) benchmarks/orca/run.py --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) benchmarks/eviction/run.py --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) benchmarks/recovery/run.py --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg

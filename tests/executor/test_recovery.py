@@ -8,11 +8,13 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.executor.driver import request, run_requests
+from tests.executor.test_beam_search import expected as beams
 from tests.executor.test_greedy_equality import reference
 from tests.model_builders import VOCAB_SIZE, build_model
 
@@ -79,6 +81,39 @@ def test_greedy_tokens_stay_equal_whichever_way_kv_comes_back(
 @pytest.mark.parametrize("mode", ["swap", "both"])
 def test_several_outputs_of_one_prompt_come_back_too(model_path: Path, mode: RecoveryMode) -> None:
     assert check(model_path, mode, 21, n=4)[1] > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
+    """Beams, several outputs, prompts that come back whole, longer, and cut inside a block, in too little memory."""
+    rng = random.Random(seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    runner = build_runner(model_path, block_size=rng.choice([3, 8, 16]))
+    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
+    requests, expected = [], []
+    for number in range(14):
+        base = rng.choice(texts)
+        prompt = base[: rng.randrange(1, len(base) + 1)] + [rng.randrange(3, VOCAB_SIZE)] * rng.choice([0, 0, 1, 9])
+        length, n = rng.randrange(1, 18), rng.choice([1, 1, 2, 4])
+        made = request(prompt, length, name=f"r{number}", n=n)
+        if rng.random() < 0.3:
+            made.beam = BeamParams(max(2, n))
+            expected.append(beams(model, prompt, length, made.beam, n, []))
+        else:
+            expected.append(reference(model, [prompt], [length], "cpu") * n)
+        requests.append(made)
+    longest = max(len(made.prompt_token_ids) + made.max_tokens for made in requests)
+    num_blocks = -(-longest // runner.info.block_size) + rng.randrange(2, 9)
+    run_requests(
+        runner,
+        requests,
+        num_blocks=num_blocks,
+        max_num_seqs=rng.choice([4, 8]),
+        max_num_batched_tokens=rng.choice([8, 33]),
+        arrive_every=rng.choice([0, 2, 7]),
+        recovery=rng.choice(["auto", "swap", "recompute", "both"]),
+    )
+    assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == expected
 
 
 @pytest.mark.gpu

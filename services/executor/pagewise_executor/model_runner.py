@@ -34,24 +34,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class IssuedStep:
-    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device (``done``: its event, on CUDA)."""
+    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device.
+
+    On CUDA ``events`` are its beginning and its end on the device; elsewhere it is over, and took ``seconds``.
+    """
 
     plan: StepPlan
     tokens: torch.Tensor
     logprobs: list[LogprobsWanted]
     prompt_logprobs: list[tuple[int, list[LogprobsWanted]]]
-    began: float
-    done: "torch.cuda.Event | None"
+    seconds: float
+    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
 
     @property
     def ready(self) -> bool:
         """Whether the device has finished it."""
-        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
         """The step's result; waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
+        seconds = self.seconds
+        if self.events is not None:
+            began, done = self.events
+            done.synchronize()
+            seconds = began.elapsed_time(done) * 1e-3
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
@@ -61,7 +67,7 @@ class IssuedStep:
                 PromptLogprobs(row, tuple(wanted.report() for wanted in entries))
                 for row, entries in self.prompt_logprobs
             ),
-            elapsed_us=int((time.perf_counter() - self.began) * 1e6),
+            elapsed_us=int(seconds * 1e6),
         )
 
 
@@ -129,6 +135,7 @@ class ModelRunner:
             InvalidPlanError: the plan contradicts what the rows hold; torch's own errors if the device fails.
         """
         began = time.perf_counter()
+        start = self._event()
         table, sampler = self._table, self._sampler
         work = table.apply(plan)
         for row in work.left:
@@ -153,13 +160,23 @@ class ModelRunner:
                 self._last_tokens[index] = sampled
                 tokens = sampled
         table.advance(work)
-        done = None
-        if self._device.type == "cuda":
+        events = None
+        if start is not None:
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             tokens = host.copy_(tokens, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return IssuedStep(plan, tokens, logprobs, prompts, began, done)
+            done = self._event()
+            assert done is not None
+            events = (start, done)
+        seconds = time.perf_counter() - began
+        return IssuedStep(plan, tokens, logprobs, prompts, seconds, events)
+
+    def _event(self) -> "torch.cuda.Event | None":
+        """A mark on the device's time line; None where there is none."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""

@@ -25,11 +25,11 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
     """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards."""
     began = time.perf_counter()
     room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
-    step, token, attention = _measure_steps(runner, min(room, max_num_batched_tokens), room)
-    costs = MeasuredCosts(step, token, attention)
+    steps = _measure_steps(runner, min(room, max_num_batched_tokens), room)
+    costs = MeasuredCosts(*steps)
     if host is not None:
         load, store = (_measure_copies(host, direction, runner.info.num_blocks) for direction in ("load", "store"))
-        costs = MeasuredCosts(step, token, attention, *load, *store)
+        costs = MeasuredCosts(*steps, *load, *store)
     log.info(
         "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs, loading a block %.1f µs",
         time.perf_counter() - began,
@@ -41,23 +41,25 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
     return costs
 
 
-def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float]:
-    """Microseconds of a step, of a token, and of one token attending to one."""
+def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float, float]:
+    """Microseconds of a step, of a token, of one token attending to one, and of each token of context."""
     small = max(1, min(_SMALL, largest // 2))
     _prefill(runner, 0, small)  # warms up
     few = _median(lambda: _prefill(runner, 0, small))
     large = min(_LARGE, largest)
     if few * (large / small) > _PATIENCE * 1e6 or large <= small:
-        return 0.0, few / small, 0.0
+        return 0.0, few / small, 0.0, 0.0
     many = _median(lambda: _prefill(runner, 0, large))
     token = max(0.0, (many - few) / (large - small))
     step = max(0.0, few - token * small)
     context = min(_CONTEXT, room - large - 1)
     if context < large:
-        return step, token, 0.0
-    # A chunk of a usual size: reading the context once costs something too, which large chunks share.
-    far = _median(lambda: _prefill(runner, context, large))
-    return step, token, max(0.0, far - many) / (large * context)
+        return step, token, 0.0, 0.0
+    # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
+    far_small = max(0.0, _median(lambda: _prefill(runner, context, small)) - few) / context
+    far_large = max(0.0, _median(lambda: _prefill(runner, context, large)) - many) / context
+    attention = max(0.0, (far_large - far_small) / (large - small))
+    return step, token, attention, max(0.0, far_small - attention * small)
 
 
 def _median(measure: Callable[[], float]) -> float:

@@ -30,13 +30,15 @@ class MeasuredCosts(Piece, frozen=True):
     """What steps and copies took when the executor started, in microseconds; the scheduler learns from there.
 
     Fields:
-        step: any step. token: each token of a prefill. attention: one token attending to one.
+        step: any step. token: each token of a prefill. attention: one token attending to one. context: each token
+            before the end of a chunk, which the chunk reads once.
         load_setup, load_block: a copy list from the host, and each block in it; store_setup, store_block: to the host.
     """
 
     step: float
     token: float
     attention: float
+    context: float = 0.0
     load_setup: float = 0.0
     load_block: float = 0.0
     store_setup: float = 0.0

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 
 from tests.scheduler.http.fake_gateway import FakeGateway
 from tests.scheduler.http.server import MODEL, TOKENIZER, Server, serving
@@ -24,6 +25,18 @@ async def complete(server: Server, **fields: Any) -> dict[str, Any]:
     choices: Any = answer["choices"]
     choice: dict[str, Any] = choices[0]
     return choice
+
+
+async def test_beam_search_and_best_of_arrive() -> None:
+    async with serving() as server:
+        await complete(server, use_beam_search=True, best_of=4, n=2, length_penalty=0.5, early_stopping="never")
+        assert server.gateway.last.beam == BeamParams(4, 0.5, "never")
+        await complete(server, use_beam_search=True, n=3, temperature=0)
+        assert server.gateway.last.beam == BeamParams(3)
+        await complete(server, best_of=4, n=2)
+        assert (server.gateway.last.beam, server.gateway.last.best_of, server.gateway.last.n) == (None, 4, 2)
+        await complete(server, best_of=2, n=2, stop="x")
+        assert server.gateway.last.best_of == 0
 
 
 async def test_sampling_parameters_arrive() -> None:

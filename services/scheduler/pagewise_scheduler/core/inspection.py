@@ -36,6 +36,7 @@ class CostReport(Struct):
     step: float
     token: float
     attention: float
+    context: float
     load_setup: float
     load_block: float
     load_wait: float
@@ -138,8 +139,8 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
     kv, pool, costs = scheduler.kv, scheduler.kv.pool, scheduler.costs
     requests = scheduler.requests
     tree = _runs(scheduler, limit)
-    step, token, attention = (1e6 * max(0.0, constant) for constant in costs.prefill.constants)
-    setup, block = (1e6 * max(0.0, constant) for constant in costs.load.constants)
+    step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
+    setup, block = (1e6 * constant for constant in costs.load.constants)
     return MemoryReport(
         executor_id=executor_id,
         block_size=kv.block_size,
@@ -153,7 +154,7 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         preemptions=scheduler.num_preemptions,
         counters={name: getattr(pool.counters, name) for name in pool.counters.__slots__},
         costs=CostReport(
-            step, token, attention, setup, block, 1e6 * costs.load_wait, costs.prefill.error, costs.load.error
+            step, token, attention, context, setup, block, 1e6 * costs.load_wait, costs.prefill.error, costs.load.error
         ),
         requests=[request_report(request, scheduler, now, 0) for request in requests[:limit]],
         tree_blocks=pool.tree.num_blocks,

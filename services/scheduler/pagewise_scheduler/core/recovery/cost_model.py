@@ -8,20 +8,22 @@ section 7.3) compare them, put into closed form; the split for both at once foll
 """
 
 from dataclasses import dataclass
-from math import sqrt
+from math import log2, sqrt
 
 from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 
 _FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
+SMALL_STEPS = 6
+"""What costs no more than so many empty steps is computed in one."""
 
 
 class OnlineLine:
     """A linear cost, ``constants`` · features, fitted by recursive least squares with forgetting.
 
-    Constants never fall below zero in a prediction: a cost that shrinks with its size is noise. ``scales`` bring the
-    features to about 1, so that the prior weighs the same in all of them.
+    Constants never fall below zero: a cost that shrinks with its size is noise. ``scales`` bring the features to about
+    1, so that the prior weighs the same in all of them.
     """
 
     __slots__ = ("_covariance", "_scales", "constants", "error")
@@ -35,11 +37,7 @@ class OnlineLine:
 
     def predict(self, *features: float) -> float:
         """Seconds for these features."""
-        total = 0.0
-        for constant, feature in zip(self.constants, features, strict=True):
-            if constant > 0.0:
-                total += constant * feature
-        return total
+        return sum(constant * feature for constant, feature in zip(self.constants, features, strict=True))
 
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
@@ -49,10 +47,11 @@ class OnlineLine:
         covariance = self._covariance
         gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
         weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
-        residual = seconds - sum(c * f for c, f in zip(self.constants, features, strict=True))
+        residual = seconds - predicted
         size = len(gains)
         for i in range(size):
-            self.constants[i] += gains[i] / weight * residual / self._scales[i]
+            # Kept from falling below zero here, not when predicting: else the others would make up for it.
+            self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
         trace = 0.0
         for i in range(size):
             for j in range(size):
@@ -68,7 +67,8 @@ class Costs:
     """Constants of one executor, in seconds.
 
     Fields:
-        step: of any step. token: of computing one more. attention: of one token attending to one.
+        step: of any step. token: of computing one more. attention: of one token attending to one. context: of each
+            token before the end of a chunk, which the chunk reads once.
         load_setup, load_block: of a copy list from the host, and of each block in it. store_setup, store_block:
             the same towards the host.
     """
@@ -76,6 +76,7 @@ class Costs:
     step: float = 2e-3
     token: float = 1e-4
     attention: float = 1e-9
+    context: float = 0.0
     load_setup: float = 1e-4
     load_block: float = 1e-4
     store_setup: float = 1e-4
@@ -97,25 +98,29 @@ class CostModel:
 
     ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load_wait``: seconds
     that a load takes beside the link's, lately: behind a step in progress, and until the next one begins.
+    ``both_bias``: how much longer recovering from both ends takes than the two by themselves would.
     """
 
-    __slots__ = ("_chunk", "block_size", "load", "load_wait", "prefill", "store")
+    __slots__ = ("_chunk", "block_size", "both_bias", "load", "load_wait", "prefill", "store")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
         self.block_size = block_size
         self._chunk = chunk
-        self.prefill = OnlineLine((costs.step, costs.token, costs.attention), (1.0, 256.0, 256.0 * 512.0))
+        constants = (costs.step, costs.token, costs.attention, costs.context)
+        self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
         self.load = OnlineLine((costs.load_setup, costs.load_block), (1.0, 32.0))
         self.load_wait = 0.0
+        self.both_bias = 1.0
         self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
         if count <= 0:
             return 0.0
-        steps = -(-count // max(1, int(self._chunk * share)))
+        chunk = max(1, int(self._chunk * share))
+        steps = -(-count // chunk)
         pairs = start * count + count * count / 2
-        return self.prefill.predict(steps, count, pairs)
+        return self.prefill.predict(steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2))
 
     def load_seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
         """Loading blocks behind ``queued_blocks`` others."""
@@ -137,19 +142,32 @@ class CostModel:
         load = self.load_seconds(num_blocks, queued_blocks)
         recompute = self.compute_seconds(start, tokens, share)
         split = self.split(start, tokens, queued_blocks, share)
-        both = max(
-            self.compute_seconds(start, split, share),
-            self.load_seconds(num_blocks - split // self.block_size, queued_blocks),
+        compute = self.compute_seconds(start, split, share)
+        empty_step = self.compute_seconds(start, 1)
+        # The front goes half of the way in each step until what is left is small: that many steps more.
+        halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
+        both = self.both_bias * max(
+            compute + halvings * empty_step,
+            self.load_seconds(num_blocks - split // self.block_size, queued_blocks) + empty_step,
         )
         return Estimate(load, recompute, both, split)
+
+    def both_took(self, seconds: float, predicted: float) -> None:
+        """Recovering from both ends took so long: compute and copies may slow each other down."""
+        ratio = self.both_bias * seconds / max(predicted, _LEAST_SECONDS)
+        self.both_bias += 0.3 * (min(4.0, max(0.5, ratio)) - self.both_bias)
+
+    def both_passed_over(self) -> None:
+        """Another way was chosen: what is believed against both ends fades, so that they get another try."""
+        self.both_bias += 0.02 * (1.0 - self.both_bias)
 
     def split(self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0) -> int:
         """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,
         behind ``queued_blocks`` others, takes as long; whole blocks."""
-        step, token, attention = (max(0.0, constant) for constant in self.prefill.constants)
-        setup, block = (max(0.0, constant) for constant in self.load.constants)
+        step, token, attention, context = self.prefill.constants
+        setup, block = self.load.constants
         link = block / self.block_size
-        per_chunk = step / max(1.0, share * self._chunk)
+        per_chunk = (step + context * (start + tokens / 2)) / max(1.0, share * self._chunk)
         linear = token + attention * start + per_chunk + link
         ahead = link * tokens + setup + block * queued_blocks
         if linear <= 0.0:
@@ -164,7 +182,8 @@ class CostModel:
         Fixed costs of a step and of a copy list are shared by many blocks and left out.
         """
         size = self.block_size
-        recompute = self.prefill.predict(size / self._chunk, size, size * (depth * size - size / 2))
+        end, part = depth * size, size / self._chunk
+        recompute = self.prefill.predict(part, size, size * (end - size / 2), part * end)
         return recompute, self.load.predict(0, 1)
 
     def seconds_lost(self, depth: int, to_host: bool) -> float:

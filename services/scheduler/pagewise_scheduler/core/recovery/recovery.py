@@ -13,7 +13,7 @@ from pagewise_shared.protocol import Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Estimate
+from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Estimate
 from pagewise_scheduler.core.scheduling.request import Sequence
 
 Method = Literal["device", "load", "recompute", "both"]
@@ -22,7 +22,6 @@ RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
 _WORTH_BOTH = 0.9
-_SMALL_STEPS = 6
 _SMALL_PIECE = 8
 
 
@@ -39,6 +38,7 @@ class Recovery:
         began, ended: when it was admitted, and when everything that the host could have given was there; NaN
             until then, for good if it was preempted or aborted before.
         loaded_tokens: tokens that came from the host. link_seconds: what the link took for its transfers.
+        behind_stores: copies to the host were under way when it began, which loads wait for.
     """
 
     sequence: Sequence
@@ -54,6 +54,7 @@ class Recovery:
     ended: float = float("nan")
     loaded_tokens: int = 0
     link_seconds: float = 0.0
+    behind_stores: bool = False
 
     @property
     def predicted(self) -> float:
@@ -115,7 +116,8 @@ class Recoveries:
         better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
         # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
         if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
-            better = "both"
+            return "both", estimate
+        self.costs.both_passed_over()
         return better, estimate
 
     def worth_keeping(self, node: CachedBlock) -> bool:
@@ -144,6 +146,7 @@ class Recoveries:
             estimate=estimate,
             resumed=sequence.num_preemptions > 0,
             began=now,
+            behind_stores=self._kv.pool.host.num_storing > 0,
         )
         sequence.history.append(recovery)
         if nodes:
@@ -167,7 +170,7 @@ class Recoveries:
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
         left = self.costs.split(start, gap, recovery.loading)
-        if self.costs.compute_seconds(start, left) > _SMALL_STEPS * self.costs.compute_seconds(start, 1):
+        if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
@@ -269,8 +272,10 @@ class Recoveries:
                 continue
             done.append((sequence, (recovery.first + len(recovery.nodes)) * size))
             recovery.ended = now
-            if recovery.method == "load":
+            if recovery.method == "load" and not recovery.behind_stores:
                 self.costs.load_waited(now - recovery.began - recovery.link_seconds)
+            if recovery.method == "both" and not recovery.behind_stores:
+                self.costs.both_took(now - recovery.began, recovery.predicted)
             request = sequence.request
             if not recovery.resumed and not request.num_host_tokens:
                 request.num_host_tokens = recovery.loaded_tokens

@@ -248,13 +248,14 @@ class Scheduler:
         self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], loads: list[int]
     ) -> StepPlan:
         """Book the step and build its plan."""
-        num_seqs, num_tokens, attention = len(decoding) + len(chunks), len(decoding), 0.0
+        num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
         completed: list[Sequence] = []
         chunk_rows: dict[int, Sequence] = {}
         computed: list[tuple[Sequence, int]] = []
         for sequence, size in chunks:
             num_tokens += size
             attention += size * (sequence.num_scheduled_tokens - size / 2)
+            context += sequence.num_scheduled_tokens
             self._plan.chunk(sequence.row, size)
             chunk_rows[sequence.row] = sequence
             sequence.last_step = step
@@ -266,7 +267,9 @@ class Scheduler:
                     self._decoding.add(sequence, first_step=step + 1)
         self._step = step
         sampled = decoding + completed if completed else decoding
-        self._in_flight.append(StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention))
+        self._in_flight.append(
+            StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention, context)
+        )
         plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), loads)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
@@ -294,7 +297,7 @@ class Scheduler:
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
         if step.chunk_rows and result.elapsed_us:
-            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention)
+            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention, step.context)
         output = StepOutput(num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             drains = sequence.status is SequenceStatus.DRAINING

@@ -15,7 +15,7 @@ class StepInFlight:
 
     ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
     prompt a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how
-    many pairs of tokens attend in its chunks.
+    many pairs of tokens attend in its chunks; ``context`` how many tokens lie before the ends of its chunks.
     """
 
     step: int
@@ -25,6 +25,7 @@ class StepInFlight:
     chunk_rows: dict[int, Sequence]
     computed: list[tuple[Sequence, int]]
     attention: float
+    context: int
 
     @property
     def owner(self) -> Sequence:
