@@ -4,7 +4,7 @@ Inside a window of the queue the sequence with the longest cached prefix goes fi
 and one whose next block is being computed by somebody else waits for it instead of computing it twice.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -15,7 +15,7 @@ _WINDOW = 16
 _MOST_PASSED = 32
 """Times the head of the queue may be passed over by others with longer prefixes."""
 
-_Computing = set[tuple[CachedBlock, bytes]]
+_Computing = set[tuple[Hashable, bytes]]
 
 
 class Admission:
@@ -85,20 +85,28 @@ class Admission:
         return path
 
     def _busy(self, computing: Iterable[Sequence]) -> _Computing:
+        """The next full block of each of these sequences: where it hangs in the tree, and its tokens."""
         busy: _Computing = set()
-        size = self._kv.block_size
         for sequence in computing:
-            tip = sequence.table.tip or self._kv.pool.tree.root_of(sequence.request.cache_salt)
-            start = tip.depth * size if tip is not None else 0
-            if tip is not None and start + size <= sequence.num_tokens:
-                busy.add((tip, sequence.tokens_between(start, start + size)))
+            tip = sequence.table.tip
+            start = (tip.depth if tip is not None else 0) * self._kv.block_size
+            stop = start + self._kv.block_size
+            if stop <= sequence.num_tokens:
+                busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
         return busy
 
     def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock], busy: _Computing) -> bool:
-        tip = found[-1] if found else self._kv.pool.tree.root_of(sequence.request.cache_salt)
         start = len(found) * self._kv.block_size
         stop = start + self._kv.block_size
-        return tip is not None and stop < sequence.num_tokens and (tip, sequence.tokens_between(start, stop)) in busy
+        if stop >= sequence.num_tokens:
+            return False
+        place = self._place(sequence, found[-1] if found else None)
+        return (place, sequence.tokens_between(start, stop)) in busy
+
+    def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
+        """Where a sequence stands that has found blocks up to ``tip``; its space has no root before its first block."""
+        space = sequence.request.cache_salt
+        return tip or self._kv.pool.tree.root_of(space) or ("root", space)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:
         """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""
