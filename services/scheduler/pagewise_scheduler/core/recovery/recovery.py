@@ -205,13 +205,14 @@ class Recoveries:
             return 0
         if recovery.method == "load":
             return min(recovery.back, _PIECE_BLOCKS) if recovery.loading < 2 * _PIECE_BLOCKS else 0
-        # Like the front, the back goes half of the way to where the two are predicted to meet: the prediction is made
-        # anew in every step, and what is left goes to whichever turns out to be the faster one.
+        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of it
+        # twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
+        # whichever turns out to be the faster one.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
         behind = left - self.costs.split(start, left * self._kv.block_size, recovery.loading) // self._kv.block_size
         if behind + recovery.loading > _SMALL_PIECE:
-            behind = (behind + recovery.loading + 1) // 2 - recovery.loading
+            behind = (3 * (behind + recovery.loading) + 3) // 4 - recovery.loading
         return max(0, min(behind, _PIECE_BLOCKS))
 
     def stores(self, step: int) -> list[int]:
