@@ -205,8 +205,8 @@ class Recoveries:
             return 0
         if recovery.method == "load":
             return min(recovery.back, _PIECE_BLOCKS) if recovery.loading < 2 * _PIECE_BLOCKS else 0
-        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of it
-        # twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
+        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
+        # it twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
         # whichever turns out to be the faster one.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
