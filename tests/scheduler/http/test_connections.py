@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 from asyncio.subprocess import PIPE, STDOUT
@@ -9,7 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from pagewise_scheduler.generation import Capacity
 from pagewise_scheduler.http import parsing
 
@@ -194,3 +197,19 @@ async def test_openapi_document() -> None:
         assert schemas[name]["additionalProperties"] is False
         assert {"max_tokens", "temperature", "logit_bias", "truncate_prompt_tokens"} <= set(schemas[name]["properties"])
     assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_client_that_hangs_up_under_a_write_is_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(response: web.StreamResponse, data: bytes) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", write)
+    async with serving() as server:
+        body = json.dumps({"model": MODEL, "prompt": "the quick", "max_tokens": 50, "stream": True}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(http_bytes(COMPLETION, body))
+        await asyncio.sleep(0.3)
+        writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

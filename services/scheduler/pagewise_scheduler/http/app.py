@@ -95,7 +95,9 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except ConnectionError:
-        raise  # the client is gone: there is nobody to answer
+        # The client is gone: there is nobody to answer. Raised further, aiohttp would log it as a failure of ours.
+        log.debug("request %s: the client is gone", request[REQUEST_ID])
+        response = web.Response(status=499)
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         response = InternalError(f"internal error; the log has more under {request[REQUEST_ID]}").response()
