@@ -169,3 +169,20 @@ def test_usage_tells_device_and_host_apart() -> None:
     once_more = serve(scheduler, executor, LONG)
     assert once_more.num_host_tokens == 0
     assert once_more.num_cached_tokens == 39
+
+
+def test_copies_compete_for_a_busy_link_and_the_hopeless_lose() -> None:
+    scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="auto", costs=EVEN, eviction="cost")
+    serve(scheduler, executor_for(scheduler), LONG)
+    node = scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39).blocks[0]
+    host, costs, policy = scheduler.kv.pool.host, scheduler.costs, scheduler.kv.pool.policy
+    worth_keeping = scheduler.recoveries.worth_keeping
+    assert 0 < policy.probability(node) < 1
+    assert worth_keeping(node), "an idle link costs nothing"
+    recompute, load = costs.block_seconds(node.depth)
+    saved = policy.probability(node) * recompute**2 / (recompute + load)
+    costs.store.constants[:] = [0.0, 2 * saved]
+    host.num_storing = host.max_storing // 4
+    assert worth_keeping(node)
+    host.num_storing = host.max_storing * 3 // 4
+    assert not worth_keeping(node)

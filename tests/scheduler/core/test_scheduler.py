@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.beam_search import BeamSearch
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
@@ -304,3 +304,26 @@ def test_requests_go_on_elsewhere_from_their_tokens() -> None:
     assert_all_free(first)
     run(second, executor_for(second))
     assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+
+
+def test_beams_keep_to_the_limits_that_failed_steps_have_left() -> None:
+    scheduler = create_scheduler(max_num_seqs=8)
+    executor = executor_for(scheduler)
+    request = create_request(prompt=6, max_tokens=6, n=2)
+    request.beam = BeamParams(4)
+    scheduler.add(request)
+    sizes: list[int] = []
+    while True:
+        plan = scheduler.schedule(0.0)
+        if plan is None:
+            break
+        sizes.append(len(plan.chunks))
+        if len(sizes) == 2:
+            assert scheduler.fail(epoch=2) == []
+            executor.reset()
+        else:
+            scheduler.update(executor.execute(plan))
+    assert sizes[1] == 4
+    assert max(sizes[2:]) == 2
+    assert [sequence.output_token_ids for sequence in request.sequences] == expected_beams(request)
+    assert_all_free(scheduler)

@@ -29,11 +29,16 @@ class Belady:
 
     def priority(self, block: CachedBlock, clock: float) -> float:
         """The later the next use, the lower."""
-        uses = self._uses.get(array("i", block.tokens[:4])[0])
-        if uses is None:
-            return -_NEVER
+        return -self._next_use(block)
+
+    def probability(self, block: CachedBlock) -> float:
+        """Whether it is used again."""
+        return float(self._next_use(block) < _NEVER)
+
+    def _next_use(self, block: CachedBlock) -> int:
+        uses = self._uses.get(array("i", block.tokens[:4])[0], [])
         following = bisect_right(uses, self.now)
-        return -(uses[following] if following < len(uses) else _NEVER)
+        return uses[following] if following < len(uses) else _NEVER
 
     def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
         """The future is known already."""

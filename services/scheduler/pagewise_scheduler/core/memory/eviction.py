@@ -24,6 +24,10 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def probability(self, block: CachedBlock) -> float:
+        """How likely the block is used again, 0 to 1, as far as is known."""
+        ...
+
     def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
         """A sequence that generated so many tokens (or ``PREEMPTED``) lets go of ``blocks``, in order."""
         ...
@@ -37,6 +41,10 @@ class LeastRecentlyUsed:
     def priority(self, block: CachedBlock, clock: float) -> float:
         """The tick."""
         return block.last_used
+
+    def probability(self, block: CachedBlock) -> float:
+        """Nothing is known."""
+        return 0.5
 
     def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
         """Nothing to remember: the tick is the block's own."""

@@ -121,12 +121,18 @@ class Recoveries:
         return better, estimate
 
     def worth_keeping(self, node: CachedBlock) -> bool:
-        """Whether a copy on the host can ever be the cheaper way back to this block."""
+        """Whether a copy on the host is worth what it costs.
+
+        It saves, if the block is used again, what recovering from both ends saves over computing alone. It costs its
+        time on the link, by how busy the link is: an idle one costs nothing.
+        """
         if self.mode != "auto":
             return self.mode != "recompute"
         recompute, load = self.costs.block_seconds(node.depth)
-        # Loaded from the back while the front is computed, a block is worth loading even where the link is slower.
-        return load < 20 * recompute
+        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
+        pool = self._kv.pool
+        busy = pool.host.num_storing / max(1, pool.host.max_storing)
+        return pool.policy.probability(node) * saved >= busy * self.costs.store.predict(0, 1)
 
     # ---- running -------------------------------------------------------------------------------------
 

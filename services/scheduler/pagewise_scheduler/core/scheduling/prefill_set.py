@@ -39,6 +39,7 @@ class PrefillSet:
         self._limits = limits
         self._plan = plan
         self._free_rows = free_rows
+        self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -52,8 +53,8 @@ class PrefillSet:
         del self._members[sequence]
 
     def rejoin(self, sequence: Sequence) -> bool:
-        """Take a sequence back that has kept its blocks and knows one more token; False: there is no row for it."""
-        if not self._free_rows:
+        """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
+        if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs:
             return False
         sequence.status = SequenceStatus.PREFILL
         sequence.row = self._free_rows.pop()
