@@ -324,6 +324,6 @@ def test_beams_keep_to_the_limits_that_failed_steps_have_left() -> None:
         else:
             scheduler.update(executor.execute(plan))
     assert sizes[1] == 4
-    assert max(sizes[2:]) == 2
+    assert max(sizes[2:18]) <= 2, "it takes 16 good steps to widen them again"
     assert [sequence.output_token_ids for sequence in request.sequences] == expected_beams(request)
     assert_all_free(scheduler)
