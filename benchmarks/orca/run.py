@@ -43,10 +43,10 @@ PAPER = {
 class Watch:
     """Adds up what KV memory holds, whenever somebody waits."""
 
-    def __init__(self, scheduler: Scheduler, kind: str) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.parts: Counter[str] = Counter()
         self.samples = self.running = self.allocated = self.empty = 0
-        self._scheduler, self._kind = scheduler, kind
+        self._scheduler = scheduler
 
     def __call__(self, now: float) -> None:
         scheduler = self._scheduler
@@ -97,7 +97,7 @@ def simulate(trace: list[TraceRequest], kind: Memory, block_size: int) -> dict[s
         costs=costs.prefill,
         kv=kv,
     )
-    watch = Watch(scheduler, kind)
+    watch = Watch(scheduler)
     outcome = Simulation(scheduler, costs, salt=str, watch=watch).run(trace)
     total = sum(watch.parts.values())
     output_tokens = sum(request.num_output_tokens for request in trace)

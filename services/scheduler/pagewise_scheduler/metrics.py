@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "copied")
+MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "spoiled", "copied")
 """The fields of the core's ``MemoryCounters``."""
 
 RECOVERY_METHODS = ("device", "load", "recompute", "both")

@@ -121,7 +121,7 @@ def test_a_spoiled_copy_is_noticed_and_computed_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=40)
     executor.spoil = {scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39).on_host[3].host}
     again = serve(scheduler, executor, LONG)
-    assert scheduler.recoveries.num_failed == 1
+    assert scheduler.kv.pool.counters.spoiled == 1
     assert again.sequences[0].num_preemptions == 1
     check_states(scheduler.kv.pool)
 

@@ -34,6 +34,12 @@ class MemoryWatch:
         counters, counted = scheduler.kv.pool.counters, self._counted
         for name, metric in self._events:
             if (value := getattr(counters, name)) != counted[name]:
+                if name == "spoiled":
+                    log.warning(
+                        "%s: %d blocks came back from the host spoiled, they are computed again",
+                        self._executor_id,
+                        value - counted[name],
+                    )
                 metric.inc(value - counted[name])
                 counted[name] = value
         reports = scheduler.recoveries.reports

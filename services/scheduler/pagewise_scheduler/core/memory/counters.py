@@ -12,6 +12,7 @@ class MemoryCounters:
             dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
         host_evicted: lost their place on the host.
         stored, loaded: copies to and from the host that were confirmed.
+        spoiled: came back from the host with another content than was stored; they are computed again.
         copied: copied on the device because somebody had to write into a shared block.
     """
 
@@ -21,4 +22,5 @@ class MemoryCounters:
     host_evicted: int = 0
     stored: int = 0
     loaded: int = 0
+    spoiled: int = 0
     copied: int = 0

@@ -132,10 +132,6 @@ class CostModel:
         """A load has taken so much longer than its link."""
         self.load_wait += 0.2 * (max(0.0, seconds) - self.load_wait)
 
-    def chunk_seconds(self, start: int) -> float:
-        """One full prefill chunk after ``start`` tokens."""
-        return self.compute_seconds(start, self._chunk)
-
     def estimate(self, start: int, num_blocks: int, queued_blocks: int = 0, share: float = 1.0) -> Estimate:
         """The ways to get ``num_blocks`` blocks back that follow ``start`` tokens on the device."""
         tokens = num_blocks * self.block_size

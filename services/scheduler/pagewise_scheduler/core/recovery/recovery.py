@@ -84,7 +84,6 @@ class Recoveries:
         self.costs = costs
         self.mode = mode
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
-        self.num_failed = 0
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         self._transfers: dict[int, _Transfer] = {}
@@ -95,9 +94,6 @@ class Recoveries:
     def num_loading(self) -> int:
         """Blocks whose load has been asked for and not confirmed."""
         return self._num_loading
-
-    def __len__(self) -> int:
-        return len(self._active)
 
     # ---- choosing ------------------------------------------------------------------------------------
 
@@ -254,6 +250,7 @@ class Recoveries:
         for recovery, nodes, blocks in transfer.parts:
             recovery.loading -= len(nodes)
             spoiled = [node for node in nodes if node.host in wrong]
+            self._kv.pool.counters.spoiled += len(spoiled)
             host.unpin(reversed(nodes))
             self._kv.drop(blocks, None)
             for node in spoiled:
@@ -262,7 +259,6 @@ class Recoveries:
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:
-                self.num_failed += 1
                 failed.append(recovery.sequence)
             else:
                 recovery.loaded_tokens += len(nodes) * self._kv.block_size
