@@ -48,20 +48,20 @@ format: setup ## Put the code into shape
 	$(VENV)/bin/ruff format .
 
 types: setup ## mypy, strict
-	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_scheduler -p pagewise_executor -p pagewise
-	@# Scripts one by one: several are named run.py.
+	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
+	@# Scripts one by one: several are named train.py.
 	for script in examples/*/train.py benchmarks/*/run.py; do $(VENV)/bin/mypy $$script || exit 1; done
 
 bench: setup ## Measure: the start, the control plane, serving over HTTP
-	$(PY) benchmarks/start/run.py
-	$(PY) benchmarks/control_plane/run.py
-	$(PY) benchmarks/serving/run.py
+	$(PY) -m benchmarks.start.run
+	$(PY) -m benchmarks.control_plane.run
+	$(PY) -m benchmarks.serving.run
 
 experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 15 minutes)
-	$(PY) benchmarks/orca/run.py --json benchmarks/results/orca.json --plot docs/figures/orca.svg
-	$(PY) benchmarks/eviction/run.py --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
-	$(PY) benchmarks/recovery/run.py --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
-	$(PY) benchmarks/thrash/run.py --json benchmarks/results/thrash.json
+	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
+	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
+	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
+	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
 
 docs: setup ## Check that documents point at what exists and know every option and metric
 	$(PY) -m pytest tests/architecture/test_documents.py tests/architecture/test_operations.py

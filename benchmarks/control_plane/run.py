@@ -6,11 +6,7 @@ Prints tables and, with ``--json``, writes the numbers.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from array import array
 
@@ -26,6 +22,8 @@ from pagewise_shared.protocol import (
     pack_int32s,
 )
 from pagewise_shared.sampling import SamplingParams
+
+from benchmarks.record import write_record
 
 PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
@@ -171,17 +169,7 @@ def main() -> None:
     long = measure_long(262_144)
     print("one sequence of 262,144 tokens: " + ", ".join(f"{name} {value}" for name, value in long.items()))
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        report = {
-            "commit": commit,
-            "command": " ".join(["python", *sys.argv]),
-            "machine": {"machine": platform.machine(), "python": platform.python_version()},
-            "rows": rows,
-            "memory": memory,
-            "long_context": long,
-        }
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        write_record(args.json, {"rows": rows, "memory": memory, "long_context": long})
 
 
 if __name__ == "__main__":

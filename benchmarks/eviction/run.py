@@ -6,10 +6,6 @@ writes it.
 """
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +16,8 @@ from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import replay_cache_only
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+
+from benchmarks.record import write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "mooncake_synthetic_trace.jsonl.gz"
 Policy = Literal["lru", "cost", "belady"]
@@ -63,14 +61,7 @@ def main() -> None:
     unlimited = hit_rate(trace, everything, "lru")
     print(f"{'unlimited':>10}{100 * unlimited:>8.1f}%   replayed in {time.perf_counter() - began:.0f} s")
     if args.json:
-        record = {
-            "commit": _output(["git", "rev-parse", "--short", "HEAD"]),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"virtual clock; {platform.machine()}, Python {platform.python_version()}",
-            "rows": rows,
-            "unlimited": unlimited,
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, {"rows": rows, "unlimited": unlimited}, clock="virtual")
     if args.plot:
         plot(rows, unlimited, args.plot)
 
@@ -94,10 +85,6 @@ def plot(rows: list[dict[str, Any]], unlimited: float, path: str) -> None:
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path)
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,6 @@ internal fragmentation (reserved for tokens that never come, or the rest of a la
 """
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +17,8 @@ from pagewise_scheduler.replay.costs import modelled
 from pagewise_scheduler.replay.reserving import Reservation, ReservingKVManager, reserved_slots
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+
+from benchmarks.record import write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 NUM_SLOTS = 15_700
@@ -140,16 +138,13 @@ def main() -> None:
     for size, row in sweep.items():
         print(f"{size:>6}{row['empty_percent_of_allocated']:>8}%")
     if args.json:
-        record = {
-            "commit": _output(["git", "rev-parse", "--short", "HEAD"]),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"virtual clock; {platform.machine()}, Python {platform.python_version()}",
+        numbers = {
             "rows": rows,
             "empty_percent_of_allocated_by_block_size": {
                 size: row["empty_percent_of_allocated"] for size, row in sweep.items()
             },
         }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, numbers, clock="virtual")
     if args.plot:
         plot(rows, args.plot)
 
@@ -178,10 +173,6 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     speed.tick_params(axis="x", labelsize=7)
     figure.tight_layout()
     figure.savefig(path)
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,9 @@ ways side by side. Prints a table and, with ``--json`` and ``--plot``, writes nu
 """
 
 import argparse
-import json
-import platform
 import queue
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from array import array
 from collections import deque
@@ -30,6 +26,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Copied, Welcome
 from pagewise_shared.sampling import SamplingParams
+
+from benchmarks.record import write_record
 
 MODES: tuple[RecoveryMode, ...] = ("swap", "recompute", "both", "auto")
 BUDGET = 2048
@@ -195,28 +193,9 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        commit = _output(["git", "rev-parse", "--short", "HEAD"])
-        record = {
-            "commit": commit + ("+changes" if _output(["git", "status", "--porcelain"]) else ""),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"{platform.machine()}, {_cpu()}, Python {platform.python_version()}",
-            "tokens": args.tokens,
-            "rows": rows,
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, {"tokens": args.tokens, "rows": rows})
     if args.plot:
         plot(rows, args.plot)
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown CPU"
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Serving throughput and latency over HTTP, beside transformers on the same requests in the same run.
 
-    python benchmarks/serving/run.py                        # 32 requests of unequal lengths, then of equal lengths
-    python benchmarks/serving/run.py --rate 4 --contenders pagewise
+    python -m benchmarks.serving.run                        # 32 requests of unequal lengths, then of equal lengths
+    python -m benchmarks.serving.run --rate 4 --contenders pagewise
 
 Contenders: ``pagewise`` (``pagewise serve`` in its own processes, driven over HTTP), ``generate`` (transformers' static
 batch, padded to the longest) and ``generate_batch`` (transformers' continuous batching). They take turns, and every
@@ -15,8 +15,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
-import platform
 import random
 import signal
 import statistics
@@ -30,6 +28,8 @@ from pathlib import Path
 
 import aiohttp
 import psutil
+
+from benchmarks.record import write_record
 
 VOCAB_SIZE = 4096  # that of the demo tokenizer, so that every token has text and streams at once
 
@@ -238,7 +238,7 @@ class Transformers:
 
     def __init__(self, kind: str, works: list[Work], args: argparse.Namespace, model_path: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--child", kind, "--model", model_path, "--device", args.device,
+            [sys.executable, "-m", "benchmarks.serving.run", "--child", kind, "--model", model_path, "--device", args.device,
              "--dtype", args.dtype, "--rounds", str(args.rounds)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
@@ -348,16 +348,7 @@ def main() -> None:
         results = [compare(name, args, args.model or directory) for name in args.workloads]
     report(results)
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        options = [argument for argument in sys.argv[1:] if "/" not in argument and argument != "--json"]
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "device": args.device, "dtype": args.dtype}
-        content = {
-            "commit": commit,
-            "command": " ".join(["python benchmarks/serving/run.py", *options]),
-            "machine": machine,
-            "results": results,
-        }
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_record(args.json, {"results": results}, device=args.device, dtype=args.dtype)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long ``make serve`` takes to its first token, and what the idle scheduler weighs.
 
-    python benchmarks/start/run.py [--rounds 3] [--json FILE]
+    python -m benchmarks.start.run [--rounds 3] [--json FILE]
 
 Runs ``make serve`` (everything installed already) on the demo model, sends the request that its curl line shows as soon
 as the server says it serves, and stops the clock at the first token. Then reads the scheduler's resident memory.
@@ -9,7 +9,6 @@ as the server says it serves, and stops the clock at the first token. Then reads
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -18,6 +17,8 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+
+from benchmarks.record import write_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,15 +68,7 @@ def main() -> None:
     print(f"make serve, installed: ready after {medians['ready_s']} s, first token after {medians['first_token_s']} s")
     print(f"idle scheduler: {medians['scheduler_mb']:.0f} MB resident")
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        content = {
-            "commit": commit,
-            "command": f"python benchmarks/start/run.py --rounds {args.rounds}",
-            "machine": {"machine": platform.machine(), "cores": os.cpu_count()},
-            "medians": medians,
-            "rounds": rounds,
-        }
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+        write_record(args.json, {"medians": medians, "rounds": rounds})
 
 
 if __name__ == "__main__":

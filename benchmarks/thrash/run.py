@@ -6,11 +6,7 @@ table and, with ``--json``, writes it.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+
+from benchmarks.record import write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 BLOCK_SIZE = 16
@@ -75,17 +73,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        record = {
-            "commit": _output(["git", "rev-parse", "--short", "HEAD"]),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": f"virtual clock; {platform.machine()}, Python {platform.python_version()}",
-            "rows": rows,
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        write_record(args.json, {"rows": rows}, clock="virtual")
 
 
 if __name__ == "__main__":
