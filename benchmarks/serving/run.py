@@ -238,8 +238,8 @@ class Transformers:
 
     def __init__(self, kind: str, works: list[Work], args: argparse.Namespace, model_path: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.serving.run", "--child", kind, "--model", model_path, "--device", args.device,
-             "--dtype", args.dtype, "--rounds", str(args.rounds)],
+            [sys.executable, "-m", "benchmarks.serving.run", "--child", kind, "--model", model_path,
+             "--device", args.device, "--dtype", args.dtype, "--rounds", str(args.rounds)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         assert self.process.stdin is not None

@@ -115,10 +115,10 @@ def _print_sequence(sequence: dict[str, Any]) -> None:
         print("  " + _event(event))
     blocks = sequence.get("blocks", [])
     if blocks:
-        print("   index   block    host    held by")
+        print("   index   block    host    held by  hash")
     for block in blocks:
         host = block.get("host", "-")
-        state = "published" if block.get("published") else "its own"
+        state = block["hash"][:16] if block.get("hash") else "its own"
         print(f"  {block['index']:>6}  {block['block']:>6}  {host:>6}  {block['references']:>8}  {state}")
     if sequence.get("truncated"):
         print("  ... (more with --limit)")

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import StepPlan, unpack_int32s
 
 from tests.scheduler.core.builders import create_request, create_scheduler
@@ -188,6 +190,32 @@ def test_look_up_finds_the_longest_prefix_that_was_published(prompts: list[list[
         published.append(prompt)
         kv.free(table, None)
         check_states(kv.pool)
+
+
+def test_block_hashes_chain_over_parents_tokens_and_extra_keys() -> None:
+    def leaf(model: str, space: str | None, *tokens: int) -> bytes:
+        kv = KVCacheManager(num_blocks=8, block_size=2, model_fingerprint=model)
+        table, known = kv.new_table(space), array("i", tokens)
+        kv.grow(table, len(tokens))
+        kv.publish(table, len(tokens), lambda a, b: known[a:b].tobytes())
+        assert table.tip is not None
+        return hash_of(table.tip)
+
+    same = leaf("m", None, 1, 2, 3, 4)
+    assert same == leaf("m", None, 1, 2, 3, 4) == block_hash(block_hash(root_hash("m", None), ints(1, 2)), ints(3, 4))
+    others = [
+        leaf("other", None, 1, 2, 3, 4),
+        leaf("m", "salt", 1, 2, 3, 4),
+        leaf("m", "None", 1, 2, 3, 4),
+        leaf("m", None, 9, 2, 3, 4),
+        leaf("m", None, 3, 4),
+        leaf("m", None, 1, 2, 3, 4, 5, 6),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
 
 
 def shared(one: list[int], other: list[int]) -> int:

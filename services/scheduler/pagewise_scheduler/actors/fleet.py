@@ -171,6 +171,7 @@ class Fleet:
         limit = min(hello.max_model_len, self._max_model_len or hello.max_model_len)
         link = _Link(self._socket, identity, self._epochs)
         scheduler = Scheduler(
+            model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
             max_num_seqs=min(self._max_num_seqs, hello.max_num_seqs or self._max_num_seqs),

@@ -5,7 +5,7 @@ from math import isnan
 
 from msgspec import Struct
 
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.recovery.recovery import Recovery
 from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -45,13 +45,16 @@ class CostReport(Struct):
 
 
 class BlockReport(Struct, omit_defaults=True):
-    """A block of a sequence: its index in the block table, its ids on the device and the host (-1: not there)."""
+    """A block of a sequence: its index in the block table, its ids on the device and the host (-1: not there).
+
+    ``hash``: its block hash in hex once it is published, so that others can share it.
+    """
 
     index: int
     block: int
     references: int
     host: int = -1
-    published: bool = False
+    hash: str = ""
 
 
 class EventReport(Struct, omit_defaults=True):
@@ -192,7 +195,7 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, limit
                 block,
                 pool.references(block),
                 node.host if (node := pool.node(block)) is not None else -1,
-                node is not None,
+                hash_of(node).hex() if node is not None else "",
             )
             for index, block in enumerate(table.blocks[:limit])
         ],

@@ -43,13 +43,14 @@ class BlockPool:
         num_host_blocks: int = 0,
         policy: EvictionPolicy | None = None,
         counters: MemoryCounters | None = None,
+        model_fingerprint: str = "",
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.policy = policy = policy or LeastRecentlyUsed()
         self.counters = counters or MemoryCounters()
-        self.tree = PrefixTree(block_size)
+        self.tree = PrefixTree(block_size, model_fingerprint)
         self.host = HostPool(num_host_blocks, self.tree, self.counters, policy)
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks

@@ -10,8 +10,10 @@ advance, and classes that mean nothing come out equal.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from pagewise_shared.block_hash import BlockHash
+
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 
 _MOST_USES = 4
 _KINDS = 7
@@ -33,7 +35,7 @@ class CostAware:
     def __init__(self, seconds: Callable[[CachedBlock], float], memory: int = 1 << 18) -> None:
         self._seconds = seconds
         self._memory = memory
-        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._seen: OrderedDict[BlockHash, int] = OrderedDict()
         num_classes = (_MOST_USES + 1) * 2 * (_KINDS + 1)
         self._uses = [0.0] * num_classes
         self._returns = [0.0] * num_classes
@@ -55,7 +57,7 @@ class CostAware:
         for block in blocks:
             counted = block.depth % _STRIDE == 1
             if counted:
-                key = prefix_key(block)
+                key = hash_of(block)
                 remembered = self._seen.pop(key, 0)  # and put back at the end: the longest unused is forgotten first
             before = block.kind or remembered
             number = min(before // per_use + 1, _MOST_USES)
@@ -73,15 +75,3 @@ class CostAware:
             self._until_halved = _HALF_LIFE
             self._uses = [value / 2 for value in self._uses]
             self._returns = [value / 2 for value in self._returns]
-
-
-def prefix_key(block: CachedBlock) -> int:
-    """What a block is called here, also after it has come back: a hash of its prefix; a collision costs a guess."""
-    if block.key:
-        return block.key
-    path = [block]  # not recursive: a chain may be longer than the interpreter's stack
-    while (parent := path[-1].parent) is not None and not parent.key:
-        path.append(parent)
-    for node in reversed(path):
-        node.key = hash((node.parent.key if node.parent is not None else 0, node.tokens)) or 1
-    return block.key

@@ -40,11 +40,12 @@ class KVCacheManager:
         block_size: int,
         num_host_blocks: int = 0,
         policy: EvictionPolicy | None = None,
+        model_fingerprint: str = "",
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, block_size, num_host_blocks, policy)
+        self.pool = BlockPool(num_blocks, block_size, num_host_blocks, policy, None, model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
 
@@ -224,6 +225,13 @@ class KVCacheManager:
         """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks."""
         pool = self.pool
         assert pool.num_in_use == 0
-        fresh = BlockPool(pool.num_blocks, self.block_size, pool.host.num_blocks, pool.policy, pool.counters)
+        fresh = BlockPool(
+            pool.num_blocks,
+            self.block_size,
+            pool.host.num_blocks,
+            pool.policy,
+            pool.counters,
+            pool.tree.model_fingerprint,
+        )
         fresh.host.worth_keeping = pool.host.worth_keeping
         self.pool = fresh

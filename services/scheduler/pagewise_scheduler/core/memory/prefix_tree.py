@@ -1,14 +1,16 @@
 """Which contents lie in which blocks: a tree of full blocks, one level per block of tokens.
 
-The way from the root to a node spells the tokens of a prefix, so a node stands for what a chained block hash stands for
-(parent, tokens, extra keys), exactly: tokens are compared, not digests, and nobody can make two prefixes collide. It is
-also cheaper than hashing, and it knows a block's descendants, which eviction asks for. Each space (the cache salt of a
-tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+The way from the root to a node spells the tokens of a prefix, so a node stands for what its chained block hash stands
+for (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the tree knows a
+block's descendants, which eviction asks for. Hashes name blocks outside of it; they are made when somebody asks. Each
+space (the cache salt of a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
 """
 
 from array import array
 from collections.abc import Hashable
 from itertools import islice
+
+from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -23,7 +25,7 @@ class CachedBlock:
         block: its id in the device pool, else -1. host: its id in the host pool, else -1.
         pins: transfers and recoveries that need its host copy.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
-        last_used: tick of its last release. key: a hash of its prefix, 0 until somebody asks for it.
+        last_used: tick of its last release. hash: its block hash, empty until ``hash_of`` is asked for it.
         kind: what an eviction policy has noted of it, 0: nothing.
     """
 
@@ -31,8 +33,8 @@ class CachedBlock:
         "block",
         "children",
         "depth",
+        "hash",
         "host",
-        "key",
         "kind",
         "last_used",
         "num_on_device",
@@ -47,7 +49,8 @@ class CachedBlock:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CachedBlock] = {}
         self.block = self.host = -1
-        self.pins = self.num_on_device = self.last_used = self.key = self.kind = 0
+        self.pins = self.num_on_device = self.last_used = self.kind = 0
+        self.hash = BlockHash(b"")
 
 
 class _Root(CachedBlock):
@@ -55,18 +58,33 @@ class _Root(CachedBlock):
 
     __slots__ = ("space",)
 
-    def __init__(self, space: Hashable) -> None:
+    def __init__(self, space: Hashable, model_fingerprint: str) -> None:
         super().__init__(None, b"")
         self.space = space
-        self.key = hash(space) or 1
+        self.hash = root_hash(model_fingerprint, space)
+
+
+def hash_of(node: CachedBlock) -> BlockHash:
+    """The block hash of a node. Chains over as many ancestors as nobody has asked for yet."""
+    path: list[CachedBlock] = []
+    current: CachedBlock | None = node
+    while current is not None and not current.hash:  # not recursive: a chain may be longer than the interpreter's stack
+        path.append(current)
+        current = current.parent
+    assert current is not None, "a root has its hash from the beginning"
+    known = current.hash
+    for below in reversed(path):
+        known = below.hash = block_hash(known, below.tokens)
+    return known
 
 
 class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each."""
 
-    __slots__ = ("_key_bytes", "_roots", "num_blocks")
+    __slots__ = ("_key_bytes", "_roots", "model_fingerprint", "num_blocks")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, model_fingerprint: str = "") -> None:
+        self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
         self._roots: dict[Hashable, _Root] = {}
         self.num_blocks = 0
@@ -75,7 +93,7 @@ class PrefixTree:
         """The root of a space, made if it is not there."""
         found = self._roots.get(space)
         if found is None:
-            found = self._roots[space] = _Root(space)
+            found = self._roots[space] = _Root(space, self.model_fingerprint)
         return found
 
     def root_of(self, space: Hashable) -> CachedBlock | None:

@@ -47,11 +47,12 @@ class Scheduler:
         recovery: RecoveryMode = "auto",
         eviction: EvictionName | EvictionPolicy = "lru",
         kv: KVCacheManager | None = None,
+        model_fingerprint: str = "",
     ) -> None:
         self.epoch = epoch
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
         policy = make_policy(eviction, self.costs, num_host_blocks) if isinstance(eviction, str) else eviction
-        self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy)
+        self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
         self.kv.pool.host.worth_keeping = self.recoveries.worth_keeping
