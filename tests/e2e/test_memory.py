@@ -80,7 +80,13 @@ def test_debug_memory_adds_up_and_is_bounded(server: Server) -> None:
     assert sum(run["num_blocks"] for run in whole["tree"]) == whole["tree_blocks"]
     assert sum(run["on_host"] for run in whole["tree"]) == host["used"]
     assert whole["costs"]["token"] > 0
-    for path, status in (("/debug/memory?limit=0", 400), ("/debug/memory?limit=x", 400), ("/debug/requests/no", 404)):
+    endless = f"/debug/memory?limit={'9' * 5000}"
+    for path, status in (
+        ("/debug/memory?limit=0", 400),
+        ("/debug/memory?limit=x", 400),
+        (endless, 400),
+        ("/debug/requests/no", 404),
+    ):
         with pytest.raises(urllib.error.HTTPError) as raised:
             get(server, path)
         assert raised.value.code == status

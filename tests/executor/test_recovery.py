@@ -1,17 +1,22 @@
 """KV that went to the host and came back gives the tokens that transformers gives, whichever way it took."""
 
+import queue
 import random
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s
 
 from tests.executor.driver import request, run_requests
 from tests.executor.test_beam_search import expected as beams
@@ -142,6 +147,56 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     scheduler, _ = run_requests(runner, requests, num_blocks=13, arrive_every=1000, recovery="swap")
     assert scheduler.kv.pool.counters.spoiled > 0
     assert [r.sequences[0].output_token_ids for r in requests] == expected
+
+
+def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = build_runner(model_path)._host
+    assert host is not None
+    done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+    host.report = done.put
+    pairs = np.array([[3, 7]], np.int32)
+
+    def copy_badly(target: np.ndarray, source: np.ndarray) -> None:
+        np.copyto(target, source)
+        target[0] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_tier, "_copy", copy_badly)
+        host.store(StepPlan(0, 1), pairs)
+        assert done.get(timeout=10).bad == b""
+    host.load(StepPlan(0, 2), pairs[:, ::-1])
+    assert done.get(timeout=10).bad == pack_int32s([7])
+
+
+def test_a_block_may_be_copied_and_then_loaded_into_in_one_step(model_path: Path) -> None:
+    runner = build_runner(model_path)
+    runner.reset(Welcome(1, 4, 64))
+    done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+    runner.report_copies(done.put)
+    keys = runner._pool.keys[0]
+    keys[5] = 7.0
+    runner.execute(StepPlan(1, 1, memory=MemoryWork(stores=pack_int32s([5, 0]))))
+    done.get(timeout=10)
+    for step in range(2, 200):
+        keys[5], keys[6] = 1.0, 0.0
+        memory = MemoryWork(copies=pack_int32s([5, 6]), loads=pack_int32s([0, 5]))
+        runner.execute(StepPlan(1, step, memory=memory))
+        done.get(timeout=10)
+        assert (keys[6] == 1.0).all()
+        assert (keys[5] == 7.0).all()
+
+
+def test_a_link_that_hardly_moves_is_profiled_quickly_or_refused(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.perf_counter()
+    build_runner(model_path, host_bandwidth="20KB", profile=True, host_memory="1MiB")
+    assert time.perf_counter() - began < 20
+    monkeypatch.setattr(profile, "_COPY_TIMEOUT", 0.2)
+    with pytest.raises(ModelError, match="--host-bandwidth"):
+        build_runner(model_path, host_bandwidth="1KB", profile=True, host_memory="1MiB")
 
 
 def test_a_slow_link_takes_its_time(model_path: Path) -> None:

@@ -183,3 +183,17 @@ async def test_a_refusal_ends_it_with_the_reason(tmp_path: Path) -> None:
         await scheduler.send(Refused("wrong model"))
         with pytest.raises(RefusedError, match="wrong model"):
             await asyncio.wait_for(running, 5)
+
+
+async def test_a_worker_that_breaks_ends_the_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with joined(tmp_path) as (scheduler, running, _):
+        await scheduler.send(plan(1, **FIRST))
+        await scheduler.result()
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(SimulatedRunner, "reset", broken)
+        await scheduler.send(Welcome(6, 4, 16))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await asyncio.wait_for(running, 10)

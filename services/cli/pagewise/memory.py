@@ -1,6 +1,7 @@
 """``pagewise vmstat`` and ``pagewise pmap``: what KV memory is doing, in a terminal."""
 
 import argparse
+import http.client
 import itertools
 import json
 import os
@@ -142,16 +143,18 @@ def _event(event: dict[str, Any]) -> str:
 def _get(url: str, path: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(url.rstrip("/") + path, timeout=10) as answer:  # noqa: S310
-            result: dict[str, Any] = json.loads(answer.read())
-            return result
+            result = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         try:
             message = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
         raise UnreachableError(message) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UnreachableError(f"{url} does not answer: {error}") from error
+    if not isinstance(result, dict) or not result.keys() & {"executors", "sequences"}:
+        raise UnreachableError(f"{url} answers, but it is no Pagewise scheduler")
+    return result
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """The host pool of an executor, and the two links that copies take between it and the device.
 
 Each direction has a thread of its own, so copies run beside the steps and beside one another. A step's stores are read
-from the device before anything else of the step is issued; from there on they take their time. A load waits for the
-stores that were asked for before it.
+from the device before anything else of the step is issued; from there on they take their time. Its loads come after its
+block copies, which may read what a load writes, and wait for the stores that were asked for before.
 """
 
 import concurrent.futures
@@ -55,6 +55,7 @@ class HostTier:
 
     def __init__(self, pool: KVPool, num_blocks: int, *, bandwidth: float | None = None, verify: bool = False) -> None:
         self.num_blocks = num_blocks
+        self.bytes_per_block = pool.bytes_per_block
         self.report: Callable[[Copied], None] = lambda message: None
         self._pool = pool
         self._bandwidth = bandwidth
@@ -89,17 +90,23 @@ class HostTier:
         self._checksums.clear()
         self._last_store = None
 
-    def start(self, plan: StepPlan, stores: Int32s, loads: Int32s) -> None:
-        """Begin a step's copies: ``stores`` [n, 2] (device block, host block), ``loads`` [n, 2] (host, device).
+    def store(self, plan: StepPlan, pairs: Int32s) -> None:
+        """Begin a step's copies to the host, ``pairs`` [n, 2] of device block and host block.
 
-        When this returns, the stored device blocks have been read as far as the device's own order goes.
+        When this returns, the device blocks have been read as far as the device's own order goes.
         """
-        if len(stores):
-            job = _Job(plan.epoch, plan.step, stores, staged=self._pool.gather(stores[:, 0]), ready=self._event())
+        if len(pairs):
+            job = _Job(plan.epoch, plan.step, pairs, staged=self._pool.gather(pairs[:, 0]), ready=self._event())
             self._last_store = job.done
             self._inboxes["store"].put(job)
-        if len(loads):
-            self._inboxes["load"].put(_Job(plan.epoch, plan.step, loads, after=self._last_store, ready=self._event()))
+
+    def load(self, plan: StepPlan, pairs: Int32s) -> None:
+        """Begin a step's copies from the host, ``pairs`` [n, 2] of host block and device block.
+
+        They come after whatever the device has been given so far.
+        """
+        if len(pairs):
+            self._inboxes["load"].put(_Job(plan.epoch, plan.step, pairs, after=self._last_store, ready=self._event()))
 
     def _event(self) -> "torch.cuda.Event | None":
         if not self._cuda:
@@ -150,9 +157,9 @@ class HostTier:
             _copy(self._slot(slot), row)
         if stream is not None:
             stream.synchronize()
-        if self._verify:
-            for slot in slots:
-                self._checksums[slot] = _checksum(self._slot(slot))
+        if self._verify:  # of what was read from the device: a copy that goes wrong on either way is found
+            for row, slot in zip(staged, slots, strict=True):
+                self._checksums[slot] = _checksum(row)
 
     def _load(self, slots: list[int], blocks: Int32s, stream: "torch.cuda.Stream | None") -> list[int]:
         staged = self._pool.staging(len(slots))

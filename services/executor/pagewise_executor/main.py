@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CANNOT_START
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        log.exception("this executor cannot go on")
+        return 1
     return 0
 
 

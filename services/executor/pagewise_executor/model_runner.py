@@ -144,9 +144,11 @@ class ModelRunner:
             held = table.rows[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
         if self._host is not None:
-            self._host.start(plan, work.stores, work.loads)
+            self._host.store(plan, work.stores)
         if len(work.copies):
             self._pool.copy_blocks(torch.from_numpy(work.copies.astype(np.int64)).to(self._device))
+        if self._host is not None:  # after the copies: they may read a block that is loaded into
+            self._host.load(plan, work.loads)
         rows = work.sampled_rows
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: list[LogprobsWanted] = []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
@@ -18,11 +19,16 @@ log = logging.getLogger(__name__)
 _SMALL, _LARGE, _CONTEXT = 16, 256, 2048
 _REPEATS = 3
 _PATIENCE = 0.5
-"""Seconds after which no larger prefill is tried: a slow machine is profiled by what it has done so far."""
+"""Seconds after which nothing larger is tried: a slow machine or link is profiled by what it has done so far."""
+_COPY_TIMEOUT = 60
 
 
 def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | None) -> MeasuredCosts:
-    """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards."""
+    """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards.
+
+    Raises:
+        ModelError: copies fail, or take forever.
+    """
     began = time.perf_counter()
     room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
     steps = _measure_steps(runner, min(room, max_num_batched_tokens), room)
@@ -89,17 +95,27 @@ def _measure_copies(host: HostTier, direction: str, num_blocks: int) -> tuple[fl
     """Microseconds of a list of copies, and of each block in it."""
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     host.report = done.put
-    largest = min(64, num_blocks, host.num_blocks)
-    times = {}
-    for count in sorted({1, largest}):
+    begin = host.load if direction == "load" else host.store
+
+    def measure(count: int) -> float:
         blocks = np.arange(count, dtype=np.int32)
-        pairs = np.stack([blocks, blocks], axis=1)
-        nothing = pairs[:0]
-        samples = []
-        for _ in range(_REPEATS):
-            plan = StepPlan(epoch=0, step=1)
-            host.start(plan, *((nothing, pairs) if direction == "load" else (pairs, nothing)))
-            samples.append(done.get(timeout=60).elapsed_us)
-        times[count] = statistics.median(samples)
-    block = (times[largest] - times[1]) / (largest - 1) if largest > 1 else float(times[1])
-    return max(0.0, times[1] - block), max(0.0, block)
+        begin(StepPlan(epoch=0, step=1), np.stack([blocks, blocks], axis=1))
+        try:
+            copied = done.get(timeout=_COPY_TIMEOUT)
+        except queue.Empty:
+            raise ModelError(
+                f"copying a block of {host.bytes_per_block} bytes to or from the host takes over {_COPY_TIMEOUT} s: "
+                "is --host-bandwidth right?"
+            ) from None
+        if copied.error is not None:
+            raise ModelError(f"copies to or from the host fail: {copied.error.message}")
+        return float(copied.elapsed_us)
+
+    first = measure(1)
+    affordable = int(_PATIENCE * 1e6 / max(1.0, first)) // _REPEATS
+    largest = min(64, num_blocks, host.num_blocks, affordable)
+    if largest < 2:
+        return 0.0, first
+    one = _median(lambda: measure(1))
+    block = max(0.0, _median(lambda: measure(largest)) - one) / (largest - 1)
+    return max(0.0, one - block), block

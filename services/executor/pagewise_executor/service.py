@@ -85,6 +85,7 @@ class ExecutorService:
 
         Raises:
             RefusedError: the scheduler does not let this executor in.
+            Exception: what ended the worker, a broken device for instance. Only a new process can help.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +104,13 @@ class ExecutorService:
         try:
             tasks = [
                 asyncio.ensure_future(job)
-                for job in (self._receive(worker), self._keep_in_touch(), self._greet(worker), self._stop.wait())
+                for job in (
+                    self._receive(worker),
+                    self._keep_in_touch(),
+                    self._greet(worker),
+                    self._stop.wait(),
+                    asyncio.wrap_future(worker.failed),
+                )
             ]
             done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:

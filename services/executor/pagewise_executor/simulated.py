@@ -3,9 +3,10 @@
 import time
 import zlib
 from collections.abc import Callable
+from math import log
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, StepPlan, StepResult, Welcome, pack_int32s
+from pagewise_shared.protocol import Copied, StepPlan, StepResult, TokenLogprobs, Welcome, pack_int32s
 
 from pagewise_executor.rows import RowTable
 from pagewise_executor.runner import FinishedStep, RunnerInfo
@@ -70,15 +71,28 @@ class SimulatedRunner:
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0
             self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
         table.advance(work)
-        tokens = [self._token(row) for row in work.sampled_rows]
+        rows = work.sampled_rows
+        tokens = [self._token(row) for row in rows]
+        logprobs = tuple(
+            _logprobs(index, tokens[index], count)
+            for index, row in enumerate(rows)
+            if (count := table.rows[row].sampling.logprobs) is not None
+        )
         computed = len(work.decoding) + sum(chunk.size for chunk in work.chunks)
         wanted = self._step_seconds + self._token_seconds * computed
         if wanted:
             time.sleep(wanted)
         elapsed = int((time.perf_counter() - began) * 1e6)
-        return FinishedStep(StepResult(plan.epoch, plan.step, pack_int32s(tokens), elapsed_us=elapsed))
+        return FinishedStep(StepResult(plan.epoch, plan.step, pack_int32s(tokens), logprobs, elapsed_us=elapsed))
 
     def _token(self, row: int) -> int:
         position = int(self._table.num_computed[row])
         mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % _VOCAB_SIZE
+
+
+def _logprobs(index: int, token: int, count: int) -> TokenLogprobs:
+    """The invented token is the likeliest, those after it in the vocabulary follow with half the probability each."""
+    values = [-log(2.0) * (rank + 1) for rank in range(max(1, count))]
+    ids = [(token + rank) % _VOCAB_SIZE for rank in range(count)]
+    return TokenLogprobs(index, token, values[0], 1, tuple(ids), tuple(values[:count]))

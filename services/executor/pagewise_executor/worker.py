@@ -1,6 +1,7 @@
 """The worker thread: everything that touches the model or the device happens on it."""
 
 import concurrent.futures
+import contextlib
 import logging
 import queue
 import threading
@@ -18,6 +19,8 @@ class Worker:
     """The thread that owns the runner, from its making on. Takes welcomes and plans in order; after a failed step it
     answers every plan with the same error until the next welcome.
 
+    ``failed``: gets the exception, if the thread ends by one; then nothing can be computed here any more.
+
     Torch keeps a pool of CPU threads for each thread that computes: a second one, of a thread that only loaded the
     model, would have more threads wait for work than there are cores, and every operation would take longer.
     """
@@ -33,6 +36,7 @@ class Worker:
         self._error: StepError | None = None
         self._waiting = True
         self.dropped = 0
+        self.failed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
     def idle(self) -> bool:
@@ -70,6 +74,13 @@ class Worker:
             self._built.set_exception(error)
             return
         self._built.set_result(self._runner.info)
+        try:
+            self._work()
+        except BaseException as error:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for it any more
+                self.failed.set_exception(error)
+
+    def _work(self) -> None:
         pending: PendingStep | None = None
         while True:
             if pending is not None and (pending.ready or self._inbox.empty()):

@@ -16,6 +16,7 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -23,9 +24,12 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    Copied,
     FromScheduler,
+    Goodbye,
     Heartbeat,
     Hello,
+    MemoryWork,
     Message,
     Refused,
     Rejoin,
@@ -66,7 +70,9 @@ class Stack:
             while (c := self.router.capacity()) is None or c.ready_executors != count:
                 await asyncio.sleep(0.01)
 
-    async def generate(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    async def generate(
+        self, prompt: list[int], max_tokens: int = 8, *, beam: BeamParams | None = None, best_of: int = 0
+    ) -> list[int]:
         stream = self.router.submit(
             GenerationRequest(
                 uuid.uuid4().hex,
@@ -74,6 +80,8 @@ class Stack:
                 max_tokens,
                 SamplingParams(temperature=0),
                 arrival_time=monotonic(),
+                beam=beam,
+                best_of=best_of,
             )
         )
         return [token async for deltas in stream for delta in deltas for token in delta.token_ids]
@@ -189,6 +197,54 @@ async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> 
         async with executor(tmp_path, "quick"):
             async with asyncio.timeout(20):
                 assert len(await moving) == 8
+
+
+async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        welcome = await raw.receive()
+        assert isinstance(welcome, Welcome)
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        assert isinstance(await raw.receive(), StepPlan)
+        await raw.send(Copied(welcome.epoch, 1, "store", error=StepError("internal", "the link is broken")))
+        while not isinstance(answer := await raw.receive(), Welcome):
+            assert isinstance(answer, StepPlan)
+        assert answer.epoch > welcome.epoch
+        await raw.send(Goodbye(answer.epoch, ""))
+        async with executor(tmp_path):
+            assert len(await moving) == 8
+        raw.close()
+
+
+async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        welcome = await raw.receive()
+        assert isinstance(welcome, Welcome)
+        await stack.ready(1)
+        (engine,) = stack.router.engines
+        engine._expect_copies(1, MemoryWork(loads=b"12345678"), monotonic())
+        async with asyncio.timeout(10):
+            while stack.router.engines:
+                await raw.send(Heartbeat(welcome.epoch))
+                await asyncio.sleep(0.05)
+        raw.close()
+
+
+async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        assert len(await stack.generate([1, 2, 3], beam=BeamParams(2))) == 8
+
+
+async def test_sequences_that_only_one_will_be_chosen_of_count_too(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        with pytest.raises(AdmissionError, match="waiting already"):
+            await stack.generate([1, 2, 3], best_of=9)
 
 
 async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None:

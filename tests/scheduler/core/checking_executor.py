@@ -38,12 +38,16 @@ class Row:
 
 
 class CheckingExecutor:
-    """``spoil``: host blocks whose next load is reported bad. ``elapsed_us``: what copies are said to take."""
+    """``spoil``: host blocks whose next load is reported bad. ``elapsed_us``: what copies are said to take.
+
+    ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told.
+    """
 
     def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
         self.spoil: set[int] = set()
         self.elapsed_us = 100
+        self.early_loads = False
         self.reset()
 
     def reset(self) -> None:
@@ -117,7 +121,7 @@ class CheckingExecutor:
                     if source in self.spoil:
                         bad.append(source)
                         self.spoil.discard(source)
-                    else:
+                    elif not self.early_loads:
                         self.blocks[target] = dict(self.host[source])
                     self.num_loaded += 1
             messages.append(Copied(message.epoch, message.step, message.direction, self.elapsed_us, pack_int32s(bad)))
@@ -142,6 +146,8 @@ class CheckingExecutor:
             for source, target in self.loads[plan.step]:
                 assert source in self.host
                 assert 0 <= target < self.num_blocks
+                if self.early_loads:
+                    self.blocks[target] = dict(self.host[source])
 
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)

@@ -146,20 +146,106 @@ def test_an_abort_under_a_load_keeps_the_target_blocks_until_it_is_done() -> Non
     check_states(scheduler.kv.pool)
 
 
-def test_no_more_stores_are_under_way_than_the_link_is_given() -> None:
+def test_a_busy_link_takes_no_more_prefixes_but_finishes_the_one_it_has_begun() -> None:
     scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="swap")
     scheduler.kv.pool.host.max_storing = 3
     executor = executor_for(scheduler)
-    for prompt in (LONG, OTHER):
+    for prompt in (LONG, OTHER, LONG):
         scheduler.add(create_request(prompt=prompt, max_tokens=2))
-    while (plan := scheduler.schedule(0.0)) is not None:
-        scheduler.update(executor.execute(plan))
+        while (plan := scheduler.schedule(0.0)) is not None:
+            scheduler.update(executor.execute(plan))
     host = scheduler.kv.pool.host
-    assert executor.num_stored == host.counters.demoted == host.num_storing == 3
+    # All of LONG, whose copies have not been confirmed when OTHER has to go.
+    assert executor.num_stored == host.counters.demoted == host.num_storing == 10
     assert host.counters.dropped > 0
+    assert host.num_used == 10
     for message in executor.finish_copies():
         scheduler.copied(message)
     assert host.num_storing == 0
+
+
+def test_blocks_before_a_spoiled_one_can_be_evicted_again() -> None:
+    scheduler, executor = after_eviction("swap", num_host_blocks=12)
+    host = scheduler.kv.pool.host
+    again = create_request(prompt=LONG, max_tokens=2)
+    executor.spoil = {scheduler.kv.look_up(None, again.prompt_token_ids.tobytes(), 39).on_host[5].host}
+    scheduler.add(again)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    result = executor.execute(plan)
+    messages = executor.finish_copies()
+    scheduler.abort(again.request_id)
+    for message in messages:
+        scheduler.copied(message)
+    scheduler.update(result)
+    taken = 0
+    while host._take() >= 0:
+        taken += 1
+    assert taken == host.num_blocks
+
+
+def test_copies_that_fail_blame_no_request() -> None:
+    scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="swap")
+    scheduler.add(create_request(prompt=[1, 2], max_tokens=5))
+    assert scheduler.schedule(0.0) is not None
+    before = scheduler.limits.max_num_batched_tokens
+    assert scheduler.fail(2, blame_step=False) == []
+    assert scheduler.num_waiting == 1
+    assert scheduler.limits.max_num_batched_tokens == before
+
+
+def test_recomputing_reports_what_it_took() -> None:
+    scheduler, executor = after_eviction("auto", SLOW_LINK)
+    scheduler.recoveries.reports.clear()
+    scheduler.recoveries.mode = "recompute"
+    scheduler.add(create_request(prompt=LONG, max_tokens=2))
+    now = 0.0
+    while (plan := scheduler.schedule(now)) is not None:
+        now += 1.0
+        scheduler.update(executor.execute(plan))
+    (report,) = scheduler.recoveries.reports
+    assert report.method == "recompute"
+    assert report.ended - report.began == 5.0  # 40 tokens, 8 in a step
+
+
+def test_one_slow_load_does_not_end_loading_for_ever() -> None:
+    scheduler, _ = after_eviction("auto", FAST_LINK)
+    prefix = scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39)
+    choose = scheduler.recoveries.choose
+    assert choose(prefix, 1.0)[0] == "load"
+    for _ in range(20):
+        scheduler.costs.load_waited(10.0)
+        scheduler.costs.load.observe(10.0, 1, 9)
+    assert choose(prefix, 1.0)[0] != "load"
+    assert any(choose(prefix, 1.0)[0] == "load" for _ in range(1000))
+
+
+def test_recoveries_share_the_link_one_after_the_other_and_know_it() -> None:
+    prompts = [list(range(start, start + 400)) for start in range(1000, 5000, 1000)]
+    costs = Costs(step=1e-4, token=1e-1, load_setup=1e-5, load_block=1e-3)
+    scheduler = create_scheduler(
+        num_blocks=420, num_host_blocks=1000, recovery="swap", costs=costs, max_num_batched_tokens=4096
+    )
+    executor = executor_for(scheduler)
+    for prompt in [*prompts, *([start] * 1600 for start in (1, 2))]:
+        serve(scheduler, executor, prompt)
+    for prompt in prompts:
+        scheduler.add(create_request(prompt=prompt, max_tokens=2))
+    scheduler.schedule(0.0)
+    recoveries = list(scheduler.recoveries._active.values())
+    assert len(recoveries) == 4
+    predicted = [recovery.predicted for recovery in recoveries]
+    assert predicted == sorted(predicted)
+    assert predicted[3] > 3 * predicted[0]
+
+
+def test_usage_counts_what_the_last_executor_found() -> None:
+    scheduler, executor = after_eviction("swap")
+    moved = create_request(prompt=LONG, max_tokens=2)
+    moved.scheduled_time, moved.num_cached_tokens = 0.0, 32  # it had started elsewhere
+    scheduler.add(moved)
+    run(scheduler, executor)
+    assert moved.num_cached_tokens == moved.num_host_tokens == 36
 
 
 def test_usage_tells_device_and_host_apart() -> None:

@@ -46,6 +46,7 @@ class MemoryRules(RuleBasedStateMachine):
         max_storing=st.sampled_from([0, 2, 1000]),
         recovery=st.sampled_from(["auto", "swap", "recompute", "both"]),
         eviction=st.sampled_from(["lru", "cost"]),
+        early_loads=st.booleans(),
     )
     def start(
         self,
@@ -57,6 +58,7 @@ class MemoryRules(RuleBasedStateMachine):
         max_storing: int,
         recovery: str,
         eviction: str,
+        early_loads: bool,
     ) -> None:
         self.scheduler = create_scheduler(
             num_blocks=num_blocks,
@@ -69,6 +71,7 @@ class MemoryRules(RuleBasedStateMachine):
         )
         self.scheduler.kv.pool.host.max_storing = max_storing
         self.executor = executor_for(self.scheduler)
+        self.executor.early_loads = early_loads
         self.results: deque[StepResult] = deque()
         self.requests: list[Request] = []
         self.aborted: set[str] = set()

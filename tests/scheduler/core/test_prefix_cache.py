@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import StepPlan, unpack_int32s
@@ -212,6 +213,21 @@ def test_block_hashes_chain_over_parents_tokens_and_extra_keys() -> None:
         leaf("m", None, 1, 2, 3, 4, 5, 6),
     ]
     assert len({same, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("kind", ["plain", "several", "beams"])
+def test_the_outputs_of_one_request_are_one_use_of_its_prompt(kind: str) -> None:
+    scheduler = create_scheduler(num_blocks=400, max_num_batched_tokens=100, eviction="cost")
+    executor = executor_for(scheduler)
+    for number in range(5):
+        request = create_request([1000 * number + token for token in range(64)], 6, n=4 if kind == "several" else 1)
+        if kind == "beams":
+            request.beam = BeamParams(4)
+        scheduler.add(request)
+        run(scheduler, executor)
+    node = scheduler.kv.look_up(None, ints(*range(64)), 64).blocks[3]
+    assert scheduler.kv.pool.policy.probability(node) < 0.2, "nobody has asked for it again"
+    assert scheduler.num_prefix_hits == 0
 
 
 def ints(*values: int) -> bytes:

@@ -65,6 +65,23 @@ def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, lim
     raise AssertionError(f"not done after {limit} steps")
 
 
+def test_a_better_priority_goes_before_a_long_prefill_that_runs() -> None:
+    scheduler = create_scheduler(num_blocks=400, max_num_batched_tokens=8)
+    executor = executor_for(scheduler)
+    scheduler.add(create_request(prompt=list(range(1000)), max_tokens=2, priority=5))
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+    urgent = create_request(prompt=[1, 2, 3], max_tokens=2)
+    scheduler.add(urgent)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(executor.execute(plan))
+    assert len(urgent.sequences[0].output_token_ids) == 1
+    assert sorted(size for _, size in plan.chunks) == [3, 5]
+
+
 def assert_all_free(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_retiring == 0
     assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks

@@ -90,6 +90,29 @@ def test_bad_sizes_are_refused(tmp_path: Path, argument: str, capsys: pytest.Cap
     assert "pagewise replay: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--eviction", "belady"], "--cache-only"),
+        (["--json", "/nowhere/at/all.json"], "there is no directory"),
+        (["--plot", "figure.foo"], ".png"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_replay(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n')
+    assert main([str(path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--block-size", "--speed", "--link", "--rate", "--max-num-seqs", "--limit"])
+def test_options_of_nothing_are_refused(option: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["t.jsonl", option, "0"])
+
+
 def test_the_cache_alone_hits_what_the_trace_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [(i, 1024 + 100 * (i % 2), 4, [1, 2, 3] if i % 2 else [1, 2]) for i in range(6)]
     path = mooncake(tmp_path / "t.jsonl", rows)

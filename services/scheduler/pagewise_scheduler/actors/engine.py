@@ -5,12 +5,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import Copied, StepResult, Welcome, encode
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
-from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, memory_report, request_report
+from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler, StepMismatchError
 from pagewise_scheduler.metrics import Metrics
@@ -22,6 +23,8 @@ HEARTBEAT_MS = 1000
 
 _RECENT = 256
 """Requests whose memory is remembered after they have ended."""
+_RECENT_LIMIT = 64
+"""Sequences and events that are remembered of each."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,20 +85,29 @@ class Engine(Actor[EngineMessage]):
         self.executor_id = executor_id
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
+        self._copies: dict[tuple[int, str], float] = {}
         self.load = 0
         self.ended = False
         self._link = link
         self._sink = sink
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._recent: OrderedDict[str, RequestReport] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
-        self.load += live.request.n
+        self.load += live.request.num_sequences
         self.tell(Serve(live))
+
+    @property
+    def oldest_copy_time(self) -> float | None:
+        """When the oldest copy to or from the host that has not been confirmed should have been; None: there is none.
+
+        Four times what it was predicted to take, so that only one that is lost is late by much.
+        """
+        return next(iter(self._copies.values()), None)
 
     async def run(self) -> None:
         """Serve until the executor is lost."""
@@ -126,7 +138,7 @@ class Engine(Actor[EngineMessage]):
 
     def _serve(self, live: LiveRequest) -> None:
         if live.done or live.abandoned:
-            self.load -= live.request.n
+            self.load -= live.request.num_sequences
             live.take_error("aborted", clock())
             return
         self._live[live.request.request_id] = live
@@ -152,9 +164,19 @@ class Engine(Actor[EngineMessage]):
                 return
             if self.scheduler.num_in_flight == 1:
                 self.oldest_step_time = now
+            if plan.memory is not None:
+                self._expect_copies(plan.step, plan.memory, now)
             if not await self._link.send(encode(plan)):
                 self._lost = "it cannot be reached"
                 return
+
+    def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
+        costs, pool = self.scheduler.costs, self.scheduler.kv.pool
+        if work.loads:
+            seconds = costs.load_seconds(self.scheduler.recoveries.num_loading)
+            self._copies[step, "load"] = now + 4 * seconds
+        if work.stores:
+            self._copies[step, "store"] = now + 4 * costs.store.predict(1, pool.host.num_storing)
 
     async def _take_result(self, result: StepResult) -> None:
         if result.epoch != self.scheduler.epoch:
@@ -165,7 +187,7 @@ class Engine(Actor[EngineMessage]):
             return
         try:
             output = self.scheduler.update(result)
-        except StepMismatchError as error:
+        except (StepMismatchError, ProtocolError) as error:
             self._metrics.frames_dropped("out_of_step").inc()
             await self._start_over(str(error))
             return
@@ -190,9 +212,14 @@ class Engine(Actor[EngineMessage]):
         if message.epoch != self.scheduler.epoch:
             self._metrics.frames_dropped("stale_epoch").inc()
         elif message.error is not None:
-            await self._start_over(f"copies of step {message.step} failed: {message.error.message}")
+            await self._start_over(f"copies of step {message.step} failed: {message.error.message}", blame_step=False)
         else:
-            self.scheduler.copied(message)
+            self._copies.pop((message.step, message.direction), None)
+            try:
+                self.scheduler.copied(message)
+            except ProtocolError as error:
+                self._metrics.frames_dropped("undecodable").inc()
+                await self._start_over(str(error), blame_step=False)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         live = self._live[sequence.request.request_id]
@@ -207,24 +234,27 @@ class Engine(Actor[EngineMessage]):
     def request_report(self, request_id: str, limit: int) -> RequestReport | None:
         """What a request holds, or held when it ended if it is one of the last; None: it is not known here."""
         live = self._live.get(request_id)
-        if live is None:
-            return self._recent.get(request_id)
-        return request_report(live.request, self.scheduler, clock(), limit)
+        if live is not None:
+            return request_report(live.request, self.scheduler, clock(), limit)
+        ended = self._recent.get(request_id)
+        return later(ended[0], clock() - ended[1]) if ended is not None else None
 
     def _forget(self, live: LiveRequest) -> None:
-        self._recent[live.request.request_id] = request_report(live.request, self.scheduler, clock(), 0)
+        now = clock()
+        self._recent[live.request.request_id] = request_report(live.request, self.scheduler, now, _RECENT_LIMIT), now
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
         del self._live[live.request.request_id]
-        self.load -= live.request.n
+        self.load -= live.request.num_sequences
 
-    async def _start_over(self, reason: str) -> None:
-        """A step failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""
+    async def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
+        """Something failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""
         self._metrics.step_errors.inc()
-        log.warning("%s: a step failed, starting over with smaller steps: %s", self.name, reason)
+        log.warning("%s: starting over%s: %s", self.name, " with smaller steps" if blame_step else "", reason)
         epoch = self._link.next_epoch()
         self.oldest_step_time = None
-        failed: list[Request] = self.scheduler.fail(epoch)
+        self._copies.clear()
+        failed: list[Request] = self.scheduler.fail(epoch, blame_step=blame_step)
         for request in failed:
             log.error("%s: request %s cannot run even alone: %s", self.name, request.request_id, reason)
             live = self._live[request.request_id]

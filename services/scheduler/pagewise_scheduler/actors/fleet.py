@@ -247,6 +247,8 @@ class Fleet:
                     self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
                 elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
                     self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
+                elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
+                    self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
 
     async def _send(self, identity: bytes, message: Message) -> None:
         await _Link(self._socket, identity, self._epochs).send(encode(message))

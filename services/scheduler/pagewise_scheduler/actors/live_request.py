@@ -90,7 +90,7 @@ class LiveRequest:
             self.stats.cached_tokens = self.request.num_cached_tokens
             self._first_token_time = now
             self._metrics.time_to_first_token_seconds.observe(now - self.request.arrival_time)
-        elif (last := self._last_token_times[index]) > 0:
+        elif (last := self._last_token_times[index]) > 0 and not self.request.chooses:
             self._metrics.inter_token_latency_seconds.observe(now - last)
         self._last_token_times[index] = now
         text = self._texts[index]

@@ -66,5 +66,5 @@ class MemoryWatch:
                 recovery.ended - recovery.began,
                 recovery.loaded_tokens,
             )
-        if recovery.nodes and not isnan(recovery.ended):
+        if estimate is not None and not isnan(recovery.ended):
             metrics.recovery_seconds(method, recovery.predicted, recovery.ended - recovery.began)

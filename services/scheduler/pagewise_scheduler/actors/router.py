@@ -86,7 +86,7 @@ class Router(Actor[RouterMessage]):
                 "never_fits",
                 f"the request may reach {length} tokens, the most that fit are {capacity.max_model_len}",
             )
-        if self.num_waiting + generation.n > self._max_waiting:
+        if self.num_waiting + max(generation.n, generation.best_of) > self._max_waiting:
             raise AdmissionError("overloaded", f"{self.num_waiting} sequences are waiting already")
         live = LiveRequest(generation, self._tokenizer, self._metrics, lambda live: self.tell(Abort(live)))
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
@@ -113,7 +113,7 @@ class Router(Actor[RouterMessage]):
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, here and at the engines."""
-        here = sum(live.request.n for live in self._homeless)
+        here = sum(live.request.num_sequences for live in self._homeless)
         return here + sum(engine.scheduler.num_waiting for engine in self._engines)
 
     @property

@@ -4,6 +4,7 @@ from itertools import islice
 from math import isnan
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.recovery.recovery import Recovery
@@ -94,12 +95,16 @@ class SequenceReport(Struct, omit_defaults=True):
 
 
 class RequestReport(Struct):
-    """A request's memory. ``cached_tokens`` by where they were found when it first ran."""
+    """A request's memory. ``cached_tokens`` by where they were found when it first ran.
+
+    ``truncated`` if sequences, blocks or events were left out.
+    """
 
     request_id: str
     priority: int
     cached_tokens: dict[str, int]
     sequences: list[SequenceReport]
+    truncated: bool = False
 
 
 class RunReport(Struct):
@@ -137,10 +142,20 @@ class MemoryReport(Struct):
     truncated: bool
 
 
+class _Room:
+    """How much a report may still list: so many sequences, blocks and events each."""
+
+    __slots__ = ("blocks", "cut", "events", "sequences")
+
+    def __init__(self, limit: int) -> None:
+        self.sequences = self.blocks = self.events = limit
+        self.cut = False
+
+
 def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int) -> MemoryReport:
-    """At most ``limit`` requests and ``limit`` runs of the tree, block tables left out."""
+    """At most ``limit`` requests, sequences, blocks and events of them, and runs of the tree."""
     kv, pool, costs = scheduler.kv, scheduler.kv.pool, scheduler.costs
-    requests = scheduler.requests
+    requests, room = scheduler.requests, _Room(limit)
     tree = _runs(scheduler, limit)
     step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
     setup, block = (1e6 * constant for constant in costs.load.constants)
@@ -159,25 +174,51 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         costs=CostReport(
             step, token, attention, context, setup, block, 1e6 * costs.load_wait, costs.prefill.error, costs.load.error
         ),
-        requests=[request_report(request, scheduler, now, 0) for request in requests[:limit]],
+        requests=[_request_report(request, scheduler, now, room) for request in requests[:limit]],
         tree_blocks=pool.tree.num_blocks,
         tree=tree[:limit],
-        truncated=len(requests) > limit or len(tree) > limit,
+        truncated=room.cut or len(requests) > limit or len(tree) > limit,
     )
 
 
 def request_report(request: Request, scheduler: Scheduler, now: float, limit: int) -> RequestReport:
-    """A request's sequences, with at most ``limit`` blocks of each."""
+    """At most ``limit`` of a request's sequences, of their blocks, and of what happened to them."""
+    return _request_report(request, scheduler, now, _Room(limit))
+
+
+def later(report: RequestReport, seconds: float) -> RequestReport:
+    """A report of something that has ended, asked for so many seconds after it was made."""
+    sequences = [
+        replace(
+            sequence,
+            history=[replace(event, seconds_ago=round(event.seconds_ago + seconds, 6)) for event in sequence.history],
+        )
+        for sequence in report.sequences
+    ]
+    return replace(report, sequences=sequences)
+
+
+def _request_report(request: Request, scheduler: Scheduler, now: float, room: _Room) -> RequestReport:
+    shown = request.sequences[: room.sequences]
+    room.sequences -= len(shown)
+    sequences = [_sequence_report(sequence, scheduler, now, room) for sequence in shown]
+    cut = len(shown) < len(request.sequences) or any(sequence.truncated for sequence in sequences)
+    room.cut |= cut
     return RequestReport(
         request.request_id,
         request.priority,
         {"device": request.num_cached_tokens - request.num_host_tokens, "host": request.num_host_tokens},
-        [_sequence_report(sequence, scheduler, now, limit) for sequence in request.sequences],
+        sequences,
+        cut,
     )
 
 
-def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, limit: int) -> SequenceReport:
+def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room: _Room) -> SequenceReport:
     pool, table = scheduler.kv.pool, sequence.table
+    blocks = table.blocks[: room.blocks]
+    history = list(sequence.history)[max(0, len(sequence.history) - room.events) :]
+    room.blocks -= len(blocks)
+    room.events -= len(history)
     known = sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
     return SequenceReport(
         index=sequence.index,
@@ -197,10 +238,10 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, limit
                 node.host if (node := pool.node(block)) is not None else -1,
                 hash_of(node).hex() if node is not None else "",
             )
-            for index, block in enumerate(table.blocks[:limit])
+            for index, block in enumerate(blocks)
         ],
-        truncated=0 < limit < len(table.blocks),
-        history=[_event(event, now) for event in sequence.history],
+        truncated=len(blocks) < len(table.blocks) or len(history) < len(sequence.history),
+        history=[_event(event, now) for event in history],
     )
 
 

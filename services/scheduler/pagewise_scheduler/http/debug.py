@@ -36,6 +36,6 @@ async def debug_request(request: web.Request) -> web.Response:
 
 def _limit(request: web.Request) -> int:
     text = request.query.get("limit", str(_DEFAULT_LIMIT))
-    if not (text.isdecimal() and 1 <= int(text) <= _MOST):
+    if not (text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= _MOST):
         raise InvalidRequestError(f"limit: a whole number from 1 to {_MOST}, not {text[:20]!r}", "limit")
     return int(text)

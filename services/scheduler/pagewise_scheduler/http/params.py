@@ -16,6 +16,7 @@ from pagewise_scheduler.http.errors import (
 from pagewise_scheduler.http.schema import GenerationFields
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
+_MOST_CANDIDATES = 1 << 16
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: dividing by them would overflow."""
 
@@ -90,6 +91,13 @@ def _check_choosing(body: GenerationFields, n: int) -> None:
             "bad_words": body.bad_words,
             "allowed_token_ids": body.allowed_token_ids,
         }
+        width, ends = body.best_of or n, len(body.stop_token_ids or ())
+        if width * width * (2 + ends) > _MOST_CANDIDATES:
+            raise InvalidRequestError(
+                f"{width} beams with {ends} stop_token_ids have too many continuations to rank for every token: "
+                f"width * width * (stop_token_ids + 2) may be at most {_MOST_CANDIDATES}",
+                "stop_token_ids" if ends else "n",
+            )
     for name, value in refused.items():
         if value or (name == "logprobs" and value is not None and value is not False):
             raise InvalidRequestError(f"{name} cannot be used with {what}", name)

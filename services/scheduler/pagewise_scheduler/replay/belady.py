@@ -14,8 +14,8 @@ _NEVER = 1 << 60
 class Belady:
     """The limit that other policies are compared with.
 
-    A block is known by its first token, which the traces' prompts take from the block's id. ``now``: index of the
-    request that runs, kept by whoever replays.
+    A block is known by its first token, which the traces' prompts take from the block's id. Requests run one after the
+    other; ``now``: index of the one that runs, kept by whoever replays.
     """
 
     learns = False

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the process's exit code."""
     options = _parser().parse_args(argv)
     try:
+        _check_outputs(options)
         trace = read_trace(options.trace, limit=options.limit, rate=options.rate, seed=options.seed)
         if not trace:
             raise TraceError(f"{options.trace}: it holds no requests")
+        if options.cache_only:
+            trace.sort(key=lambda request: request.recorded)
         result, draw = replay(trace, options)
     except (TraceError, ConfigError) as error:
         print(f"pagewise replay: {error}", file=sys.stderr)
@@ -49,8 +53,10 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
     """Replay ``trace``; returns what it came to, and how to draw it.
 
     Raises:
-        ConfigError: the pool is too small for a block.
+        ConfigError: the pool is too small for a block, or Belady's policy is asked for where order is not known.
     """
+    if options.eviction == "belady" and not options.cache_only:
+        raise ConfigError("--eviction belady has to know the order in which requests run: add --cache-only")
     began = time.perf_counter()
     size = options.block_size
     largest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
@@ -86,12 +92,38 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
     summary = summarise(
         outcome, scheduler, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
+    if options.cache_only:  # where nothing takes any time, times mean nothing
+        for name in ("virtual_seconds", "device_busy", "good_requests", "seconds"):
+            del summary[name]
     settings = {
         name: getattr(options, name)
         for name in ("kv_tokens", "host_tokens", "block_size", "eviction", "recovery", "cache_only", "speed", "link")
     }
     result = {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
     return result, lambda path: plot(outcome, summary, path)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raises ConfigError if a result could not be written: better now than after the replay."""
+    for path in (options.json, options.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no directory {path.parent}")
+    if options.plot is not None and options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {options.plot}: figures are .png, .svg or .pdf")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError("more than 0")
+    return value
 
 
 def parse_tokens(text: str) -> int:
@@ -123,24 +155,24 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-tokens", default="1M", metavar="N", help="tokens the device holds, 3M, or all (default: 1M)"
     )
     memory.add_argument("--host-tokens", default="0", metavar="N", help="tokens the host holds (default: 0)")
-    memory.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    memory.add_argument("--block-size", type=_count, default=16, metavar="N", help="tokens per block (default: 16)")
     memory.add_argument(
         "--eviction", choices=("lru", "cost", "belady"), default="cost", help="what goes first (default: cost)"
     )
     memory.add_argument(
         "--recovery", choices=("auto", "swap", "recompute", "both"), default="auto", help="(default: auto)"
     )
-    memory.add_argument("--link", type=float, default=50.0, metavar="GB/S", help="host link, each way (default: 50)")
+    memory.add_argument("--link", type=_amount, default=50.0, metavar="GB/S", help="host link, each way (default: 50)")
     load = parser.add_argument_group("load")
     load.add_argument("--cache-only", action="store_true", help="one request at a time, in no time: the cache alone")
-    load.add_argument("--limit", type=int, metavar="N", help="first N requests only")
+    load.add_argument("--limit", type=_count, metavar="N", help="first N requests only")
     load.add_argument(
-        "--rate", type=float, default=1.0, metavar="R", help="requests per second, if the trace has no times"
+        "--rate", type=_amount, default=1.0, metavar="R", help="requests per second, if the trace has no times"
     )
-    load.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast (default: 1)")
+    load.add_argument("--speed", type=_amount, default=1.0, metavar="X", help="arrivals X times as fast (default: 1)")
     load.add_argument("--seed", type=int, default=0, help="of random arrivals (default: 0)")
-    load.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="(default: 256)")
-    load.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="(default: 8192)")
+    load.add_argument("--max-num-seqs", type=_count, default=256, metavar="N", help="(default: 256)")
+    load.add_argument("--max-num-batched-tokens", type=_count, default=8192, metavar="N", help="(default: 8192)")
     out = parser.add_argument_group("output")
     out.add_argument("--slo-first-token", type=float, default=10.0, metavar="S", help="for goodput (default: 10)")
     out.add_argument("--slo-per-token", type=float, default=0.2, metavar="S", help="for goodput (default: 0.2)")

@@ -101,7 +101,7 @@ def plot(outcome: Outcome, summary: dict[str, Any], path: Path) -> None:
 
 def _recoveries(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     methods = Counter(recovery.method for recovery in recoveries)
-    timed = [recovery for recovery in recoveries if recovery.nodes and not isnan(recovery.ended)]
+    timed = [recovery for recovery in recoveries if recovery.estimate is not None and not isnan(recovery.ended)]
     return {
         "by_method": dict(sorted(methods.items())),
         "resumed": sum(recovery.resumed for recovery in recoveries),

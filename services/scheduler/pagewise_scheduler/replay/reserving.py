@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
@@ -113,7 +112,7 @@ class ReservingKVManager(KVCacheManager):
         """Reserve."""
         self.pieces[table.space] = self.buddy.allocate(self.reservations[table.space])
 
-    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int = PREEMPTED) -> None:
+    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Give the piece back."""
         self.buddy.free(self.pieces.pop(table.space))
         super().free(table, in_flight_step, output_tokens)

@@ -8,15 +8,18 @@ import csv
 import gzip
 import json
 import random
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import repeat
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
 _MAX_TOKEN = 2**31 - 1
+_MOST_LENGTH = 10_000_000
 
 
 class TraceError(Exception):
@@ -29,6 +32,7 @@ class TraceRequest:
 
     Fields:
         arrival: seconds from the trace's start; of a request that follows another, seconds after that one's end.
+        recorded: seconds from the trace's start at which it came when it was recorded.
         num_prompt_tokens, num_output_tokens: at least 1 each.
         blocks: ids of the prompt's blocks of ``block_tokens`` tokens; equal ids are equal prefixes. The last may be
             cut short; what follows the last is the request's own.
@@ -43,6 +47,7 @@ class TraceRequest:
     block_tokens: int = 512
     unique: int = 0
     after: int = -1
+    recorded: float = 0.0
 
     def prompt(self) -> "array[int]":
         """The prompt's tokens."""
@@ -55,7 +60,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed: int = 0) -> list[TraceRequest]:
-    """All requests of a trace (at most ``limit``), in order of arrival.
+    """All requests of a trace (at most ``limit``), in the order of the file: by arrival, or session after session.
 
     ``rate``: Poisson arrivals per second, for traces without arrival times.
 
@@ -83,13 +88,28 @@ def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed:
             for request in requests:
                 if limit is not None and len(taken) >= limit:
                     break
+                _check(request, len(taken))
                 request.num_prompt_tokens = max(1, request.num_prompt_tokens)
                 request.num_output_tokens = max(1, request.num_output_tokens)
+                request.recorded = request.recorded or request.arrival
                 request.unique = len(taken)
                 taken.append(request)
             return taken
-    except (OSError, KeyError, TypeError, ValueError, EOFError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, EOFError, zlib.error, csv.Error) as error:
         raise TraceError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _check(request: TraceRequest, number: int) -> None:
+    """Raises TraceError if a request's values make no sense."""
+    lengths = request.num_prompt_tokens, request.num_output_tokens
+    if not all(isinstance(length, int) and 0 <= length < _MOST_LENGTH for length in lengths):
+        raise TraceError(f"request {number}: lengths are whole numbers below {_MOST_LENGTH}, not {lengths}")
+    if not (isinstance(request.blocks, list) and all(isinstance(block, int) for block in request.blocks)):
+        raise TraceError(f"request {number}: block ids are whole numbers")
+    if request.blocks and not (min(request.blocks) >= 0 and max(request.blocks) < _MAX_TOKEN // 2):
+        raise TraceError(f"request {number}: block ids lie between 0 and {_MAX_TOKEN // 2}")
+    if not (isinstance(request.arrival, int | float) and isfinite(request.arrival)):
+        raise TraceError(f"request {number}: {request.arrival} is no time of arrival")
 
 
 def _open(path: Path) -> TextIO:
@@ -156,6 +176,14 @@ def _agentic(rows: Iterable[dict[str, Any]]) -> Iterator[TraceRequest]:
                             next_id += 1
                         blocks.append(names[local])
                 think = float(member.get("think_time") or 0.0)
-                arrival = think if previous >= 0 else float(member.get("t", 0.0))
-                yield TraceRequest(arrival, member["in"], member["out"], blocks, row["block_size"], after=previous)
+                recorded = float(member.get("t", 0.0))
+                yield TraceRequest(
+                    think if previous >= 0 else recorded,
+                    member["in"],
+                    member["out"],
+                    blocks,
+                    row["block_size"],
+                    after=previous,
+                    recorded=recorded,
+                )
                 previous, index = index, index + 1

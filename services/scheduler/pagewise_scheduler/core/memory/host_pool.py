@@ -19,9 +19,9 @@ class HostPool:
 
     Fields:
         stores: pairs (device block, host block) to be copied before the next step computes anything.
-        num_storing: blocks whose copy to the host has been asked for and not confirmed; no more than ``max_storing``
-            are under way, what is evicted beyond that is dropped.
-        worth_keeping: whether a node that the device evicts is worth a copy.
+        num_storing: blocks whose copy to the host has been asked for and not confirmed. With ``max_storing`` of them
+            under way, no more prefixes are begun: what is evicted then is dropped.
+        worth_keeping: whether the prefix that ends with a node, which the device evicts, is worth its copies.
     """
 
     __slots__ = (
@@ -64,7 +64,9 @@ class HostPool:
         if node.host >= 0:
             self.offer(node)
             return True
-        if not self.num_blocks or self.num_storing >= self.max_storing or not self.worth_keeping(node):
+        # A prefix comes from its end. Once that is here, refusing what comes before would make it worthless.
+        begins = not node.children
+        if not self.num_blocks or (begins and (self.num_storing >= self.max_storing or not self.worth_keeping(node))):
             self.counters.dropped += 1
             return False
         node.pins += 1  # so that making room does not drop what hangs on it, and it with them
@@ -98,8 +100,7 @@ class HostPool:
         for node in nodes:
             node.pins -= 1
             assert node.pins >= 0
-            self._prune(node)
-            self.offer(node)
+            self.offer(self._prune(node))
 
     def drop(self, node: CachedBlock) -> None:
         """The copy of ``node`` and those of all nodes below it are void; what is nowhere else leaves the tree."""
@@ -112,7 +113,7 @@ class HostPool:
                 found.host = -1
             if found is not node and found.block < 0 and found.host < 0 and not found.pins and not found.children:
                 self._tree.remove(found)
-        self._prune(node)
+        self.offer(self._prune(node))
 
     def stored(self, count: int) -> None:
         """So many copies to the host have been made."""
@@ -139,15 +140,15 @@ class HostPool:
             parent = node.parent
             assert parent is not None
             self._tree.remove(node)
-            self._prune(parent)
-            self.offer(parent)
+            self.offer(self._prune(parent))
         return host
 
-    def _prune(self, node: CachedBlock) -> None:
-        """Take nodes out of the tree that lie nowhere and lead nowhere.
+    def _prune(self, node: CachedBlock) -> CachedBlock:
+        """Take nodes out of the tree that lie nowhere and lead nowhere; returns the first that stays, now a leaf maybe.
 
         One that lies nowhere but leads somewhere is there while a transfer pins what is below it. Nobody finds that.
         """
         while node.block < 0 and node.host < 0 and not node.pins and not node.children and node.parent is not None:
             self._tree.remove(node)
             node = node.parent
+        return node

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionPolicy
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
@@ -193,12 +193,13 @@ class KVCacheManager:
         table.blocks += added
         return added
 
-    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int = PREEMPTED) -> None:
+    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
 
-        ``output_tokens``: what its sequence has generated in the end; without it, it will be back.
+        ``output_tokens``: what its request has generated in the end, or PREEMPTED if it will be back: eviction learns
+        from it. None: that was no use of the blocks, or it has been counted.
         """
-        if self.pool.policy.learns:
+        if output_tokens is not None and self.pool.policy.learns:
             self.pool.policy.used(reversed(list(self._known(table))), output_tokens)
         blocks, table.blocks, table.tip = table.blocks, [], None
         self.drop(blocks, in_flight_step)

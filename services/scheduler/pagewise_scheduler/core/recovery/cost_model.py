@@ -15,6 +15,8 @@ from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy
 
 _FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
+_MOST_SURPRISE = 4.0
+_FADE = 0.02
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
@@ -42,6 +44,8 @@ class OnlineLine:
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
         predicted = self.predict(*features)
+        # One hiccup of the machine must not look like the new normal: what lasts is learned in a few observations.
+        seconds = min(seconds, _MOST_SURPRISE * max(predicted, 1e-3))
         self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
         scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
         covariance = self._covariance
@@ -101,14 +105,15 @@ class CostModel:
     ``both_bias``: how much longer recovering from both ends takes than the two by themselves would.
     """
 
-    __slots__ = ("_chunk", "block_size", "both_bias", "load", "load_wait", "prefill", "store")
+    __slots__ = ("_chunk", "_first_load", "block_size", "both_bias", "load", "load_wait", "prefill", "store")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
         self.block_size = block_size
         self._chunk = chunk
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
-        self.load = OnlineLine((costs.load_setup, costs.load_block), (1.0, 32.0))
+        self._first_load = costs.load_setup, costs.load_block
+        self.load = OnlineLine(self._first_load, (1.0, 32.0))
         self.load_wait = 0.0
         self.both_bias = 1.0
         self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
@@ -130,7 +135,8 @@ class CostModel:
 
     def load_waited(self, seconds: float) -> None:
         """A load has taken so much longer than its link."""
-        self.load_wait += 0.2 * (max(0.0, seconds) - self.load_wait)
+        most = _MOST_SURPRISE * max(self.load_wait, self.prefill.predict(1, self._chunk, 0, 0))
+        self.load_wait += 0.2 * (min(max(0.0, seconds), most) - self.load_wait)
 
     def estimate(self, start: int, num_blocks: int, queued_blocks: int = 0, share: float = 1.0) -> Estimate:
         """The ways to get ``num_blocks`` blocks back that follow ``start`` tokens on the device."""
@@ -155,7 +161,13 @@ class CostModel:
 
     def both_passed_over(self) -> None:
         """Another way was chosen: what is believed against both ends fades, so that they get another try."""
-        self.both_bias += 0.02 * (1.0 - self.both_bias)
+        self.both_bias += _FADE * (1.0 - self.both_bias)
+
+    def load_passed_over(self) -> None:
+        """Nothing is loaded, so nothing is learned of loads: what is believed against them fades."""
+        self.load_wait -= _FADE * self.load_wait
+        for index, first in enumerate(self._first_load):
+            self.load.constants[index] += _FADE * min(0.0, first - self.load.constants[index])
 
     def split(self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0) -> int:
         """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,

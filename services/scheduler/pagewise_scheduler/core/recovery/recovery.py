@@ -35,8 +35,8 @@ class Recovery:
         back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
         device_tokens: tokens found on the device. estimate: what each way was predicted to cost, None if there was
             nothing on the host. resumed: it had run before.
-        began, ended: when it was admitted, and when everything that the host could have given was there; NaN
-            until then, for good if it was preempted or aborted before.
+        began, ended: when it was admitted, and when everything that the host could have given was there, loaded or
+            computed; NaN until then, for good if it was preempted or aborted before.
         loaded_tokens: tokens that came from the host. link_seconds: what the link took for its transfers.
         behind_stores: copies to the host were under way when it began, which loads wait for.
     """
@@ -86,6 +86,8 @@ class Recoveries:
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
+        # Those that compute what the host has, and up to which token: only how long they take is of interest.
+        self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._num_loading = 0
         self._stores: dict[int, int] = {}
@@ -94,6 +96,12 @@ class Recoveries:
     def num_loading(self) -> int:
         """Blocks whose load has been asked for and not confirmed."""
         return self._num_loading
+
+    @property
+    def _queued(self) -> int:
+        """Blocks that the link has before it: asked for, or likely to be by those that are under way."""
+        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in self._active.values())
+        return self._num_loading + wanted
 
     # ---- choosing ------------------------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class Recoveries:
         """
         if not prefix.on_host:
             return "device", None
-        estimate = self.costs.estimate(prefix.num_tokens, len(prefix.on_host), self._num_loading, share)
+        estimate = self.costs.estimate(prefix.num_tokens, len(prefix.on_host), self._queued, share)
         if self.mode == "swap":
             return "load", estimate
         if self.mode != "auto":
@@ -114,17 +122,20 @@ class Recoveries:
         if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
             return "both", estimate
         self.costs.both_passed_over()
+        if better == "recompute":
+            self.costs.load_passed_over()
         return better, estimate
 
     def worth_keeping(self, node: CachedBlock) -> bool:
-        """Whether a copy on the host is worth what it costs.
+        """Whether copies of the prefix that ends with ``node`` are worth what they cost, block by block on average.
 
-        It saves, if the block is used again, what recovering from both ends saves over computing alone. It costs its
-        time on the link, by how busy the link is: an idle one costs nothing.
+        They save, if the prefix is used again, what recovering from both ends saves over computing alone. They cost
+        their time on the link, by how busy the link is: an idle one costs nothing.
         """
         if self.mode != "auto":
             return self.mode != "recompute"
-        recompute, load = self.costs.block_seconds(node.depth)
+        extends = node.parent is not None and node.parent.host >= 0
+        recompute, load = self.costs.block_seconds(node.depth if extends else (node.depth + 1) // 2)
         saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
         pool = self._kv.pool
         busy = pool.host.num_storing / max(1, pool.host.max_storing)
@@ -154,9 +165,12 @@ class Recoveries:
         if nodes:
             self._kv.pool.host.pin(nodes)
             self._active[sequence] = recovery
+        elif prefix.on_host:
+            end = prefix.num_tokens + len(prefix.on_host) * self._kv.block_size
+            self._recomputing[sequence] = recovery, min(end, sequence.num_tokens)
         else:
             recovery.ended = now
-            if prefix.num_tokens or prefix.on_host or recovery.resumed:
+            if prefix.num_tokens or recovery.resumed:
                 self.reports.append(recovery)
         return recovery
 
@@ -171,7 +185,7 @@ class Recoveries:
         gap = (recovery.first + recovery.back) * size - start
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
-        left = self.costs.split(start, gap, recovery.loading)
+        left = self.costs.split(start, gap, self._num_loading)
         if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
@@ -182,10 +196,15 @@ class Recoveries:
             return []
         pairs: list[int] = []
         transfer = _Transfer()
+        # The link serves one after the other, in order of admission: shared among all, all of them would end last.
+        free = 2 * _PIECE_BLOCKS - self._num_loading
         for recovery in self._active.values():
-            count = self._next_piece(recovery)
+            if free <= 0:
+                break
+            count = min(free, self._next_piece(recovery))
             if not count:
                 continue
+            free -= count
             recovery.back -= count
             nodes = recovery.nodes[recovery.back : recovery.back + count]
             start = recovery.first + recovery.back
@@ -206,13 +225,14 @@ class Recoveries:
         if not recovery.back:
             return 0
         if recovery.method == "load":
-            return min(recovery.back, _PIECE_BLOCKS) if recovery.loading < 2 * _PIECE_BLOCKS else 0
+            return min(recovery.back, _PIECE_BLOCKS)
         # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
         # it twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
         # whichever turns out to be the faster one.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
-        behind = left - self.costs.split(start, left * self._kv.block_size, recovery.loading) // self._kv.block_size
+        split = self.costs.split(start, left * self._kv.block_size, self._num_loading)
+        behind = left - split // self._kv.block_size
         if behind + recovery.loading > _SMALL_PIECE:
             behind = (3 * (behind + recovery.loading) + 3) // 4 - recovery.loading
         return max(0, min(behind, _PIECE_BLOCKS))
@@ -282,8 +302,13 @@ class Recoveries:
             request = sequence.request
             if not recovery.resumed and not request.num_host_tokens:
                 request.num_host_tokens = recovery.loaded_tokens
-                request.num_cached_tokens += recovery.loaded_tokens
+                request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
             self._close(recovery)
+        for sequence, (recovery, end) in list(self._recomputing.items()):
+            if sequence.num_computed_tokens >= end:
+                recovery.ended = now
+                del self._recomputing[sequence]
+                self.reports.append(recovery)
         return done
 
     def abandon(self, sequence: Sequence) -> None:
@@ -291,6 +316,8 @@ class Recoveries:
         recovery = self._active.get(sequence)
         if recovery is not None:
             self._close(recovery)
+        elif sequence in self._recomputing:
+            self.reports.append(self._recomputing.pop(sequence)[0])
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
@@ -299,7 +326,7 @@ class Recoveries:
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
-        for sequence in list(self._active):
+        for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
         for transfer in self._transfers.values():
             for _, nodes, blocks in transfer.parts:

@@ -15,34 +15,44 @@ _WINDOW = 16
 _MOST_PASSED = 32
 """Times the head of the queue may be passed over by others with longer prefixes."""
 
-_Computing = set[tuple[Hashable, bytes]]
-
 
 class Admission:
-    """Chooses from the waiting queue. Nothing changes but how often the head has been passed over."""
+    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over."""
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
         self._kv = kv
         self._waiting = waiting
+        self._busy: set[tuple[Hashable, bytes]] = set()
 
-    def next(
-        self, room: int, computing: Iterable[Sequence], oldest_step: int | None
-    ) -> tuple[Sequence, CachedPrefix] | None:
+    def computing(self, sequences: Iterable[Sequence]) -> None:
+        """Whose prompts are being computed when a step is planned; told before ``next`` is asked."""
+        self._busy.clear()
+        for sequence in sequences:
+            self.computing_too(sequence)
+
+    def computing_too(self, sequence: Sequence) -> None:
+        """One more: its next full block is known by where it hangs in the tree, and its tokens."""
+        tip = sequence.table.tip
+        start = (tip.depth if tip is not None else 0) * self._kv.block_size
+        stop = start + self._kv.block_size
+        if stop <= sequence.num_tokens:
+            self._busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
+
+    def next(self, room: int, oldest_step: int | None) -> tuple[Sequence, CachedPrefix] | None:
         """Who starts, and the longest prefix it begins with; None: nobody can.
 
-        ``room``: blocks that a start may take. ``computing``: sequences whose prompts are being computed.
-        ``oldest_step``: the oldest step in flight, if any; whoever takes part in it or a later one has to wait.
+        ``room``: blocks that a start may take. ``oldest_step``: the oldest step in flight, if any; whoever takes part
+        in it or a later one has to wait.
         """
         head = self._waiting.peek()
         if head is None or room <= 0 or _is_in_flight(head, oldest_step):
             return None
-        busy = self._busy(computing)
         best, longest = None, -1
         for sequence in self._candidates(head):
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             found = self._find(sequence)
-            if len(found) > longest and not (busy and self._is_computed_elsewhere(sequence, found, busy)):
+            if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 best, longest = sequence, len(found)
         if best is None:
             return None
@@ -50,7 +60,7 @@ class Admission:
         if prefix is None and best is not head:
             best = head
             found = self._find(head)
-            if _may_start(head) and not self._is_computed_elsewhere(head, found, busy):
+            if _may_start(head) and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
             return None
@@ -84,24 +94,13 @@ class Admission:
                 path += tree.find(sequence.request.cache_salt, sequence.token_bytes(), sequence.num_tokens - 1)
         return path
 
-    def _busy(self, computing: Iterable[Sequence]) -> _Computing:
-        """The next full block of each of these sequences: where it hangs in the tree, and its tokens."""
-        busy: _Computing = set()
-        for sequence in computing:
-            tip = sequence.table.tip
-            start = (tip.depth if tip is not None else 0) * self._kv.block_size
-            stop = start + self._kv.block_size
-            if stop <= sequence.num_tokens:
-                busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
-        return busy
-
-    def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock], busy: _Computing) -> bool:
+    def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
         start = len(found) * self._kv.block_size
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
             return False
         place = self._place(sequence, found[-1] if found else None)
-        return (place, sequence.tokens_between(start, stop)) in busy
+        return (place, sequence.tokens_between(start, stop)) in self._busy
 
     def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
         """Where a sequence stands that has found blocks up to ``tip``; its space has no root before its first block."""

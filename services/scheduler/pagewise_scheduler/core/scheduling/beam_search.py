@@ -5,6 +5,7 @@ find the same sequences. The blocks of hypotheses are shared like those of any f
 """
 
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Literal
 
 from msgspec import Struct
@@ -68,13 +69,13 @@ class BeamSearch:
         """
         params, width = self.params, self.params.width
         keep = params.num_candidates(len(self.end_tokens))
-        ranked = [
+        everything = (
             Continuation(parent, token, self.scores[parent] + logprob)
             for parent, continuations in enumerate(candidates)
             for token, logprob in continuations[:keep]
-        ]
-        ranked.sort(key=lambda one: -one.score)  # stable: of equals the earlier hypothesis comes first
-        ranked = ranked[:keep]
+        )
+        # Stable: of equals the earlier hypothesis comes first.
+        ranked = nsmallest(keep, everything, key=lambda one: -one.score)
         length = len(histories[0]) + 1
         hits = [one.token in self.end_tokens or length >= self.max_tokens for one in ranked]
         full = len(self.ended) >= width

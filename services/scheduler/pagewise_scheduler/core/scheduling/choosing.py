@@ -96,7 +96,7 @@ class Choosing:
         living = {one.parent for one in continuations}
         spare = [parent for number, parent in enumerate(parents) if number not in living]
         for pruned in spare:
-            self._kv.free(pruned.table, None, len(pruned.output_token_ids))
+            self._kv.free(pruned.table, None)
         histories = [list(parent.output_token_ids) for parent in parents]
         members: list[Sequence] = []
         for one in continuations:
@@ -138,9 +138,11 @@ class Choosing:
 
     def _conclude(self, request: Request, outputs: list[list[int]], ends: frozenset[int], output: StepOutput) -> None:
         """Put ``outputs`` in the place of what was tried for them, and tell them."""
+        use: int | None = max((len(tokens) for tokens in outputs), default=0)
         for sequence in request.sequences:
             if sequence.table.blocks:
-                self._kv.free(sequence.table, None, len(sequence.output_token_ids))
+                self._kv.free(sequence.table, None, use)
+                use = None  # all that was tried is one use of the prompt
         self.drop(request)
         request.sequences = []
         for index, tokens in enumerate(outputs):

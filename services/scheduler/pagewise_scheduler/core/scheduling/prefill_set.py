@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
 
 _WATERMARK = 0.01
 
@@ -18,7 +18,7 @@ _WATERMARK = 0.01
 class PrefillSet:
     """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies.
 
-    ``num_queries``: tokens of sequences that started for the first time; ``num_hits``: those found on the device.
+    ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
 
     def __init__(
@@ -64,13 +64,32 @@ class PrefillSet:
         self._plan.join(sequence, sequence.num_tokens - 1)
         return True
 
-    def continued(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
-        """Next chunks of the members, as far as tokens and blocks last, and booked as scheduled."""
-        chunks = []
+    def chunks(
+        self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
+    ) -> list[tuple[Sequence, int]]:
+        """What a step computes of known tokens, at most ``budget``: chunks of members and of those that start.
+
+        In the order of the waiting queue: who waits goes before members that come after it there.
+        """
         for sequence, num_computed in self._recoveries.settle(now):
             sequence.num_scheduled_tokens = num_computed
             self._plan.skip(sequence.row, num_computed)
-        for sequence in self._members:
+        members, head = list(self._members), self._waiting.peek()
+        if len(members) > 1:
+            members.sort(key=queue_time)
+        first = len(members)
+        if head is not None and members and queue_time(members[-1]) > queue_time(head):
+            first = next(number for number, member in enumerate(members) if queue_time(member) > queue_time(head))
+        chunks = self._continued(members[:first], budget)
+        budget -= sum(size for _, size in chunks)
+        started = self._started(budget, num_decoding, in_flight, now)
+        budget -= sum(size for _, size in started)
+        return chunks + self._continued(members[first:], budget) + started
+
+    def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+        """Next chunks of ``members``, as far as tokens and blocks last, and booked as scheduled."""
+        chunks = []
+        for sequence in members:
             table = sequence.table
             room = table.num_slots - sequence.num_scheduled_tokens + self._kv.num_available * self._kv.block_size
             size = min(self._size(sequence, budget), room)
@@ -83,7 +102,7 @@ class PrefillSet:
             budget -= size
         return chunks
 
-    def started(
+    def _started(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
     ) -> list[tuple[Sequence, int]]:
         """First chunks of waiting sequences, while all their known tokens fit beside what runs."""
@@ -91,24 +110,29 @@ class PrefillSet:
         if budget <= 0 or not self._waiting:
             return chunks
         owed = sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
+        # Whose prompts are being computed, or have been by a step in flight.
+        self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        oldest = in_flight[0].step if in_flight else None
+        share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
         while budget > 0 and self._free_rows and num_decoding + len(self._members) < self._limits.max_num_seqs:
             room = self._kv.num_available - owed - self._watermark(num_decoding + len(self._members))
-            start = self._admission.next(room, self._computing(in_flight), in_flight[0].step if in_flight else None)
+            start = self._admission.next(room, oldest)
             if start is None:
                 break
             sequence, prefix = start
-            if size := self._start(sequence, prefix, budget, now):
+            if size := self._start(sequence, prefix, budget, share, now):
                 chunks.append((sequence, size))
                 budget -= size
+            self._admission.computing_too(sequence)
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
-    def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, now: float) -> int:
+    def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
         kv, table = self._kv, sequence.table
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
-        choice = self._recoveries.choose(prefix, budget / self._limits.max_num_batched_tokens)
+        choice = self._recoveries.choose(prefix, share)
         if copy := kv.take(table, prefix):
             self._plan.copy(*copy)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
@@ -129,10 +153,6 @@ class PrefillSet:
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 
-    def _computing(self, in_flight: ReadOnlyList[StepInFlight]) -> Iterator[Sequence]:
-        """Sequences whose prompts are being computed, or have been by a step in flight."""
-        return chain(self._members, (sequence for step in in_flight for sequence, _ in step.computed))
-
     def _watermark(self, running: int) -> int:
         """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
         return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
@@ -142,6 +162,5 @@ class PrefillSet:
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
             request.num_cached_tokens = prefix.num_tokens
-        if not sequence.num_preemptions:
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens

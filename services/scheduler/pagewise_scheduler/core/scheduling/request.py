@@ -175,6 +175,11 @@ class Request:
         return sequence
 
     @property
+    def num_sequences(self) -> int:
+        """The most sequences that may run for it at a time."""
+        return max(self.n, self.best_of, self.beam.width if self.beam is not None else 0)
+
+    @property
     def chooses(self) -> bool:
         """Whether its outputs are chosen among several at the end; nothing is told before."""
         return self.beam is not None or self.best_of > self.n

@@ -206,9 +206,7 @@ class Scheduler:
             self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        chunks = self._prefilling.continued(budget, now)
-        budget -= sum(size for _, size in chunks)
-        chunks += self._prefilling.started(budget, len(decoding), self._in_flight, now)
+        chunks = self._prefilling.chunks(budget, len(decoding), self._in_flight, now)
         loads = self.recoveries.ask(step)
         if not decoding and not chunks and not loads:
             return self._unblock(now)
@@ -331,15 +329,16 @@ class Scheduler:
         for sequence in self.recoveries.copied(message):
             self._preempt(sequence, "blocks came back from the host spoiled")
 
-    def fail(self, epoch: int) -> list[Request]:
+    def fail(self, epoch: int, *, blame_step: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
 
+        ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
         Returns the requests that failed for good: those of a step that had a single sequence and could not be made
         smaller.
         """
-        step = self._in_flight[0] if self._in_flight else None
+        step = self._in_flight[0] if self._in_flight and blame_step else None
         failed: list[Request] = []
-        if step is not None:
+        if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
                 failed.append(step.owner.request)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
@@ -377,8 +376,14 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         touched = self._in_flight and sequence.last_step >= self._in_flight[0].step
-        output_tokens = len(sequence.output_token_ids) if ends else PREEMPTED
-        self.kv.free(sequence.table, self._step if touched else None, output_tokens)
+        self.kv.free(sequence.table, self._step if touched else None, self._use(sequence, ends))
+
+    def _use(self, sequence: Sequence, ends: bool) -> int | None:
+        """What eviction learns from the sequence's end. The outputs of one request are one use of its prompt."""
+        if not ends:
+            return PREEMPTED
+        last = all(other.finished or other is sequence for other in sequence.request.sequences)
+        return len(sequence.output_token_ids) if last and not sequence.request.chooses else None
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""

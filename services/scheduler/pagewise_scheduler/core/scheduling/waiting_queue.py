@@ -10,6 +10,14 @@ AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
 
 
+def queue_time(sequence: Sequence) -> float:
+    """Who has the smaller one goes first.
+
+    Linear ageing never changes the order of two sequences, so it is fixed: no queue has to be sorted again.
+    """
+    return sequence.request.arrival_time + AGEING_SECONDS * sequence.request.priority
+
+
 class WaitingQueue:
     """A sorted list of waiting sequences."""
 
@@ -26,9 +34,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait; a preempted one comes before those that arrived after it."""
         sequence.status = SequenceStatus.WAITING
-        request = sequence.request
-        # Linear ageing never changes the order of two entries, so the key is fixed: no queue has to be sorted again.
-        key = request.arrival_time + AGEING_SECONDS * request.priority, next(self._tie)
+        key = queue_time(sequence), next(self._tie)
         self._keys[sequence] = key
         insort(self._entries, (*key, sequence))
 

@@ -1,0 +1,7 @@
+"""Attention over paged KV: decode, prefill and cascade."""
+
+from pagewise_kernels.attention.checks import Scales
+from pagewise_kernels.attention.decode import DecodePlan, decode_attention, merge_parts
+from pagewise_kernels.attention.prefill import Chunk, PrefillPlan, prefill_attention
+
+__all__ = ["Chunk", "DecodePlan", "PrefillPlan", "Scales", "decode_attention", "merge_parts", "prefill_attention"]

@@ -1,0 +1,64 @@
+"""Which tile, how many warps: one plain function per kind of attention, never keyed on the batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pagewise_kernels.launch import interpreted, num_sms
+
+
+@dataclass(slots=True, frozen=True)
+class TileConfig:
+    """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+DETERMINISTIC_SPLIT = 1024 if not interpreted() else 32
+"""Context tokens that are summed up before they are merged, in deterministic mode."""
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def decode_config(group: int, dim: int, kv_bytes: int, deterministic: bool) -> TileConfig:
+    """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element."""
+    if interpreted():
+        return TileConfig(max(16, power_of_two(group)), 16, 4, 1)
+    if deterministic:
+        return deterministic_config(group, dim, kv_bytes)
+    rows = max(16, power_of_two(group))
+    # About 16 KiB of K per stage keeps enough bytes in flight with two programs on a multiprocessor.
+    tile = max(16, min(128, 16384 // (dim * kv_bytes)))
+    return TileConfig(rows, tile, 4, 3 if dim * kv_bytes <= 512 else 2)
+
+
+def prefill_config(longest: int, group: int, dim: int, kv_bytes: int, deterministic: bool) -> TileConfig:
+    """For chunks of which the longest has ``longest`` queries."""
+    smallest = max(16, power_of_two(group))
+    if interpreted():
+        return TileConfig(smallest, 16, 4, 1)
+    if deterministic:
+        return deterministic_config(group, dim, kv_bytes)
+    if kv_bytes == 4:  # no tensor cores: registers are the limit
+        return TileConfig(max(smallest, 16 if dim > 128 else 32), 32, 4, 2)
+    if longest * group <= 64:
+        return TileConfig(max(smallest, power_of_two(min(longest * group, 64))), 64 if dim <= 128 else 32, 4, 2)
+    return TileConfig(max(smallest, 128), 64 if dim <= 128 else 32, 8, 3 if dim <= 128 else 2)
+
+
+def deterministic_config(group: int, dim: int, kv_bytes: int) -> TileConfig:
+    """One shape for decode and prefill: the tensor cores sum in the same order for both."""
+    if kv_bytes == 4:
+        return TileConfig(max(16, power_of_two(group)), 32, 4, 2)
+    return TileConfig(max(64, power_of_two(group)), 64 if dim <= 128 else 32, 4, 2)
+
+
+def decode_programs(device: torch.device) -> int:
+    """Programs of the static grid of decode attention: two for each multiprocessor."""
+    return 2 * num_sms(device) if not interpreted() else 3

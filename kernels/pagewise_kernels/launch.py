@@ -1,0 +1,72 @@
+"""How kernels are launched: on a device, by the interpreter, or not at all but compiled.
+
+Everything that launches goes through ``launch``, so a choice of configuration exists once: what ``compile.py`` compiles
+without a GPU is what runs on one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+NOMINAL_SMS = 132
+"""Multiprocessors that are assumed where there is no GPU: those of an H100 or H200."""
+
+Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+_watcher: Watcher | None = None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when this package was imported)."""
+    return _INTERPRETED
+
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    """Run ``kernel`` on ``grid``; ``options`` are its constants, ``num_warps`` and ``num_stages``.
+
+    Nothing is launched on an empty grid, nor while the calls are watched by the compiler.
+    """
+    if 0 in grid:
+        return
+    if _watcher is not None:
+        _watcher(kernel, arguments, options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+def watch_launches(watcher: Watcher | None) -> None:
+    """Hand every launch to ``watcher`` instead of running it; None ends that."""
+    global _watcher
+    _watcher = watcher
+
+
+def check_device(*tensors: torch.Tensor) -> None:
+    """All tensors lie on one device, and kernels can run there.
+
+    Raises:
+        ValueError: they do not, or cannot.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"tensors lie on different devices: {', '.join(sorted(map(str, devices)))}")
+    kind = tensors[0].device.type
+    if _watcher is None and kind != ("cpu" if _INTERPRETED else "cuda"):
+        wanted = "the CPU, because TRITON_INTERPRET=1 is set" if _INTERPRETED else "a CUDA device"
+        raise ValueError(f"tensors lie on {tensors[0].device}, these kernels run on {wanted}")
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of ``device``."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return NOMINAL_SMS
+    return _num_sms(device.index if device.index is not None else torch.cuda.current_device())

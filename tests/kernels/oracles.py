@@ -1,0 +1,34 @@
+"""What the kernels should compute, in plain PyTorch and float64."""
+
+import torch
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    start: int,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """One sequence: q [queries, heads, head_dim] at positions from ``start`` on; keys, values [num_blocks, block_size,
+    kv_heads, head_dim]; table [blocks]. Returns float64 [queries, heads, head_dim]."""
+    queries, heads, dim = q.shape
+    length = start + queries
+    k = keys[table.long()].flatten(0, 1)[:length].double()
+    v = values[table.long()].flatten(0, 1)[:length].double()
+    group = heads // keys.shape[2]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (scale if scale is not None else dim**-0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(start, length, device=q.device)[:, None]
+    token = torch.arange(length, device=q.device)[None, :]
+    seen = token <= own
+    if window is not None:
+        seen &= token > own - window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
