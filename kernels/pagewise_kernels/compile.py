@@ -75,13 +75,17 @@ def compiling(capability: int, case: str = "") -> Iterator[list[Compiled]]:
     if interpreted():
         raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1): they cannot be compiled")
     found: list[Compiled] = []
-    triton.runtime.driver.set_active(_Target(capability))
-    watch_launches(lambda kernel, arguments, options: found.append(_compile(case, capability, kernel, arguments, options)))
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(_Target(capability))
+    watch_launches(
+        lambda kernel, arguments, options: found.append(_compile(case, capability, kernel, arguments, options))
+    )
     try:
         yield found
     finally:
         watch_launches(None)
-        triton.runtime.driver.reset_active()
+        driver._active = before
 
 
 def _compile(case: str, capability: int, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
@@ -127,7 +131,9 @@ def compile_cases(names: list[str], capability: int, processes: int) -> list[Com
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m pagewise_kernels.compile", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pagewise_kernels.compile", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--target", type=int, default=90, help="compute capability, 90 for Hopper (default: 90)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel instead of a table")
@@ -138,8 +144,9 @@ def main() -> None:
             print(json.dumps(asdict(compiled)))
         else:
             print(
-                f"{compiled.case:<44} {compiled.kernel:<22} {compiled.num_warps:>2} warps {compiled.registers:>4} registers"
-                f" {compiled.spilled:>5} B spilled {compiled.shared:>7} B shared {compiled.mma}"
+                f"{compiled.case:<34} {compiled.kernel:<20} {compiled.num_warps:>2} warps "
+                f"{compiled.registers:>4} registers {compiled.spilled:>5} B spilled {compiled.shared:>7} B shared "
+                f"{compiled.mma}"
             )
     sys.stdout.flush()
 

@@ -6,9 +6,15 @@ from functools import partial
 import torch
 
 from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
+from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.rms_norm import rms_norm
+from pagewise_kernels.rope import rope
+from pagewise_kernels.sampling import penalise, sample, token_logprobs
+from pagewise_kernels.silu_mul import silu_mul
 
 _META = torch.device("meta")
-_FP8 = torch.float8_e4m3fn
 CASES: dict[str, Callable[[], None]] = {}
 """By name; each calls public functions with tensors that hold no data."""
 
@@ -30,7 +36,7 @@ def _attention(
 ) -> None:
     keys, values = (_empty(64, 16, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
     scale = _empty(64, 16, kv_heads, dtype=torch.float32)
-    scales = Scales(scale, scale) if kv_dtype == _FP8 else None
+    scales = Scales(scale, scale) if kv_dtype == FP8 else None
     tables = _empty(8, 64, dtype=torch.int32)
     q = _empty(2048, heads, head_dim, dtype=dtype)
     if kind == "decode":
@@ -50,13 +56,14 @@ def _attention(
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "fp8").replace("bfloat", "bf").replace("float", "fp")
+    name = str(dtype).removeprefix("torch.")
+    return "fp8" if dtype == FP8 else name.replace("bfloat", "bf").replace("float", "fp")
 
 
 def _add_attention() -> None:
     shapes = {64: (32, 8), 80: (32, 32), 96: (32, 8), 128: (32, 8), 256: (8, 1)}
     types = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.float32),
-             (torch.bfloat16, _FP8), (torch.float16, _FP8)]  # fmt: skip
+             (torch.bfloat16, FP8), (torch.float16, FP8)]  # fmt: skip
     for kind in ("decode", "prefill", "short"):
         for dim, (heads, kv_heads) in shapes.items():
             for dtype, kv_dtype in types:
@@ -73,4 +80,64 @@ def _add_attention() -> None:
             CASES[f"{kind} d128 {_name(dtype)} deterministic"] = partial(base, deterministic=True)
 
 
+def _add_others() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = _name(dtype)
+        CASES[f"write_kv {name}"] = partial(_write_kv, dtype, dtype, 8, 128)
+        CASES[f"rms_norm {name}"] = partial(_rms_norm, dtype)
+        CASES[f"rope {name}"] = partial(_rope, dtype)
+        CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
+    CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
+    CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
+    CASES["blocks"] = _blocks
+    for dtype in (torch.bfloat16, torch.float32):
+        CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
+
+
+def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    new = _empty(64, heads, head_dim, dtype=dtype)
+    pool = _empty(64, 16, heads, head_dim, dtype=kv_dtype)
+    scale = _empty(64, 16, heads, dtype=torch.float32)
+    write_kv(new, new, pool, pool, _empty(64, dtype=torch.int64), Scales(scale, scale) if kv_dtype == FP8 else None)
+
+
+def _rms_norm(dtype: torch.dtype) -> None:
+    x = _empty(64, 4096, dtype=dtype)
+    rms_norm(x, _empty(4096, dtype=dtype), 1e-6)
+    rms_norm(x, _empty(4096, dtype=dtype), 1e-6, residual=x)
+    rms_norm(_empty(64, 48, 128, dtype=dtype)[:, :40], _empty(40, 128, dtype=dtype), 1e-6)
+
+
+def _rope(dtype: torch.dtype) -> None:
+    angles = _empty(64, 64, dtype=dtype)
+    rope(_empty(64, 40, 128, dtype=dtype), angles, angles)
+
+
+def _silu_mul(dtype: torch.dtype) -> None:
+    silu_mul(_empty(64, 28672, dtype=dtype))
+
+
+def _blocks() -> None:
+    pool, ids = _empty(64, 16, 8, 128, dtype=torch.bfloat16), _empty(8, dtype=torch.int64)
+    staged = _empty(8, 32768, dtype=torch.uint8)
+    copy_blocks(pool, _empty(8, 2, dtype=torch.int64))
+    gather_blocks(pool, ids, staged)
+    scatter_blocks(pool, ids, staged)
+
+
+def _sample(dtype: torch.dtype) -> None:
+    logits, floats = _empty(8, 151936, dtype=dtype), _empty(8, dtype=torch.float32)
+    ids = _empty(8, dtype=torch.int64)
+    sample(
+        logits, temperature=floats, top_k=_empty(8, dtype=torch.int32), top_p=floats, min_p=floats, seeds=ids,
+        positions=ids,
+    )  # fmt: skip
+    token_logprobs(logits, ids)
+    penalise(
+        logits, _empty(8, dtype=torch.int32), _empty(8, 151936, dtype=torch.int32),
+        _empty(8, 151936, dtype=torch.bool), repetition=floats, presence=floats, frequency=floats,
+    )  # fmt: skip
+
+
 _add_attention()
+_add_others()

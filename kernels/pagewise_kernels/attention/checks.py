@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewise_kernels.attention.config import power_of_two
 from pagewise_kernels.launch import check_device
+from pagewise_kernels.shapes import power_of_two
 
 _TYPES = {torch.float32, torch.float16, torch.bfloat16}
-_FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,9 +56,9 @@ def check_attention(
         raise TypeError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
     if q.dtype not in _TYPES:
         raise TypeError(f"q is float32, float16 or bfloat16, not {q.dtype}")
-    if keys.dtype != values.dtype or keys.dtype not in (q.dtype, _FP8):
+    if keys.dtype != values.dtype or keys.dtype not in (q.dtype, FP8):
         raise TypeError(f"keys and values are {q.dtype} like q or float8_e4m3fn, not {keys.dtype} and {values.dtype}")
-    if (keys.dtype == _FP8) != (scales is not None):
+    if (keys.dtype == FP8) != (scales is not None):
         raise TypeError("float8 KV comes with scales, and no other KV does")
     given = [q, keys, values, tables]
     if scales is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewise_kernels.launch import interpreted, num_sms
+from pagewise_kernels.shapes import power_of_two
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,11 +22,6 @@ DETERMINISTIC_SPLIT = 1024 if not interpreted() else 32
 """Context tokens that are summed up before they are merged, in deterministic mode."""
 
 
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is at least ``value``."""
-    return 1 << max(0, value - 1).bit_length()
-
-
 def decode_config(group: int, dim: int, kv_bytes: int, deterministic: bool) -> TileConfig:
     """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element."""
     if interpreted():
@@ -35,7 +31,8 @@ def decode_config(group: int, dim: int, kv_bytes: int, deterministic: bool) -> T
     rows = max(16, power_of_two(group))
     # About 16 KiB of K per stage keeps enough bytes in flight with two programs on a multiprocessor.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
-    return TileConfig(rows, tile, 4, 3 if dim * kv_bytes <= 512 else 2)
+    # Five stages are two buffers of K and V: block ids, and the pointers made of them, take the others.
+    return TileConfig(rows, tile, 4, 5 if kv_bytes < 4 else 3)
 
 
 def prefill_config(longest: int, group: int, dim: int, kv_bytes: int, deterministic: bool) -> TileConfig:

@@ -8,12 +8,12 @@ from pagewise_kernels.attention.config import (
     TileConfig,
     decode_config,
     decode_programs,
-    power_of_two,
 )
 from pagewise_kernels.attention.kernel import UNIT_FIELDS, reduce_kernel
 from pagewise_kernels.attention.plan_kernel import plan_decode_kernel
 from pagewise_kernels.attention.run import run_attention
 from pagewise_kernels.launch import launch
+from pagewise_kernels.shapes import power_of_two
 
 _WAVES = 2
 """Units that ``plan`` aims at, times programs: more of them are shared out more evenly and merged at more cost."""
@@ -124,7 +124,7 @@ def decode_attention(
     """
     shape = check_attention(q, keys, values, tables, scales)
     out = check_out(q, out)
-    queries, heads, head_dim = q.shape
+    queries = q.shape[0]
     if queries > plan.max_queries or plan.parts.shape[1:] != q.shape[1:]:
         raise ValueError(
             f"the plan is for {plan.max_queries} queries of {list(plan.parts.shape[1:])}, q is {list(q.shape)}"

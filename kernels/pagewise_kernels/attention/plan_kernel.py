@@ -44,7 +44,7 @@ def plan_decode_kernel(
     tl.store(first_parts + queries, first, mask=queries < num_queries)
     tl.store(num_parts + queries, count, mask=queries < num_queries)
     tl.store(num_units, tl.minimum(tl.sum(count, 0), max_units))
-    for part in range(0, tl.max(count, 0)):
+    for part in range(tl.max(count, 0)):
         unit = first + part
         valid = (part < count) & (unit < max_units)
         start = (first_tile + part * size) * TILE

@@ -8,9 +8,10 @@ import numpy.typing as npt
 import torch
 
 from pagewise_kernels.attention.checks import Scales, check_attention, check_out
-from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, power_of_two, prefill_config
+from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, prefill_config
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.run import run_attention
+from pagewise_kernels.shapes import power_of_two
 
 
 class Chunk(NamedTuple):

@@ -1,0 +1,121 @@
+"""Writes the K and V of a step into the paged pool, through the slot mapping."""
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewise_kernels.attention.checks import FP8, Scales
+from pagewise_kernels.launch import check_device, launch
+from pagewise_kernels.shapes import power_of_two
+
+_FP8_MOST = 448.0
+
+
+@triton.jit
+def write_kv_kernel(
+    new_keys,
+    new_values,
+    keys,
+    values,
+    k_scales,
+    v_scales,
+    slots,
+    stride_nk,
+    stride_nkh,
+    stride_nv,
+    stride_nvh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """One program per token: all its heads, K and V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        heads = tl.arange(0, HEADS_PADDED)
+        dims = tl.arange(0, DIM)
+        inside = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(new_keys + token * stride_nk + heads[:, None] * stride_nkh + dims[None, :], mask=inside, other=0.0)
+        v = tl.load(
+            new_values + token * stride_nv + heads[:, None] * stride_nvh + dims[None, :], mask=inside, other=0.0
+        )
+        k_at = keys + block * stride_kb + offset * stride_kt + heads[:, None] * stride_kh + dims[None, :]
+        v_at = values + block * stride_vb + offset * stride_vt + heads[:, None] * stride_vh + dims[None, :]
+        scale_at = block * stride_sb + offset * stride_st
+        if IS_FP8:
+            wide_k, wide_v = k.to(tl.float32), v.to(tl.float32)
+            k_scale = tl.maximum(tl.max(tl.abs(wide_k), 1), 1e-12) / MOST
+            v_scale = tl.maximum(tl.max(tl.abs(wide_v), 1), 1e-12) / MOST
+            tl.store(k_scales + scale_at + heads * stride_sh, k_scale, mask=heads < HEADS)
+            tl.store(v_scales + scale_at + heads * stride_sh, v_scale, mask=heads < HEADS)
+            tl.store(k_at, (wide_k / k_scale[:, None]).to(keys.dtype.element_ty), mask=inside)
+            tl.store(v_at, (wide_v / v_scale[:, None]).to(values.dtype.element_ty), mask=inside)
+        else:
+            tl.store(k_at, k, mask=inside)
+            tl.store(v_at, v, mask=inside)
+
+
+def write_kv(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    scales: Scales | None = None,
+) -> None:
+    """Write K and V of each token into its slot, block * block_size + offset; a negative slot is skipped.
+
+    new_keys, new_values [tokens, kv_heads, head_dim]; keys, values [num_blocks, block_size, kv_heads, head_dim], any
+    strides but the last; slots int32 or int64 [tokens], no two alike. Into a float8_e4m3fn pool each token and head is
+    scaled by its own greatest value, which goes into ``scales``.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    if new_keys.dim() != 3 or new_keys.shape != new_values.shape or keys.shape != values.shape or keys.dim() != 4:
+        raise ValueError(
+            "write_kv takes new keys and values [tokens, kv_heads, head_dim] and keys and values [num_blocks, "
+            f"block_size, kv_heads, head_dim], not {list(new_keys.shape)}, {list(new_values.shape)}, "
+            f"{list(keys.shape)} and {list(values.shape)}"
+        )
+    tokens, heads, head_dim = new_keys.shape
+    if keys.shape[2:] != new_keys.shape[1:] or slots.shape != (tokens,):
+        raise ValueError(
+            f"{tokens} tokens of {heads} heads of {head_dim} do not go into a pool {list(keys.shape)} by slots "
+            f"{list(slots.shape)}"
+        )
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slots are int32 or int64, not {slots.dtype}")
+    fp8 = keys.dtype == FP8
+    if keys.dtype != values.dtype or keys.dtype not in (new_keys.dtype, FP8) or new_keys.dtype != new_values.dtype:
+        raise TypeError(f"a pool of {keys.dtype} and {values.dtype} does not take {new_keys.dtype}")
+    if fp8 != (scales is not None):
+        raise TypeError("float8 KV comes with scales, and no other KV does")
+    if any(tensor.stride(-1) != 1 for tensor in (new_keys, new_values, keys, values)):
+        raise ValueError("the elements of a head lie next to each other")
+    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)
+    check_device(new_keys, new_values, keys, values, slots, k_scales, v_scales)
+    launch(
+        write_kv_kernel,
+        (tokens,),
+        new_keys, new_values, keys, values, k_scales, v_scales, slots,
+        new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        *(k_scales.stride() if scales is not None else (0, 0, 0)),
+        BLOCK_SIZE=keys.shape[1], HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
+        DIM=power_of_two(head_dim), IS_FP8=fp8, MOST=_FP8_MOST, num_warps=4 if heads * head_dim <= 2048 else 8,
+    )  # fmt: skip

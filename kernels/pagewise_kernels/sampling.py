@@ -1,0 +1,328 @@
+"""Draws one token per row: temperature, top-k, top-p and min-p, then Gumbel-max, without a softmax or a sort.
+
+Noise is Philox 4x32-10 (Salmon et al., SC 2011) keyed by the request's seed, with the vocabulary entry and the position
+of the token as counter, so a row draws the same token in any batch and on any device. Gumbel-max after Maddison et al.
+(arXiv 1411.0030).
+
+What top-k and top-p keep is a beginning of the entries sorted by value, ties by index. Where it ends is searched for in
+the ordered bits of the values, three bits with every pass over the row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewise_kernels.launch import check_device, interpreted, launch
+
+
+@triton.jit
+def ordered_bits(values):
+    """uint32 that compare as the float32 values do."""
+    bits = values.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def value_of_bits(bits):
+    """The counterpart of ``ordered_bits``."""
+    return tl.where(bits >= 0x80000000, bits & 0x7FFFFFFF, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def gumbel_noise(seed, position, first_group, GROUPS: tl.constexpr):
+    """Standard Gumbel noise of the vocabulary entries from 4 * first_group on, float32 [4 * GROUPS]."""
+    counter = (first_group + tl.arange(0, GROUPS)).to(tl.uint32)
+    zero = counter * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + (position >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, counter, low, high, zero)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    # 24 bits and a half: never 0 and never 1, exact in float32.
+    uniform = ((words >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def load_values(row, columns, vocab_size, temperature):
+    """logits / temperature, -inf behind the end."""
+    return tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32) / temperature
+
+
+@triton.jit
+def weigh(row, start, vocab_size, temperature, highest, floor, above, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Ordered bits and weights of a stretch of entries: 1 each, or exp(value - highest) with MASS.
+
+    Entries below ``floor``, or with ordered bits not over ``above``, weigh nothing.
+    """
+    columns = start + tl.arange(0, BLOCK)
+    value = load_values(row, columns, vocab_size, temperature)
+    bits = ordered_bits(value)
+    counts = (columns < vocab_size) & (value >= floor) & (bits > above)
+    weight = tl.exp(value - highest) if MASS else tl.full([BLOCK], 1.0, tl.float32)
+    return bits, tl.where(counts, weight, 0.0)
+
+
+@triton.jit
+def find_cut(row, vocab_size, temperature, highest, floor, above, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest ordered bits such that entries at or over them weigh ``wanted``, and what those over them weigh."""
+    pivots = tl.arange(0, 8)
+    cut = tl.full([], 0, tl.uint32)
+    for digit in range(11):
+        shift = 30 - 3 * digit
+        steps = (pivots << shift).to(tl.uint32)
+        weights = tl.zeros([8], tl.float32)
+        for start in range(0, vocab_size, BLOCK):
+            bits, weight = weigh(row, start, vocab_size, temperature, highest, floor, above, MASS, BLOCK)
+            at_least = bits[None, :] >= (cut + steps)[:, None]
+            weights += tl.sum(tl.where(at_least, weight[None, :], 0.0), 1)
+        # Of the first digit only two bits are left; the first pivot is where the search stands.
+        reached = (pivots == 0) | ((weights >= wanted) & ((digit > 0) | (pivots < 4)))
+        best = tl.max(tl.where(reached, pivots, 0), 0)
+        cut += (best << shift).to(tl.uint32)
+    over = 0.0
+    for start in range(0, vocab_size, BLOCK):
+        bits, weight = weigh(row, start, vocab_size, temperature, highest, floor, above, MASS, BLOCK)
+        over += tl.sum(tl.where(bits > cut, weight, 0.0), 0)
+    return cut, over
+
+
+@triton.jit
+def sample_kernel(
+    logits,
+    tokens,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    positions,
+    vocab_size,
+    stride,
+    BLOCK: tl.constexpr,
+    COUNT_BLOCK: tl.constexpr,
+):
+    """One program per row."""
+    index = tl.program_id(0)
+    row = logits + index.to(tl.int64) * stride
+    temperature = tl.load(temperatures + index)
+    greedy = temperature == 0.0
+    temperature = tl.where(greedy, 1.0, temperature)
+    top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
+    seed, position = tl.load(seeds + index), tl.load(positions + index)
+    filters_k = (top_k > 0) & (top_k < vocab_size) & (greedy == 0)
+    filters_p = (top_p < 1.0) & (greedy == 0)
+    floor = float("-inf")
+    highest = float("-inf")
+    if filters_k | filters_p | ((min_p > 0.0) & (greedy == 0)):
+        for start in range(0, vocab_size, BLOCK):
+            value = load_values(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
+            highest = tl.maximum(highest, tl.max(value, 0))
+        if min_p > 0.0:
+            floor = highest + tl.log(min_p)
+    # Entries over ``cut`` are kept, and the first ``ties`` of those at it.
+    cut = tl.full([], 0, tl.uint32)
+    ties = vocab_size.to(tl.float32)
+    if filters_k:
+        cut, over = find_cut(
+            row, vocab_size, temperature, highest, floor, cut, top_k.to(tl.float32), False, COUNT_BLOCK
+        )
+        ties = top_k.to(tl.float32) - over
+    if filters_p:
+        mass = 0.0
+        at_cut = 0.0
+        for start in range(0, vocab_size, BLOCK):
+            bits, weight = weigh(
+                row, start, vocab_size, temperature, highest, floor, tl.full([], 0, tl.uint32), True, BLOCK
+            )
+            mass += tl.sum(tl.where(bits > cut, weight, 0.0), 0)
+            at_cut = tl.maximum(at_cut, tl.max(tl.where(bits == cut, weight, 0.0), 0))
+        wanted = top_p * (mass + (ties * at_cut if filters_k else 0.0))
+        if wanted > mass:  # it ends among those that tie at the end of top-k
+            ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-38)))
+        else:
+            cut, over = find_cut(row, vocab_size, temperature, highest, floor, cut, wanted, True, COUNT_BLOCK)
+            weight = tl.exp(value_of_bits(cut) - highest)
+            ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(weight, 1e-38)), 1.0)
+    best = float("-inf")
+    token = tl.full([], 0, tl.int64)
+    seen = 0.0
+    for start in range(0, vocab_size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        value = load_values(row, columns, vocab_size, temperature)
+        bits = ordered_bits(value)
+        if filters_k | filters_p:
+            ties_here = tl.where((bits == cut) & (columns < vocab_size), 1.0, 0.0)
+            rank = seen + tl.cumsum(ties_here, 0) - ties_here
+            value = tl.where((bits > cut) | ((bits == cut) & (rank < ties)), value, float("-inf"))
+            seen += tl.sum(ties_here, 0)
+        value = tl.where(value >= floor, value, float("-inf"))
+        if greedy == 0:
+            value += gumbel_noise(seed, position, start // 4, BLOCK // 4)
+        value = tl.where(columns < vocab_size, value, float("-inf"))
+        high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        if high > best:
+            best = high
+            token = (start + where).to(tl.int64)
+    tl.store(tokens + index, token)
+
+
+@triton.jit
+def penalise_kernel(
+    logits,
+    out,
+    counts,
+    in_prompt,
+    rows,
+    repetition,
+    presence,
+    frequency,
+    vocab_size,
+    stride,
+    stride_out,
+    stride_counts,
+    BLOCK: tl.constexpr,
+):
+    """Programs: row, piece of the vocabulary."""
+    index = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab_size
+    value = tl.load(logits + index.to(tl.int64) * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    held = tl.load(rows + index).to(tl.int64) * stride_counts + columns
+    count = tl.load(counts + held, mask=inside, other=0)
+    seen = (count > 0) | (tl.load(in_prompt + held, mask=inside, other=0) != 0)
+    factor = tl.load(repetition + index)
+    value = tl.where(seen, tl.where(value > 0, value / factor, value * factor), value)
+    value -= tl.load(frequency + index) * count.to(tl.float32)
+    value -= tl.where(count > 0, tl.load(presence + index), 0.0)
+    tl.store(out + index.to(tl.int64) * stride_out + columns, value, mask=inside)
+
+
+@triton.jit
+def logprobs_kernel(logits, tokens, logprobs, ranks, vocab_size, stride, BLOCK: tl.constexpr):
+    """One program per row."""
+    index = tl.program_id(0)
+    row = logits + index.to(tl.int64) * stride
+    own = tl.load(row + tl.load(tokens + index)).to(tl.float32)
+    high = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    rank = tl.full([], 1, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        value = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+        new_high = tl.maximum(high, tl.max(value, 0))
+        total = total * tl.exp(high - new_high) + tl.sum(tl.exp(value - new_high), 0)
+        high = new_high
+        rank += tl.sum((value > own).to(tl.int32), 0)
+    tl.store(logprobs + index, own - high - tl.log(total))
+    tl.store(ranks + index, rank)
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One token int64 [n] for each row of logits [n, vocab].
+
+    temperature float32 [n], 0 for the likeliest entry. top_k int32 [n], 0 for all. top_p, min_p float32 [n]: 1 and 0
+    keep all. seeds int64 [n]: the 64 bits of an unsigned seed. positions int64 [n]: of the token that is drawn. min_p
+    goes first, then top_k, then top_p of what is left, of which at least one entry stays.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    rows, vocab_size = _check_logits(logits)
+    wanted = {
+        "temperature": (temperature, torch.float32), "top_k": (top_k, torch.int32), "top_p": (top_p, torch.float32),
+        "min_p": (min_p, torch.float32), "seeds": (seeds, torch.int64), "positions": (positions, torch.int64),
+    }  # fmt: skip
+    for name, (tensor, dtype) in wanted.items():
+        _check_rows(name, tensor, rows, dtype)
+    check_device(logits, *(tensor for tensor, _ in wanted.values()))
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    block = 256 if interpreted() else 4096
+    launch(
+        sample_kernel,
+        (rows,),
+        logits, tokens, temperature, top_k, top_p, min_p, seeds, positions, vocab_size, logits.stride(0),
+        BLOCK=block, COUNT_BLOCK=block // 2, num_warps=8,
+    )  # fmt: skip
+    return tokens
+
+
+def penalise(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    in_prompt: torch.Tensor,
+    *,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Logits float32 [n, vocab] after the penalties of logits [n, vocab].
+
+    rows int32 [n]: which row of ``counts`` int32 [.., vocab] (how often each entry stands in the output) and
+    ``in_prompt`` bool [.., vocab] belongs to each. repetition, presence, frequency float32 [n]: 1, 0 and 0 change
+    nothing.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    number, vocab_size = _check_logits(logits)
+    for name, tensor in (("repetition", repetition), ("presence", presence), ("frequency", frequency)):
+        _check_rows(name, tensor, number, torch.float32)
+    _check_rows("rows", rows, number, torch.int32)
+    if counts.shape != in_prompt.shape or counts.shape[-1:] != (vocab_size,) or counts.stride() != in_prompt.stride():
+        raise ValueError(f"counts and in_prompt are [rows, {vocab_size}] alike, not {list(counts.shape)}")
+    if counts.dtype != torch.int32 or in_prompt.dtype != torch.bool:
+        raise TypeError(f"counts are int32 and in_prompt is bool, not {counts.dtype} and {in_prompt.dtype}")
+    check_device(logits, rows, counts, in_prompt, repetition, presence, frequency)
+    out = torch.empty(number, vocab_size, dtype=torch.float32, device=logits.device)
+    block = 1024
+    launch(
+        penalise_kernel,
+        (number, triton.cdiv(vocab_size, block)),
+        logits, out, counts, in_prompt.view(torch.uint8), rows, repetition, presence, frequency, vocab_size,
+        logits.stride(0), out.stride(0), counts.stride(0),
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability float32 [n] of ``tokens`` int64 [n] in logits [n, vocab], and rank int32 [n], from 1 on.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    rows, vocab_size = _check_logits(logits)
+    _check_rows("tokens", tokens, rows, torch.int64)
+    check_device(logits, tokens)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    launch(
+        logprobs_kernel,
+        (rows,),
+        logits, tokens, logprobs, ranks, vocab_size, logits.stride(0),
+        BLOCK=256 if interpreted() else 4096, num_warps=8,
+    )  # fmt: skip
+    return logprobs, ranks
+
+
+def _check_logits(logits: torch.Tensor) -> tuple[int, int]:
+    if logits.dim() != 2 or logits.stride(1) != 1 or not 1 <= logits.shape[1] < 1 << 24:
+        raise ValueError(f"logits are [rows, vocab] with contiguous rows, not {list(logits.shape)}")
+    return logits.shape[0], logits.shape[1]
+
+
+def _check_rows(name: str, tensor: torch.Tensor, rows: int, dtype: torch.dtype) -> None:
+    if tensor.shape != (rows,):
+        raise ValueError(f"{name} has one value for each of {rows} rows, not {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {dtype}, not {tensor.dtype}")

@@ -1,0 +1,180 @@
+"""KV write, block copies, norms, RoPE and SiLU·mul against their oracles."""
+
+from typing import Any
+
+import pytest
+import torch
+from pagewise_kernels.attention import Scales
+from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.rms_norm import rms_norm
+from pagewise_kernels.rope import rope
+from pagewise_kernels.silu_mul import silu_mul
+
+from tests.kernels import oracles
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCE: dict[torch.dtype, Any] = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+REAL = [pytest.param(True, marks=pytest.mark.gpu), False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("real", REAL)
+def test_kv_goes_where_the_slots_say(dtype: torch.dtype, real: bool, device: torch.device) -> None:
+    tokens, heads, dim, block_size, num_blocks = (5000, 8, 128, 16, 400) if real else (9, 3, 20, 4, 7)
+    packed = torch.randn(tokens, 2 * heads, dim, device=device).to(dtype)
+    k, v = packed[:, :heads], packed[:, heads:]
+    keys, values = (torch.zeros(num_blocks, block_size, heads, dim, device=device, dtype=dtype) for _ in range(2))
+    slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+    slots[2] = -1  # a row that pads
+    write_kv(k, v, keys, values, slots)
+    written = torch.arange(tokens, device=device) != 2
+    for pool, new in ((keys, k), (values, v)):
+        flat = pool.flatten(0, 1)
+        assert torch.equal(flat[slots[written]], new[written])
+        untouched = torch.ones(len(flat), dtype=torch.bool, device=device)
+        untouched[slots[written]] = False
+        assert not flat[untouched].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.device) -> None:
+    k, v = (torch.randn(6, 2, 16, device=device).to(dtype) * 100 for _ in range(2))
+    k[3, 1] = 0.0
+    pool = [torch.zeros(4, 2, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales = Scales(*(torch.zeros(4, 2, 2, device=device) for _ in range(2)))
+    slots = torch.tensor([7, 0, 3, 4, 5, 1], device=device)
+    write_kv(k, v, *pool, slots, scales)
+    for stored, scale, new in zip(pool, (scales.keys, scales.values), (k, v), strict=True):
+        back = stored.float().flatten(0, 1)[slots] * scale.flatten(0, 1)[slots][..., None]
+        torch.testing.assert_close(back, new.float(), atol=1e-6, rtol=0.07)
+
+
+def test_kv_that_does_not_fit_is_refused() -> None:
+    new, pool = torch.zeros(3, 2, 8), torch.zeros(4, 2, 2, 8)
+    slots = torch.arange(3)
+    with pytest.raises(ValueError, match="do not go into a pool"):
+        write_kv(new, new, pool, pool, torch.arange(4))
+    with pytest.raises(TypeError, match="slots are int32 or int64"):
+        write_kv(new, new, pool, pool, slots.float())
+    with pytest.raises(TypeError, match=r"does not take torch\.float16"):
+        write_kv(new.half(), new.half(), pool, pool, slots)
+    with pytest.raises(ValueError, match="next to each other"):
+        write_kv(new.transpose(1, 2).contiguous().transpose(1, 2), new, pool, pool, slots)
+
+
+@pytest.mark.parametrize(
+    "shape", [(7, 4, 3, 20), (5, 3), (6, 5, 1, 3), pytest.param((300, 16, 8, 128), marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_blocks_are_copied(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    pool = torch.randint(0, 100, shape, device=device).to(dtype)
+    before = pool.clone()
+    copy_blocks(pool, torch.tensor([[0, 3], [1, 2]], device=device))
+    expected = before.clone()
+    expected[3], expected[2] = before[0], before[1]
+    assert torch.equal(pool, expected)
+    size = pool[0].numel() * pool.element_size()
+    staged = torch.zeros(3, size + 5, dtype=torch.uint8, device=device)[:, :size]
+    blocks = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    gather_blocks(pool, blocks, staged)
+    assert torch.equal(staged, pool[blocks.long()].view(torch.uint8).view(3, size))
+    empty = torch.zeros_like(pool)
+    scatter_blocks(empty, blocks, staged)
+    assert torch.equal(empty[blocks.long()], pool[blocks.long()])
+    assert not empty[[1, 3]].any()
+
+
+@pytest.mark.gpu
+def test_blocks_go_to_pinned_memory_and_back(device: torch.device) -> None:
+    pool = torch.randn(100, 16, 8, 128, device=device)
+    staged = torch.zeros(10, pool[0].numel() * 4, dtype=torch.uint8, pin_memory=True)
+    blocks = torch.randperm(100, device=device)[:10]
+    gather_blocks(pool, blocks, staged)
+    torch.cuda.synchronize()
+    assert torch.equal(staged.to(device), pool[blocks].view(torch.uint8).view(10, -1))
+    back = torch.zeros_like(pool)
+    scatter_blocks(back, blocks, staged)
+    assert torch.equal(back[blocks], pool[blocks])
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    pool = torch.zeros(4, 2, 3)
+    with pytest.raises(ValueError, match=r"pairs are \[n, 2\]"):
+        copy_blocks(pool, torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="int32 or int64"):
+        gather_blocks(pool, torch.zeros(2), torch.zeros(2, 24, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="2 blocks of 24 bytes do not go into"):
+        gather_blocks(pool, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 23, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="each block of a pool is contiguous"):
+        copy_blocks(pool.transpose(1, 2), torch.zeros(1, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 64), (3, 100), (1, 1), pytest.param((4096, 4096), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int], with_residual: bool, device: torch.device) -> None:
+    x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(shape[1], device=device).to(dtype)
+    if not with_residual:
+        result = rms_norm(x, weight, 1e-6, offset=1.0)
+        torch.testing.assert_close(result.double(), oracles.rms_norm(x, weight, 1e-6, 1.0), **TOLERANCE[dtype])
+        return
+    total = x + residual
+    result = rms_norm(x, weight, 1e-6, residual=residual, out=x)
+    assert result is x
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(result.double(), oracles.rms_norm(total, weight, 1e-6), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_heads_among_others(dtype: torch.dtype, device: torch.device) -> None:
+    packed = torch.randn(6, 7, 20, device=device).to(dtype)
+    before = packed.clone()
+    weight = torch.randn(5, 20, device=device).to(dtype)
+    rms_norm(packed[:, :5], weight, 1e-5, out=packed[:, :5])
+    torch.testing.assert_close(
+        packed[:, :5].double(), oracles.rms_norm(before[:, :5], weight, 1e-5), **TOLERANCE[dtype]
+    )
+    assert torch.equal(packed[:, 5:], before[:, 5:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim", "half"), [(3, 16, 8), (5, 20, 10), (2, 32, 4), (1, 2, 1)])
+def test_rope(dtype: torch.dtype, heads: int, dim: int, half: int, device: torch.device) -> None:
+    packed = torch.randn(6, heads + 2, dim, device=device).to(dtype)
+    before = packed.clone()
+    angles = torch.randn(6, 2 * half, device=device)
+    cos, sin = angles.cos().to(dtype)[:, :half], angles.sin().to(dtype)[:, :half]
+    rope(packed[:, :heads], cos, sin)
+    torch.testing.assert_close(
+        packed[:, :heads].double(), oracles.rope(before[:, :heads], cos, sin), **TOLERANCE[dtype]
+    )
+    assert torch.equal(packed[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 10), (2, 6002), pytest.param((4096, 28672), marks=pytest.mark.gpu)])
+def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
+    gate_up = torch.randn(shape, device=device).to(dtype)
+    torch.testing.assert_close(silu_mul(gate_up).double(), oracles.silu_mul(gate_up), **TOLERANCE[dtype])
+
+
+def test_wrong_shapes_are_refused() -> None:
+    x = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="rms_norm takes"):
+        rms_norm(x, torch.zeros(7), 1e-6)
+    with pytest.raises(ValueError, match="are alike"):
+        rms_norm(x, torch.zeros(8), 1e-6, residual=torch.zeros(4, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="rope takes"):
+        rope(x, x, x)
+    with pytest.raises(ValueError, match="do not turn heads of 8"):
+        rope(torch.zeros(4, 2, 8), torch.zeros(4, 5), torch.zeros(4, 5))
+    with pytest.raises(ValueError, match="silu_mul takes"):
+        silu_mul(torch.zeros(4, 7))
+    with pytest.raises(ValueError, match="run on"):
+        silu_mul(torch.zeros(4, 8, device="meta"))

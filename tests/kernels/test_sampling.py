@@ -1,0 +1,132 @@
+"""The sampling kernels against the sampler of the CPU executor, token for token."""
+
+import random
+
+import pytest
+import torch
+from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.sampler import _draw
+from pagewise_kernels.sampling import penalise, sample, token_logprobs
+from pagewise_shared.sampling import SamplingParams
+
+KINDS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 5},
+    {"top_k": 1},
+    {"top_k": 10_000},
+    {"top_p": 0.8},
+    {"top_p": 0.01},
+    {"top_k": 20, "top_p": 0.5, "temperature": 1.7},
+    {"min_p": 0.1},
+    {"min_p": 0.02, "top_k": 50, "top_p": 0.9},
+]
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=logits.device)
+
+    return sample(
+        logits, temperature=column("temperature", torch.float32), top_k=column("top_k", torch.int32),
+        top_p=column("top_p", torch.float32), min_p=column("min_p", torch.float32), seeds=seeds, positions=positions,
+    )  # fmt: skip
+
+
+def check(vocab_size: int, rounds: int, device: torch.device, coarse: bool) -> None:
+    rng = random.Random(vocab_size)
+    for number in range(rounds):
+        params = [SamplingParams(**({"temperature": 1.0} | rng.choice(KINDS))) for _ in range(5)]
+        logits = 3 * torch.randn(5, vocab_size, device=device)
+        if coarse:  # many entries are equal: ties go by index
+            logits = (2 * logits).round() / 2
+        seeds = torch.randint(-(2**62), 2**62, (5,), device=device)
+        positions = torch.randint(0, 2**40 if number % 2 else 1000, (5,), device=device)
+        expected = _draw(logits, params, seeds, positions)
+        assert torch.equal(draw(logits, params, seeds, positions), expected), params
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_the_same_tokens_as_on_the_cpu(coarse: bool, device: torch.device) -> None:
+    check(300, 12, device, coarse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("coarse", [False, True])
+def test_the_same_tokens_with_real_vocabularies(coarse: bool, device: torch.device) -> None:
+    """Sums of 150,000 probabilities differ in their last bits: who stands at the very edge of top_p may differ."""
+    rng = random.Random(1)
+    wrong = 0
+    for _ in range(20):
+        params = [SamplingParams(**({"temperature": 1.0} | rng.choice(KINDS))) for _ in range(8)]
+        logits = 3 * torch.randn(8, 151_936, device=device)
+        logits = (2 * logits).round() / 2 if coarse else logits
+        seeds, positions = (torch.randint(0, 2**40, (8,), device=device) for _ in range(2))
+        wrong += int((draw(logits, params, seeds, positions) != _draw(logits, params, seeds, positions)).sum())
+    assert wrong <= 1
+
+
+def test_greedy_takes_the_first_of_the_likeliest(device: torch.device) -> None:
+    logits = torch.zeros(3, 100, device=device)
+    logits[0, 40] = logits[0, 60] = 5.0
+    logits[1] = float("-inf")
+    logits[1, 99] = -3.0
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    params = [SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)] * 3
+    assert draw(logits, params, zeros, zeros).tolist() == [40, 99, 0]
+
+
+def test_frequencies_follow_the_softmax(device: torch.device) -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0], device=device).repeat(400, 1)
+    seeds = torch.arange(400, device=device)
+    tokens = draw(logits, [SamplingParams(temperature=1.0)] * 400, seeds, seeds * 7)
+    seen = torch.bincount(tokens, minlength=4) / 400
+    torch.testing.assert_close(seen, logits[0].softmax(0), atol=0.07, rtol=0)
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel_noise(torch.arange(50), torch.arange(50), 1000)
+    assert abs(float(noise.mean()) - 0.5772) < 0.02
+
+
+def test_penalties(device: torch.device) -> None:
+    logits = torch.randn(3, 50, device=device)
+    counts = torch.randint(0, 3, (5, 50), dtype=torch.int32, device=device)
+    in_prompt = torch.rand(5, 50, device=device) < 0.3
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    repetition, presence, frequency = (
+        torch.tensor(v, device=device) for v in ([1.3, 1.0, 0.8], [0.5, 0.0, -1.0], [0.1, 0.2, 0.0])
+    )
+    result = penalise(logits, rows, counts, in_prompt, repetition=repetition, presence=presence, frequency=frequency)
+    held = counts[rows.long()]
+    seen = (held > 0) | in_prompt[rows.long()]
+    factor = repetition[:, None]
+    expected = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    expected = expected - frequency[:, None] * held - presence[:, None] * (held > 0)
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_and_ranks(dtype: torch.dtype, device: torch.device) -> None:
+    logits = torch.randn(4, 1000, device=device).to(dtype)
+    tokens = torch.tensor([0, 999, 17, int(logits[3].argmax())], device=device)
+    logprobs, ranks = token_logprobs(logits, tokens)
+    expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
+    own = logits.gather(1, tokens[:, None])
+    assert ranks.tolist() == ((logits > own).sum(1) + 1).tolist()
+    assert ranks[3] == 1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, ids = torch.zeros(2, 10), torch.zeros(2, dtype=torch.int64)
+    floats, ks = torch.ones(2), torch.zeros(2, dtype=torch.int32)
+    given = {"temperature": floats, "top_k": ks, "top_p": floats, "min_p": floats, "seeds": ids, "positions": ids}
+    with pytest.raises(ValueError, match="top_p has one value for each of 2 rows"):
+        sample(logits, **(given | {"top_p": torch.ones(3)}))
+    with pytest.raises(TypeError, match=r"top_k is torch\.int32"):
+        sample(logits, **(given | {"top_k": floats}))
+    with pytest.raises(ValueError, match="logits are"):
+        sample(torch.zeros(10), **given)
