@@ -4,11 +4,22 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales
-from pagewise_kernels.launch import check_device, launch
+from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
+from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
 _FP8_MOST = 448.0
+
+
+@triton.jit
+def round_to_e4m3(value):
+    """The nearest float32 with three bits of mantissa, ties to even.
+
+    The interpreter's own conversion forgets the exponent when rounding up carries into it.
+    """
+    bits = value.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,6 +51,7 @@ def write_kv_kernel(
     DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
     MOST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
 ):
     """One program per token: all its heads, K and V."""
     token = tl.program_id(0).to(tl.int64)
@@ -62,8 +74,11 @@ def write_kv_kernel(
             v_scale = tl.maximum(tl.max(tl.abs(wide_v), 1), 1e-12) / MOST
             tl.store(k_scales + scale_at + heads * stride_sh, k_scale, mask=heads < HEADS)
             tl.store(v_scales + scale_at + heads * stride_sh, v_scale, mask=heads < HEADS)
-            tl.store(k_at, (wide_k / k_scale[:, None]).to(keys.dtype.element_ty), mask=inside)
-            tl.store(v_at, (wide_v / v_scale[:, None]).to(values.dtype.element_ty), mask=inside)
+            scaled_k, scaled_v = wide_k / k_scale[:, None], wide_v / v_scale[:, None]
+            if ROUND_FIRST:
+                scaled_k, scaled_v = round_to_e4m3(scaled_k), round_to_e4m3(scaled_v)
+            tl.store(k_at, scaled_k.to(keys.dtype.element_ty), mask=inside)
+            tl.store(v_at, scaled_v.to(values.dtype.element_ty), mask=inside)
         else:
             tl.store(k_at, k, mask=inside)
             tl.store(v_at, v, mask=inside)
@@ -101,6 +116,8 @@ def write_kv(
     if slots.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slots are int32 or int64, not {slots.dtype}")
     fp8 = keys.dtype == FP8
+    if fp8:
+        check_fp8(keys.device)
     if keys.dtype != values.dtype or keys.dtype not in (new_keys.dtype, FP8) or new_keys.dtype != new_values.dtype:
         raise TypeError(f"a pool of {keys.dtype} and {values.dtype} does not take {new_keys.dtype}")
     if fp8 != (scales is not None):
@@ -117,5 +134,6 @@ def write_kv(
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         *(k_scales.stride() if scales is not None else (0, 0, 0)),
         BLOCK_SIZE=keys.shape[1], HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), IS_FP8=fp8, MOST=_FP8_MOST, num_warps=4 if heads * head_dim <= 2048 else 8,
+        DIM=power_of_two(head_dim), IS_FP8=fp8, MOST=_FP8_MOST,
+        ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip

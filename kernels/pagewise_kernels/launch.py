@@ -16,6 +16,7 @@ NOMINAL_SMS = 132
 
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _watcher: Watcher | None = None
+_watched_capability = 90
 
 
 def interpreted() -> bool:
@@ -39,10 +40,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
         kernel[grid](*arguments, **options)
 
 
-def watch_launches(watcher: Watcher | None) -> None:
-    """Hand every launch to ``watcher`` instead of running it; None ends that."""
-    global _watcher
-    _watcher = watcher
+def watch_launches(watcher: Watcher | None, capability: int = 90) -> None:
+    """Hand every launch to ``watcher``, for a device of ``capability``, instead of running it; None ends that."""
+    global _watcher, _watched_capability
+    _watcher, _watched_capability = watcher, capability
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` multiplies matrices in groups of four warps (compute capability 9.0)."""
+    if _watcher is not None or device.type != "cuda":
+        return _watched_capability >= 90
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check_device(*tensors: torch.Tensor) -> None:

@@ -8,13 +8,15 @@ import sys
 import pytest
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+NUM_KERNELS = 12
 MOST_SPILLED = 96
 """Bytes per thread: a few values at the edges of a loop, none inside one that matters."""
 
 
-def compiled(target: int, only: str) -> list[dict[str, object]]:
+def compiled(target: int) -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pagewise_kernels.compile", "--target", str(target), "--json", "--only", only]
+    command = [sys.executable, "-m", "pagewise_kernels.compile", "--target", str(target), "--json"]
+    command += ["--without", "fp8"] if target == 80 else []  # compute capability 8.9 brought it
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -22,13 +24,11 @@ def compiled(target: int, only: str) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", [90, 80])
-@pytest.mark.parametrize(
-    "only", ["decode", "prefill", "short", "rope", "rms_norm", "write_kv", "silu", "blocks", "sample"]
-)
-def test_kernels_compile_without_a_gpu(target: int, only: str) -> None:
-    found = compiled(target, only)
-    assert found
+def test_kernels_compile_without_a_gpu(target: int) -> None:
+    found = compiled(target)
+    assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS
     for kernel in found:
+        assert "fp8" not in str(kernel["case"]) or target > 80
         name = f"{kernel['case']}: {kernel['kernel']}"
         assert int(str(kernel["spilled"])) <= MOST_SPILLED, name
         assert int(str(kernel["shared"])) <= SHARED_BYTES[target], name

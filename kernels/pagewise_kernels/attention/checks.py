@@ -60,6 +60,8 @@ def check_attention(
         raise TypeError(f"keys and values are {q.dtype} like q or float8_e4m3fn, not {keys.dtype} and {values.dtype}")
     if (keys.dtype == FP8) != (scales is not None):
         raise TypeError("float8 KV comes with scales, and no other KV does")
+    if keys.dtype == FP8:
+        check_fp8(keys.device)
     given = [q, keys, values, tables]
     if scales is not None:
         for scale in (scales.keys, scales.values):
@@ -70,6 +72,13 @@ def check_attention(
             given.append(scale)
     check_device(*given)
     return Shape(kv_heads, heads // kv_heads, block_size, head_dim, max(16, power_of_two(head_dim)))
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raises ValueError if the GPU knows no float8_e4m3fn: it came with compute capability 8.9."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if capability < (8, 9):
+        raise ValueError(f"float8 KV needs compute capability 8.9, {device} has {capability}")
 
 
 def check_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -49,7 +49,7 @@ class DecodePlan:
         self.window = window
         self.deterministic = deterministic
         self.config: TileConfig = decode_config(
-            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, deterministic
+            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
         self.programs = decode_programs(device)
         self.target = max(1, _WAVES * self.programs // kv_heads)

@@ -48,7 +48,7 @@ class PrefillPlan:
         self.window = window
         self.deterministic = deterministic
         self.config: TileConfig = prefill_config(
-            longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, deterministic
+            longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
         units = _units(chunks, self.config.rows // group, self.config.tile, window)
         self.num_units = len(units)
