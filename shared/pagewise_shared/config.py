@@ -25,7 +25,16 @@ VARIABLE_PREFIX = "PAGEWISE_"
 """What the names of all environment variables begin with."""
 
 _GROUPS = {
-    "model": ("revision", "served_model_name", "max_model_len", "device", "dtype", "trust_remote_code", "simulate"),
+    "model": (
+        "revision",
+        "served_model_name",
+        "max_model_len",
+        "device",
+        "dtype",
+        "kernels",
+        "trust_remote_code",
+        "simulate",
+    ),
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
     "KV cache": (
         "block_size",
@@ -66,6 +75,10 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], _help("where the model runs; 
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     _help("of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
+]
+Kernels = Annotated[
+    Literal["auto", "triton", "torch"],
+    _help("who computes attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU"),
 ]
 BlockSize = Annotated[Positive, _help("tokens per KV block", "N")]
 NumBlocks = Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")]
@@ -138,6 +151,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    kernels: Kernels = "auto"
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
@@ -157,6 +171,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    kernels: Kernels = "auto"
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None

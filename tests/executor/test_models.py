@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor.attention.context import DecodeGroup, PagedLayer, StepHolder
+from pagewise_executor.attention.backend import PagedLayer, StepHolder
+from pagewise_executor.attention.context import DecodeGroup
 from pagewise_executor.attention.decode import decode_gathered, decode_in_place
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import loader
@@ -42,8 +43,8 @@ def test_fused_layers_compute_what_the_originals_compute(
     fused = loader.load_model(ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64))
     assert sum(type(m).__name__ == "FusedDecoderLayer" for m in fused.model.modules()) == len(fused.attention)
     tokens, logprobs = tokens_and_logprobs(tmp_path, "float32")
-    monkeypatch.setattr(loader, "fuse_layers", lambda model: 0)
-    monkeypatch.setattr(loader, "pack_linears", lambda model: 0)
+    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
+    monkeypatch.setattr(loader, "pack_linears", lambda *_: 0)
     plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)

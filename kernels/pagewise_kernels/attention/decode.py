@@ -65,17 +65,23 @@ class DecodePlan:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self._rows_in_order = torch.arange(max_queries, dtype=torch.int32, device=device)
         self.positions, self.first_parts, self.num_parts = ints(max_queries), ints(max_queries), ints(max_queries)
         self.units, self.num_units = ints(max_units, UNIT_FIELDS), ints(1)
         self.parts = torch.empty(max_units, heads, head_dim, dtype=torch.float32, device=device)
         self.part_highs = torch.empty(max_units, heads, dtype=torch.float32, device=device)
 
-    def plan(self, lengths: torch.Tensor) -> None:
-        """Share out contexts of ``lengths`` int32 [queries] tokens, the new one included; 0 is a row that pads.
+    def plan(self, lengths: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Share out contexts of ``lengths`` int32 [queries] tokens, the new one included; 0 is a query that pads.
+
+        ``rows`` int32 [queries]: the row of the block tables of each query, by default they are in order.
 
         Raises:
             ValueError: there are more queries than room for them, or they are of another type.
         """
+        rows = self._rows_in_order[: len(lengths)] if rows is None else rows
+        if rows.shape != lengths.shape or rows.dtype != torch.int32:
+            raise ValueError(f"rows are int32 {list(lengths.shape)} like lengths, not {rows.dtype} {list(rows.shape)}")
         if lengths.dim() != 1 or lengths.dtype != torch.int32 or len(lengths) > self.max_queries:
             raise ValueError(
                 f"lengths are int32 of at most {self.max_queries} queries, not {lengths.dtype} {list(lengths.shape)}"
@@ -84,6 +90,7 @@ class DecodePlan:
             plan_decode_kernel,
             (1,),
             lengths,
+            rows,
             self.positions,
             self.units,
             self.num_units,
@@ -113,11 +120,11 @@ def decode_attention(
     softcap: float | None = None,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """Attention of q [queries, heads, head_dim], query i over the context of row i of ``tables``.
+    """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
-    keys, values [num_blocks, block_size, kv_heads, head_dim], any strides but the last; tables int32 [queries, blocks].
-    ``plan``: planned with the contexts' lengths; rows of length 0 are left as they are in ``out``. ``scale``: head_dim
-    ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
+    keys, values [num_blocks, block_size, kv_heads, head_dim], any strides but the last; tables int32 [rows, blocks].
+    ``plan``: planned with the contexts' lengths and rows; queries of length 0 are left alone in ``out``. ``scale``:
+    head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

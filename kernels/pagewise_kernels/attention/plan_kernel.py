@@ -7,6 +7,7 @@ import triton.language as tl
 @triton.jit
 def plan_decode_kernel(
     lengths,
+    rows,
     positions,
     units,
     num_units,
@@ -23,12 +24,14 @@ def plan_decode_kernel(
 ):
     """One program: units of one query each for ``attention_kernel``.
 
-    ``lengths`` [num_queries]: context tokens, 0 for none. A part gets the tiles that make about ``target`` units in
-    all, at least MIN_TILES; or exactly SPLIT_TILES if that is not 0, so that parts never depend on the batch.
-    ``window``: tokens that count, a large number for all of them. At most ``max_units`` are written.
+    ``lengths`` [num_queries]: context tokens, 0 for none; ``rows`` [num_queries]: of the block tables. A part gets the
+    tiles that make about ``target`` units in all, at least MIN_TILES; or exactly SPLIT_TILES if that is not 0, so that
+    parts never depend on the batch. ``window``: tokens that count, a large number for all of them. At most
+    ``max_units`` are written.
     """
     queries = tl.arange(0, N)
     length = tl.load(lengths + queries, mask=queries < num_queries, other=0)
+    row = tl.load(rows + queries, mask=queries < num_queries, other=0)
     tl.store(positions + queries, length - 1, mask=queries < num_queries)
     first_tile = tl.maximum(length - window, 0) // TILE
     if SPLIT_TILES > 0:
@@ -51,7 +54,7 @@ def plan_decode_kernel(
         at = units + unit * 6
         tl.store(at, queries, mask=valid)
         tl.store(at + 1, tl.full([N], 1, tl.int32), mask=valid)
-        tl.store(at + 2, queries, mask=valid)
+        tl.store(at + 2, row, mask=valid)
         tl.store(at + 3, start, mask=valid)
         tl.store(at + 4, tl.minimum(start + size * TILE, length), mask=valid)
         tl.store(at + 5, tl.where(count > 1, part, -1), mask=valid)

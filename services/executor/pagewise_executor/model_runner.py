@@ -12,18 +12,12 @@ from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, PromptLogprobs, StepPlan, StepResult, Welcome
 
-from pagewise_executor.attention.context import (
-    ChunkContext,
-    DecodeGroup,
-    PagedLayer,
-    StepContext,
-    StepHolder,
-    group_decodes,
-)
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
+from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.host_tier import HostTier
 from pagewise_executor.kv_pool import KVPool, bytes_per_block, free_memory, pool_size
-from pagewise_executor.models.loader import load_model
+from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
@@ -86,6 +80,7 @@ class ModelRunner:
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len)
         self._pool = KVPool(loaded.shapes, num_blocks, config.block_size, loaded.dtype, self._device)
         self._holder = StepHolder()
+        self._attention = _attention_backend(loaded)
         for module, keys, values in zip(loaded.attention, self._pool.keys, self._pool.values, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._holder)  # type: ignore[assignment]
         self._host = _host_tier(config, self._pool)
@@ -121,6 +116,7 @@ class ModelRunner:
             pool_blocks=self.info.num_blocks,
             host_blocks=self.info.num_host_blocks,
         )
+        self._attention.reset(self._table)
         if self._host is not None:
             self._host.reset(welcome.epoch)
         self._sampler = Sampler(self._vocab_size, self._device)
@@ -183,19 +179,12 @@ class ModelRunner:
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
         table = self._table
-        positions = np.concatenate(
-            [table.num_computed[work.decoding], *(np.arange(c.start, c.start + c.size) for c in work.chunks)]
-        )
-        rows = np.concatenate([work.decoding, *(np.full(c.size, c.row, np.int64) for c in work.chunks)])
+        _, positions = table.batch(work)
         ids = self._last_tokens[self._to_device(work.decoding)]
         if work.chunks:
             known = [table.rows[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
             ids = torch.cat([ids, self._to_device(np.concatenate(known).astype(np.int64))])
-        self._holder.step = StepContext(
-            slots=self._to_device(table.slots(rows, positions)),
-            groups=self._decode_groups(work),
-            chunks=self._chunk_contexts(work),
-        )
+        self._holder.step = self._attention.prepare(work)
         kept, reported = _kept_logits(work, table)
         output = self._model(
             input_ids=ids[None],
@@ -206,31 +195,6 @@ class ModelRunner:
         logits = output.logits[0]
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
-
-    def _decode_groups(self, work: StepWork) -> list[DecodeGroup]:
-        if not len(work.decoding):
-            return []
-        table = self._table
-        lengths = table.num_computed[work.decoding] + 1
-        needed = -(-lengths // table.block_size)
-        return [
-            DecodeGroup(
-                index=self._to_device(members),
-                blocks=self._to_device(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
-                lengths=self._to_device(lengths[members]),
-                longest=int(lengths[members].max()),
-            )
-            for members in group_decodes(needed)
-        ]
-
-    def _chunk_contexts(self, work: StepWork) -> list[ChunkContext]:
-        contexts, offset = [], len(work.decoding)
-        for chunk in work.chunks:
-            blocks = -(-(chunk.start + chunk.size) // self._table.block_size)
-            table = self._to_device(self._table.tables[chunk.row, :blocks].astype(np.int64))
-            contexts.append(ChunkContext(offset, chunk.start, chunk.size, table))
-            offset += chunk.size
-        return contexts
 
     def _drawn_positions(self, work: StepWork) -> Int64s:
         """Absolute positions of the tokens that this step draws, in the order of the sampled rows."""
@@ -260,6 +224,14 @@ class ModelRunner:
     def _to_device(self, array: Int64s) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
+
+
+def _attention_backend(loaded: LoadedModel) -> AttentionBackend:
+    if loaded.kernels == "torch":
+        return TorchBackend(loaded.device)
+    from pagewise_executor.attention.triton_attention import TritonBackend
+
+    return TritonBackend(loaded.device)
 
 
 def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:

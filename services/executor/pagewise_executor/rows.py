@@ -46,7 +46,8 @@ class StepWork:
 
     ``decoding`` [num_decodes]: rows that compute one token each, in order. ``changed``: its members are not those of
     the step before. ``copies`` [n, 2]: block pairs source, destination. ``stores`` [n, 2]: device block, host block.
-    ``loads`` [n, 2]: host block, device block.
+    ``loads`` [n, 2]: host block, device block. ``changed_tables``: (row, start, stop) of
+    stretches of block tables that are new.
     """
 
     decoding: Int64s
@@ -57,6 +58,7 @@ class StepWork:
     copies: Int32s
     stores: Int32s
     loads: Int32s
+    changed_tables: list[tuple[int, int, int]]
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -87,6 +89,7 @@ class RowTable:
         self._decoding: dict[int, None] = {}
         self._order: Int64s = np.zeros(0, np.int64)
         self._changed = False
+        self._changed_tables: list[tuple[int, int, int]] = []
 
     def apply(self, plan: StepPlan) -> StepWork:
         """Take over a plan's changes and tell what is to be computed.
@@ -120,8 +123,9 @@ class RowTable:
             copies=_pairs(memory.copies, device, device),
             stores=_pairs(memory.stores, device, host),
             loads=_pairs(memory.loads, host, device),
+            changed_tables=self._changed_tables,
         )
-        self._changed = False
+        self._changed, self._changed_tables = False, []
         return work
 
     def advance(self, work: StepWork) -> None:
@@ -132,6 +136,14 @@ class RowTable:
             if chunk.completes:
                 self._decoding[chunk.row] = None
                 self._changed = True
+
+    def batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
+        """Row and position of each token of a step's flat batch [tokens]: decodes, then chunks."""
+        rows = np.concatenate([work.decoding, *(np.full(c.size, c.row, np.int64) for c in work.chunks)])
+        positions = np.concatenate(
+            [self.num_computed[work.decoding], *(np.arange(c.start, c.start + c.size) for c in work.chunks)]
+        )
+        return rows, positions
 
     def slots(self, rows: Int64s, positions: Int64s) -> Int64s:
         """Pool slots of ``positions`` [n] of ``rows`` [n]: block id times block size plus the offset inside."""
@@ -167,6 +179,7 @@ class RowTable:
                 self._extend(row, np.array([block], np.int32))
             elif 0 <= block < self.pool_blocks:
                 self.tables[row, index] = block
+                self._changed_tables.append((row, index, index + 1))
             else:
                 raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
 
@@ -178,6 +191,8 @@ class RowTable:
             raise InvalidPlanError(f"row {row} gets more than {self.tables.shape[1]} blocks")
         self.tables[row, held : held + len(blocks)] = blocks
         self.num_blocks[row] = held + len(blocks)
+        if len(blocks):
+            self._changed_tables.append((row, held, held + len(blocks)))
 
     def _chunk(self, row: int, size: int) -> Chunk:
         held = self.rows.get(row)

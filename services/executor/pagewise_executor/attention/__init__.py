@@ -1,1 +1,1 @@
-"""Paged attention in PyTorch: what a step has to know, decode and prefill, and the way into transformers' models."""
+"""Paged attention: in PyTorch and in Triton, and the way into transformers' models."""

@@ -1,4 +1,4 @@
-"""What attention has to know of a step, and of the layer it computes."""
+"""What attention in PyTorch has to know of a step."""
 
 from dataclasses import dataclass, field
 
@@ -63,37 +63,6 @@ class ChunkContext:
     start: int
     size: int
     blocks: torch.Tensor
-
-
-@dataclass(slots=True)
-class StepContext:
-    """Where a step's K and V go, and what each of its queries may see.
-
-    ``slots`` [tokens] int64. The decodes of ``groups`` come first in the batch, then the chunks.
-    """
-
-    slots: torch.Tensor
-    groups: list[DecodeGroup]
-    chunks: list[ChunkContext]
-
-
-@dataclass(slots=True)
-class StepHolder:
-    """The step that is being computed, shared by all layers of one model."""
-
-    step: StepContext | None = None
-
-
-@dataclass(slots=True)
-class PagedLayer:
-    """A layer's share of the pool, hung onto its attention module. ``holder.step`` is set before each forward pass.
-
-    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim].
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    holder: StepHolder
 
 
 def group_decodes(blocks_needed: Int64s) -> list[Int64s]:

@@ -5,7 +5,8 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from pagewise_executor.attention.context import DecodeGroup, PagedLayer
+from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.context import DecodeGroup
 
 with warnings.catch_warnings():
     # torch says once per process that sparse matrices are in beta; it is said here, to nobody.

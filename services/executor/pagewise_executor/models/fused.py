@@ -5,11 +5,11 @@ directly. What a layer computes is the same up to the order of floating-point op
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig
 
-from pagewise_executor.attention.paged import attention
+from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.models.operations import Operations
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
@@ -17,8 +17,9 @@ _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 class FusedDecoderLayer(nn.Module):
     """Takes the place of a Llama-shaped decoder layer, and takes over its weights."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, operations: Operations) -> None:
         super().__init__()
+        self.operations = operations
         source, mlp = layer.self_attn, layer.mlp
         assert isinstance(source, nn.Module)
         assert isinstance(mlp, nn.Module)
@@ -34,11 +35,11 @@ class FusedDecoderLayer(nn.Module):
         self.out = _linear(source.o_proj)
         self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
         self.down = _linear(mlp.down_proj)
-        self.norm_before_attention = _Norm(layer.input_layernorm)
-        self.norm_before_mlp = _Norm(layer.post_attention_layernorm)
+        self.norm_before_attention = _NormWeight(layer.input_layernorm)
+        self.norm_before_mlp = _NormWeight(layer.post_attention_layernorm)
         self.head_norm = None
         if hasattr(source, "q_norm"):
-            q_norm, k_norm = _Norm(source.q_norm), _Norm(source.k_norm)
+            q_norm, k_norm = _NormWeight(source.q_norm), _NormWeight(source.k_norm)
             weights = [q_norm.weight.expand(self.heads, -1), k_norm.weight.expand(self.kv_heads, -1)]
             self.head_norm = q_norm
             q_norm.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
@@ -50,30 +51,24 @@ class FusedDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
     ) -> torch.Tensor:
         """hidden_states [1, tokens, hidden] (changed in place); position_embeddings: cos, sin [1, tokens, head_dim]."""
-        cos, sin = position_embeddings[0][0, :, None], position_embeddings[1][0, :, None]
-        normed = self.norm_before_attention(hidden_states)
-        qkv = self.qkv(normed).view(normed.shape[1], -1, self.head_dim)
+        compute, hidden = self.operations, hidden_states[0]
+        before, after, heads = self.norm_before_attention, self.norm_before_mlp, self.head_norm
+        qkv = self.qkv(compute.rms_norm(hidden, before.weight, before.eps)).view(len(hidden), -1, self.head_dim)
         turned = self.heads + self.kv_heads
         qk, v = qkv[:, :turned], qkv[:, turned:]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        qk = _rotate(qk, cos, sin)
-        attended = attention(
-            self.self_attn.paged_layer,  # type: ignore[arg-type]
-            qk[:, : self.heads],
-            qk[:, self.heads :],
-            v,
-            self.scale,
-            self.window,
-        )
-        hidden_states += self.out(attended.reshape(1, normed.shape[1], -1))
-        gate, up = self.gate_up(self.norm_before_mlp(hidden_states)).chunk(2, dim=-1)
-        hidden_states += self.down(F.silu(gate).mul_(up))
+        if heads is not None:
+            qk = compute.rms_norm(qk, heads.weight, heads.eps)
+        qk = compute.rope(qk, position_embeddings[0][0], position_embeddings[1][0])
+        layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
+        attended = layer.attend(qk[:, : self.heads], qk[:, self.heads :], v, self.scale, self.window)
+        output = self.out(attended.reshape(len(hidden), -1))
+        gate_up = self.gate_up(compute.add_rms_norm(output, hidden, after.weight, after.eps))
+        hidden += self.down(compute.silu_mul(gate_up))
         return hidden_states
 
 
-class _Norm(nn.Module):
-    """RMSNorm: computed in float32, scaled in the model's type."""
+class _NormWeight(nn.Module):
+    """What a layer keeps of an RMSNorm: its weight, in the model's type, and eps."""
 
     def __init__(self, norm: object) -> None:
         super().__init__()
@@ -82,19 +77,14 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(norm.weight.detach(), requires_grad=False)
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
 
-
-def fuse_layers(model: nn.Module) -> int:
+def fuse_layers(model: nn.Module, operations: Operations) -> int:
     """Replace the decoder layers of ``model`` for which there is a fused form; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ in _LAYERS and _fusible(child):
-                setattr(parent, name, FusedDecoderLayer(child))
+                setattr(parent, name, FusedDecoderLayer(child, operations))
                 count += 1
     return count
 
@@ -102,16 +92,6 @@ def fuse_layers(model: nn.Module) -> int:
 def _fusible(layer: nn.Module) -> bool:
     config = layer.self_attn.config  # type: ignore[union-attr]
     return getattr(config, "hidden_act", None) == "silu"
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim], whose halves are equal."""
-    half = x.shape[-1] // 2
-    turned = x * cos
-    sin = sin[..., :half]
-    turned[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    turned[..., half:].addcmul_(x[..., :half], sin)
-    return turned
 
 
 def _joined(linears: list[object]) -> nn.Linear:

@@ -6,7 +6,7 @@ import logging
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from pagewise_executor.attention.paged import NAME
 from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.operations import TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.rope import fix_rope
 
@@ -28,7 +29,8 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and what the rest has to know of it.
 
-    ``attention``: attention modules in layer order; ``shapes``: (kv_heads, head_dim) of each.
+    ``attention``: attention modules in layer order; ``shapes``: (kv_heads, head_dim) of each. ``kernels``: who computes
+    attention, and the small operations of fused layers.
     """
 
     model: torch.nn.Module
@@ -40,6 +42,7 @@ class LoadedModel:
     dtype: torch.dtype
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
+    kernels: Literal["torch", "triton"]
 
 
 def load_model(config: ExecutorConfig) -> LoadedModel:
@@ -80,9 +83,10 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    fused = fuse_layers(model)
+    kernels = choose_kernels(config, device, [dim for _, dim in shapes])
+    fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
     packed = pack_linears(model) if device.type == "cpu" else 0
-    log.info("%d of %d layers fused, %d linear layers packed", fused, len(attention), packed)
+    log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
     return LoadedModel(
         model=model,
         config=text,
@@ -93,6 +97,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         dtype=dtype,
         attention=attention,
         shapes=shapes,
+        kernels=kernels,
     )
 
 
@@ -106,6 +111,31 @@ def choose_device(config: ExecutorConfig) -> torch.device:
         raise ModelError("--device cuda: torch sees no CUDA device here")
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+
+
+def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list[int]) -> Literal["torch", "triton"]:
+    """The kernels that ``--kernels`` asks for; auto is Triton on CUDA and PyTorch on the CPU.
+
+    Raises:
+        ModelError: Triton was asked for and cannot run here, or not with this model.
+    """
+    kernels = config.kernels
+    if kernels == "torch" or (kernels == "auto" and device.type == "cpu"):
+        return "torch"
+    try:
+        from pagewise_kernels.launch import interpreted
+    except ImportError as error:
+        raise ModelError(f"--kernels {kernels}: Triton is not installed: {_first_line(error)}") from error
+    if device.type == "cpu" and not interpreted():
+        raise ModelError("--kernels triton: on the CPU only Triton's interpreter runs them: set TRITON_INTERPRET=1")
+    if max(head_dims) > 256:
+        if kernels == "triton":
+            raise ModelError(f"--kernels triton: heads of {max(head_dims)} are too large, up to 256 are supported")
+        log.warning(
+            "heads of %d are too large for the Triton kernels: attention is computed by PyTorch", max(head_dims)
+        )
+        return "torch"
+    return "triton"
 
 
 def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:

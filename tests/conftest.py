@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU. That has to be known before they are imported."""
+"""For all tests: how kernels run. Each room has its own builders and fakes."""
 
 import os
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
+    # In Triton's interpreter; it has to be known before anything imports Triton.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
 def device() -> torch.device:
+    """Where kernels run: a GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,163 @@
+"""Paged attention by the Triton kernels, with block tables that live on the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
+from pagewise_kernels.kv_write import write_kv
+
+from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.rows import RowTable, StepWork
+
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(slots=True, frozen=True)
+class LayerKind:
+    """What attention plans depend on: layers of one kind share them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+    window: int | None
+
+
+@dataclass(slots=True)
+class TritonStep:
+    """One step: ``slots`` int64 [tokens], ``tables`` int32 [rows, blocks] of all rows, ``lengths`` and ``rows`` int32
+    [decodes], and the plans that its layers have made so far."""
+
+    backend: "TritonBackend"
+    slots: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    rows: torch.Tensor
+    chunks: list[Chunk]
+    decode_plans: dict[LayerKind, DecodePlan] = field(default_factory=dict)
+    prefill_plans: dict[LayerKind, PrefillPlan] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See ``StepAttention.attend``."""
+        write_kv(k, v, layer.keys, layer.values, self.slots)
+        kind = LayerKind(q.shape[1], k.shape[1], q.shape[2], layer.keys.dtype, window)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        decodes = len(self.lengths)
+        if decodes:
+            plan = _once(self.decode_plans, kind, self._plan_decodes)
+            decode_attention(
+                q[:decodes],
+                layer.keys,
+                layer.values,
+                self.tables,
+                plan,
+                out=out[:decodes],
+                scale=scale,
+                softcap=softcap,
+            )
+        if self.chunks:
+            chunks = _once(self.prefill_plans, kind, self._plan_prefills)
+            prefill_attention(q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap)
+        return out
+
+    def _plan_decodes(self, kind: LayerKind) -> DecodePlan:
+        plan = self.backend.decode_plan(kind)
+        plan.plan(self.lengths, self.rows)
+        return plan
+
+    def _plan_prefills(self, kind: LayerKind) -> PrefillPlan:
+        return PrefillPlan(
+            self.chunks,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            kv_dtype=kind.kv_dtype,
+            device=self.slots.device,
+            window=kind.window,
+            deterministic=self.backend.deterministic,
+        )
+
+
+class TritonBackend:
+    """Makes the steps of one model on ``device``. ``deterministic``: results do not depend on batch or chunking."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self._device = device
+        self._plans: dict[LayerKind, DecodePlan] = {}
+
+    def reset(self, table: RowTable) -> None:
+        """All rows are empty; ``table`` is what holds them from now on."""
+        self._table = table
+        self._plans.clear()
+        # A mirror of the row table's, so that a step sends only what has changed.
+        self._tables = torch.zeros(table.tables.shape, dtype=torch.int32, device=self._device)
+
+    def decode_plan(self, kind: LayerKind) -> DecodePlan:
+        """Scratch for the decodes of layers of one kind, the same in every step."""
+        return _once(self._plans, kind, self._new_plan)
+
+    def prepare(self, work: StepWork) -> TritonStep:
+        """Look at a step that the table has applied and not advanced yet."""
+        table = self._table
+        self._update_tables(work.changed_tables)
+        rows, positions = table.batch(work)
+        decodes, offset = len(work.decoding), len(work.decoding)
+        chunks = []
+        for chunk in work.chunks:
+            chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
+            offset += chunk.size
+        lengths = positions[:decodes] + 1
+        ints = self._to_device(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
+        return TritonStep(
+            self,
+            slots=self._to_device(table.slots(rows, positions)),
+            tables=self._tables,
+            lengths=ints[:decodes],
+            rows=ints[decodes:],
+            chunks=chunks,
+        )
+
+    def _update_tables(self, changed: list[tuple[int, int, int]]) -> None:
+        if not changed:
+            return
+        width = self._tables.shape[1]
+        where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
+        values = np.concatenate([self._table.tables[row, start:stop] for row, start, stop in changed])
+        self._tables.view(-1).index_copy_(0, self._to_device(where), self._to_device(values))
+
+    def _new_plan(self, kind: LayerKind) -> DecodePlan:
+        return DecodePlan(
+            max_queries=len(self._table.num_computed),
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            kv_dtype=kind.kv_dtype,
+            device=self._device,
+            window=kind.window,
+            deterministic=self.deterministic,
+            max_context=self._table.max_model_len,
+        )
+
+    def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:
+    found = made.get(kind)
+    if found is None:
+        found = made[kind] = make(kind)
+    return found

@@ -1,0 +1,56 @@
+"""The executor on the Triton kernels: interpreted on the CPU with tiny models, the real thing on a GPU."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from tests.executor.driver import request, run_requests
+from tests.executor.test_greedy_equality import reference
+from tests.model_builders import VOCAB_SIZE, build_model
+
+LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
+
+
+def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], **options: object) -> None:
+    build_model(family, path, seed=7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
+    ).to(device)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in lengths]
+    expected = reference(model, prompts, [length for _, length in lengths], device)
+    settings = {"block_size": 4, "num_blocks": 60, "profile": False} | options
+    runner = ModelRunner(
+        ExecutorConfig(model=str(path), device=device, dtype="float32", kernels="triton", **settings)  # type: ignore[arg-type]
+    )
+    requests = [
+        request(prompt, length, f"r{i}") for i, (prompt, (_, length)) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
+    assert [asked.sequences[0].output_token_ids for asked in requests] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
+def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path, "cpu", LENGTHS)
+
+
+def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagewise_kernels import launch
+
+    build_model("llama", tmp_path)
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    with pytest.raises(ModelError, match="TRITON_INTERPRET=1"):
+        ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
+def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], num_blocks=200)
