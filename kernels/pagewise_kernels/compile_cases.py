@@ -11,7 +11,7 @@ from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_bloc
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
-from pagewise_kernels.sampling import penalise, sample, token_logprobs
+from pagewise_kernels.sampling import DrawParameters, penalise, sample, token_logprobs
 from pagewise_kernels.silu_mul import silu_mul
 
 _META = torch.device("meta")
@@ -128,13 +128,11 @@ def _blocks() -> None:
 def _sample(dtype: torch.dtype) -> None:
     logits, floats = _empty(8, 151936, dtype=dtype), _empty(8, dtype=torch.float32)
     ids = _empty(8, dtype=torch.int64)
-    sample(
-        logits, temperature=floats, top_k=_empty(8, dtype=torch.int32), top_p=floats, min_p=floats, seeds=ids,
-        positions=ids,
-    )  # fmt: skip
+    rows = _empty(8, dtype=torch.int32)
+    sample(logits, DrawParameters(floats, rows, floats, floats, ids), rows, ids)
     token_logprobs(logits, ids)
     penalise(
-        logits, _empty(8, dtype=torch.int32), _empty(8, 151936, dtype=torch.int32),
+        logits, rows, _empty(8, 151936, dtype=torch.int32),
         _empty(8, 151936, dtype=torch.bool), repetition=floats, presence=floats, frequency=floats,
     )  # fmt: skip
 

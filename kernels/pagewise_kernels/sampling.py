@@ -8,11 +8,21 @@ What top-k and top-p keep is a beginning of the entries sorted by value, ties by
 the ordered bits of the values, three bits with every pass over the row.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from pagewise_kernels.launch import check_device, interpreted, launch
+
+_PARAMETERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seeds": torch.int64,
+}
 
 
 @triton.jit
@@ -90,6 +100,7 @@ def find_cut(row, vocab_size, temperature, highest, floor, above, wanted, MASS: 
 def sample_kernel(
     logits,
     tokens,
+    rows,
     temperatures,
     top_ks,
     top_ps,
@@ -101,14 +112,15 @@ def sample_kernel(
     BLOCK: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
 ):
-    """One program per row."""
+    """One program per row of logits. ``rows``: where its parameters stand, but for its position."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
-    temperature = tl.load(temperatures + index)
+    held = tl.load(rows + index)
+    temperature = tl.load(temperatures + held)
     greedy = temperature == 0.0
     temperature = tl.where(greedy, 1.0, temperature)
-    top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
-    seed, position = tl.load(seeds + index), tl.load(positions + index)
+    top_k, top_p, min_p = tl.load(top_ks + held), tl.load(top_ps + held), tl.load(min_ps + held)
+    seed, position = tl.load(seeds + held), tl.load(positions + index)
     filters_k = (top_k > 0) & (top_k < vocab_size) & (greedy == 0)
     filters_p = (top_p < 1.0) & (greedy == 0)
     floor = float("-inf")
@@ -217,39 +229,47 @@ def logprobs_kernel(logits, tokens, logprobs, ranks, vocab_size, stride, BLOCK: 
     tl.store(ranks + index, rank)
 
 
+@dataclass(slots=True, frozen=True)
+class DrawParameters:
+    """How rows are drawn from, [rows] each.
+
+    temperature float32, 0 for the likeliest entry. top_k int32, 0 for all. top_p, min_p float32: 1 and 0 keep all.
+    seeds int64: the 64 bits of an unsigned seed.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+
 def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
+    logits: torch.Tensor, parameters: DrawParameters, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """One token int64 [n] for each row of logits [n, vocab].
 
-    temperature float32 [n], 0 for the likeliest entry. top_k int32 [n], 0 for all. top_p, min_p float32 [n]: 1 and 0
-    keep all. seeds int64 [n]: the 64 bits of an unsigned seed. positions int64 [n]: of the token that is drawn. min_p
-    goes first, then top_k, then top_p of what is left, of which at least one entry stays.
+    rows int32 [n]: which of the ``parameters`` are its own. positions int64 [n]: of the token that is drawn. min_p goes
+    first, then top_k, then top_p of what is left, of which at least one entry stays.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    rows, vocab_size = _check_logits(logits)
-    wanted = {
-        "temperature": (temperature, torch.float32), "top_k": (top_k, torch.int32), "top_p": (top_p, torch.float32),
-        "min_p": (min_p, torch.float32), "seeds": (seeds, torch.int64), "positions": (positions, torch.int64),
-    }  # fmt: skip
-    for name, (tensor, dtype) in wanted.items():
-        _check_rows(name, tensor, rows, dtype)
-    check_device(logits, *(tensor for tensor, _ in wanted.values()))
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    number, vocab_size = _check_logits(logits)
+    _check_rows("rows", rows, number, torch.int32)
+    _check_rows("positions", positions, number, torch.int64)
+    held = len(parameters.temperature)
+    for name, dtype in _PARAMETERS.items():
+        _check_rows(name, getattr(parameters, name), held, dtype)
+    p = parameters
+    check_device(logits, rows, positions, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds)
+    tokens = torch.empty(number, dtype=torch.int64, device=logits.device)
     block = 256 if interpreted() else 4096
     launch(
         sample_kernel,
-        (rows,),
-        logits, tokens, temperature, top_k, top_p, min_p, seeds, positions, vocab_size, logits.stride(0),
+        (number,),
+        logits, tokens, rows, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds, positions, vocab_size,
+        logits.stride(0),
         BLOCK=block, COUNT_BLOCK=block // 2, num_warps=8,
     )  # fmt: skip
     return tokens

@@ -50,6 +50,7 @@ _GROUPS = {
     "processes": (
         "executors",
         "profile",
+        "cuda_graphs",
         "threads",
         "listen",
         "scheduler",
@@ -101,6 +102,7 @@ Eviction = Annotated[
     Literal["lru", "cost"],
     _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
 ]
+CudaGraphs = Annotated[bool, _help("record decode steps as CUDA graphs when the executor starts")]
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
 Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
@@ -152,6 +154,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: Dtype = "auto"
     kernels: Kernels = "auto"
+    cuda_graphs: CudaGraphs = True
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
@@ -172,6 +175,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: Dtype = "auto"
     kernels: Kernels = "auto"
+    cuda_graphs: CudaGraphs = True
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None

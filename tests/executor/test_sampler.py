@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from pagewise_executor.drawing import TorchDrawing
 from pagewise_executor.philox import gumbel_noise, philox
 from pagewise_executor.sampler import Sampler
 from pagewise_shared.sampling import SamplingParams
@@ -11,7 +12,7 @@ VOCAB = 50
 
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
-    sampler = Sampler(VOCAB, torch.device("cpu"))
+    sampler = Sampler(VOCAB, torch.device("cpu"), TorchDrawing(torch.device("cpu")))
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)

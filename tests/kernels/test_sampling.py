@@ -1,12 +1,13 @@
 """The sampling kernels against the sampler of the CPU executor, token for token."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
+from pagewise_executor.drawing import draw as draw_in_torch
 from pagewise_executor.philox import gumbel_noise
-from pagewise_executor.sampler import _draw
-from pagewise_kernels.sampling import penalise, sample, token_logprobs
+from pagewise_kernels.sampling import DrawParameters, penalise, sample, token_logprobs
 from pagewise_shared.sampling import SamplingParams
 
 KINDS = [
@@ -29,10 +30,17 @@ def draw(
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=logits.device)
 
-    return sample(
-        logits, temperature=column("temperature", torch.float32), top_k=column("top_k", torch.int32),
-        top_p=column("top_p", torch.float32), min_p=column("min_p", torch.float32), seeds=seeds, positions=positions,
-    )  # fmt: skip
+    order = torch.randperm(len(params)).to(logits.device)  # parameters of a row may stand anywhere
+    where = torch.empty_like(order)
+    where[order] = torch.arange(len(params), device=logits.device)
+    parameters = DrawParameters(
+        column("temperature", torch.float32)[order],
+        column("top_k", torch.int32)[order],
+        column("top_p", torch.float32)[order],
+        column("min_p", torch.float32)[order],
+        seeds[order],
+    )
+    return sample(logits, parameters, where.to(torch.int32), positions)
 
 
 def check(vocab_size: int, rounds: int, device: torch.device, coarse: bool) -> None:
@@ -44,7 +52,7 @@ def check(vocab_size: int, rounds: int, device: torch.device, coarse: bool) -> N
             logits = (2 * logits).round() / 2
         seeds = torch.randint(-(2**62), 2**62, (5,), device=device)
         positions = torch.randint(0, 2**40 if number % 2 else 1000, (5,), device=device)
-        expected = _draw(logits, params, seeds, positions)
+        expected = draw_in_torch(logits, params, seeds, positions)
         assert torch.equal(draw(logits, params, seeds, positions), expected), params
 
 
@@ -64,7 +72,7 @@ def test_the_same_tokens_with_real_vocabularies(coarse: bool, device: torch.devi
         logits = 3 * torch.randn(8, 151_936, device=device)
         logits = (2 * logits).round() / 2 if coarse else logits
         seeds, positions = (torch.randint(0, 2**40, (8,), device=device) for _ in range(2))
-        wrong += int((draw(logits, params, seeds, positions) != _draw(logits, params, seeds, positions)).sum())
+        wrong += int((draw(logits, params, seeds, positions) != draw_in_torch(logits, params, seeds, positions)).sum())
     assert wrong <= 1
 
 
@@ -123,10 +131,12 @@ def test_logprobs_and_ranks(dtype: torch.dtype, device: torch.device) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     logits, ids = torch.zeros(2, 10), torch.zeros(2, dtype=torch.int64)
     floats, ks = torch.ones(2), torch.zeros(2, dtype=torch.int32)
-    given = {"temperature": floats, "top_k": ks, "top_p": floats, "min_p": floats, "seeds": ids, "positions": ids}
+    given = DrawParameters(floats, ks, floats, floats, ids)
     with pytest.raises(ValueError, match="top_p has one value for each of 2 rows"):
-        sample(logits, **(given | {"top_p": torch.ones(3)}))
+        sample(logits, dataclasses.replace(given, top_p=torch.ones(3)), ks, ids)
     with pytest.raises(TypeError, match=r"top_k is torch\.int32"):
-        sample(logits, **(given | {"top_k": floats}))
+        sample(logits, dataclasses.replace(given, top_k=floats), ks, ids)
+    with pytest.raises(ValueError, match="positions has one value"):
+        sample(logits, given, ks, ids[:1])
     with pytest.raises(ValueError, match="logits are"):
-        sample(torch.zeros(10), **given)
+        sample(torch.zeros(10), given, ks, ids)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from pagewise_shared.protocol import Copied, PromptLogprobs, StepPlan, StepResul
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.cpu import use_cpu_well
+from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import HostTier
 from pagewise_executor.kv_pool import KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.models.loader import LoadedModel, load_model
@@ -22,6 +24,9 @@ from pagewise_executor.profile import measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import LogprobsWanted, Sampler
+
+if TYPE_CHECKING:
+    from pagewise_executor.decode_graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +85,10 @@ class ModelRunner:
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len)
         self._pool = KVPool(loaded.shapes, num_blocks, config.block_size, loaded.dtype, self._device)
         self._holder = StepHolder()
-        self._attention = _attention_backend(loaded)
+        # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
+        # one behind the rows is for what pads a batch.
+        self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
+        self._attention, self._drawing, self._graphs = self._choose_backend(config, loaded)
         for module, keys, values in zip(loaded.attention, self._pool.keys, self._pool.values, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._holder)  # type: ignore[assignment]
         self._host = _host_tier(config, self._pool)
@@ -98,6 +106,9 @@ class ModelRunner:
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
+        if self._graphs is not None and self._device.type == "cuda" and config.cuda_graphs:
+            with torch.inference_mode():
+                self._graphs.capture()
         if config.profile:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
@@ -119,9 +130,7 @@ class ModelRunner:
         self._attention.reset(self._table)
         if self._host is not None:
             self._host.reset(welcome.epoch)
-        self._sampler = Sampler(self._vocab_size, self._device)
-        # The token that each row sampled last: written by sampling, read by the next step, never leaves the device.
-        self._last_tokens = torch.zeros(welcome.max_num_seqs, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(self._vocab_size, self._device, self._drawing)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
@@ -145,18 +154,15 @@ class ModelRunner:
             self._pool.copy_blocks(torch.from_numpy(work.copies.astype(np.int64)).to(self._device))
         if self._host is not None:  # after the copies: they may read a block that is loaded into
             self._host.load(plan, work.loads)
-        rows = work.sampled_rows
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: list[LogprobsWanted] = []
         prompts: list[tuple[int, list[LogprobsWanted]]] = []
-        if len(work.decoding) or work.chunks:
+        if self._graphs is not None and len(work.decoding) and not work.chunks:
+            tokens, logprobs = self._decode(self._graphs, work)
+        elif len(work.decoding) or work.chunks:
             logits, prompts = self._forward(work)
-            if rows:
-                index = self._to_device(np.array(rows, np.int64))
-                positions = self._to_device(self._drawn_positions(work))
-                sampled, logprobs = sampler.sample(logits, rows, positions)
-                self._last_tokens[index] = sampled
-                tokens = sampled
+            if work.sampled_rows:
+                tokens, logprobs = self._sample(work, logits)
         table.advance(work)
         events = None
         if start is not None:
@@ -168,6 +174,19 @@ class ModelRunner:
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, logprobs, prompts, seconds, events)
 
+    def _choose_backend(
+        self, config: ExecutorConfig, loaded: LoadedModel
+    ) -> "tuple[AttentionBackend, Drawing, DecodeGraphs | None]":
+        if loaded.kernels == "torch":
+            return TorchBackend(self._device), TorchDrawing(self._device), None
+        from pagewise_executor.attention.triton_attention import TritonBackend
+        from pagewise_executor.decode_graphs import DecodeGraphs
+
+        backend = TritonBackend(self._device, config.max_num_seqs, loaded.max_model_len, config.block_size)
+        drawing = TritonDrawing(config.max_num_seqs, self._device)
+        graphs = DecodeGraphs(self._logits, self._holder, backend, drawing, self._last_tokens, config.block_size)
+        return backend, drawing, graphs
+
     def _event(self) -> "torch.cuda.Event | None":
         """A mark on the device's time line; None where there is none."""
         if self._device.type != "cuda":
@@ -175,6 +194,29 @@ class ModelRunner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, list[LogprobsWanted]]:
+        """Tokens of the sampled rows, drawn from their logits and remembered."""
+        rows = work.sampled_rows
+        positions = self._to_device(self._drawn_positions(work))
+        tokens, logprobs = self._sampler.sample(logits, rows, positions)
+        self._last_tokens[self._to_device(np.array(rows, np.int64))] = tokens
+        return tokens, logprobs
+
+    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, list[LogprobsWanted]]:
+        """The same for a step of decodes alone, which a graph computes and draws."""
+        self._attention.prepare_tables(work)
+        logits, tokens = graphs.run(work.decoding, self._table.num_computed[work.decoding] + 1)
+        if self._sampler.are_simple(work.sampled_rows):
+            return tokens, []
+        # What the graph has drawn is drawn again from other logits; they are looked at until after its next run.
+        return self._sample(work, logits.clone())
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
+        """Logits [n, vocab] of a flat batch of ids and positions [tokens]: at ``kept`` [n] of them, or 0 for all."""
+        output = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
@@ -186,13 +228,7 @@ class ModelRunner:
             ids = torch.cat([ids, self._to_device(np.concatenate(known).astype(np.int64))])
         self._holder.step = self._attention.prepare(work)
         kept, reported = _kept_logits(work, table)
-        output = self._model(
-            input_ids=ids[None],
-            position_ids=self._to_device(positions)[None],
-            use_cache=False,
-            logits_to_keep=self._to_device(np.array(kept, np.int64)),
-        )
-        logits = output.logits[0]
+        logits = self._logits(ids, self._to_device(positions), self._to_device(np.array(kept, np.int64)))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
 
@@ -224,14 +260,6 @@ class ModelRunner:
     def _to_device(self, array: Int64s) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
-
-
-def _attention_backend(loaded: LoadedModel) -> AttentionBackend:
-    if loaded.kernels == "torch":
-        return TorchBackend(loaded.device)
-    from pagewise_executor.attention.triton_attention import TritonBackend
-
-    return TritonBackend(loaded.device)
 
 
 def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:

@@ -1,4 +1,4 @@
-"""Draws tokens from logits: penalties and masks first, then filters, then one Gumbel-max draw per row."""
+"""Samples tokens from logits: penalties, bias and masks, then what ``drawing`` does."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import torch
 from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.drawing import Drawing
 from pagewise_executor.rows import Int32s
 
 _NEGATIVE = float("-inf")
@@ -44,12 +44,13 @@ class RowSampling:
 class Sampler:
     """Samples for the rows of one executor."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, drawing: Drawing) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._drawing = drawing
         self._rows: dict[int, RowSampling] = {}
-        self._seeds: dict[int, int] = {}
         self._plain: set[int] = set()
+        self._simple: set[int] = set()
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """A sequence takes ``row``; ``tokens`` are all its known tokens."""
@@ -62,15 +63,20 @@ class Sampler:
         if params.bad_words:
             state.history = tokens.tolist()
         self._rows[row] = state
-        seed = params.seed % 2**64
-        self._seeds[row] = seed - 2**64 if seed >= 2**63 else seed
-        plain = params.temperature == 0 and params.logprobs is None and not state.shapes_logits
-        (self._plain.add if plain else self._plain.discard)(row)
+        self._drawing.join(row, params)
+        simple = params.logprobs is None and not state.shapes_logits
+        (self._simple.add if simple else self._simple.discard)(row)
+        (self._plain.add if simple and params.temperature == 0 else self._plain.discard)(row)
 
     def leave(self, row: int) -> None:
         """The row's sequence is gone."""
         self._rows.pop(row, None)
         self._plain.discard(row)
+        self._simple.discard(row)
+
+    def are_simple(self, rows: list[int]) -> bool:
+        """Whether ``drawing`` is all that sampling is for these rows: nothing shapes their logits or reports them."""
+        return self._simple.issuperset(rows)
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor
@@ -84,13 +90,7 @@ class Sampler:
         states = [self._rows[row] for row in rows]
         raw = logits.float()
         shaped = self._shape(raw, states)
-        tokens = shaped.argmax(dim=-1)
-        drawn = [i for i, state in enumerate(states) if state.params.temperature > 0]
-        if drawn:
-            index = torch.tensor(drawn, device=self._device)
-            seeds = torch.tensor([self._seeds[rows[i]] for i in drawn], device=self._device)
-            params = [states[i].params for i in drawn]
-            tokens[index] = _draw(shaped[index], params, seeds, positions[index])
+        tokens = self._drawing.draw(shaped, rows, positions)
         for i, state in enumerate(states):
             state.num_output_tokens += 1
             if state.counts is not None:
@@ -138,37 +138,6 @@ def _shape_row(row: torch.Tensor, state: RowSampling) -> None:
         prefix = len(word) - 1
         if prefix == 0 or state.history[-prefix:] == list(word[:-1]):
             row[word[-1]] = _NEGATIVE
-
-
-def _draw(
-    logits: torch.Tensor, params: list[SamplingParams], seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """One token per row [n], from softmax(logits / temperature) after the filters, without computing a softmax."""
-    vocab_size, device = logits.shape[-1], logits.device
-    temperature = torch.tensor([p.temperature for p in params], device=device)
-    logits = logits / temperature[:, None]
-    if any(p.min_p > 0 for p in params):
-        floor = torch.tensor([p.min_p for p in params], device=device).log()  # log 0 = -inf switches it off
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], _NEGATIVE)
-    if any(0 < p.top_k < vocab_size or p.top_p < 1 for p in params):
-        logits = _filter_top(logits, params)
-    return (logits + gumbel_noise(seeds, positions, vocab_size)).argmax(dim=-1)
-
-
-def _filter_top(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Keep the top_k most likely entries, and of these the fewest whose probabilities reach top_p."""
-    vocab_size, device = logits.shape[-1], logits.device
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=device)
-    ordered = ordered.masked_fill(torch.arange(vocab_size, device=device) >= top_k[:, None], _NEGATIVE)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = torch.tensor([p.top_p for p in params], device=device)
-    # The most likely entry always stays; a top_p of 1 must not lose the tail to rounding.
-    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    dropped[:, 0] = False
-    ordered = ordered.masked_fill(dropped, _NEGATIVE)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
 @dataclass(slots=True, frozen=True)

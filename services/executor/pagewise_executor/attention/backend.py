@@ -35,6 +35,10 @@ class AttentionBackend(Protocol):
         """All rows are empty; ``table`` is what holds them from now on."""
         ...
 
+    def prepare_tables(self, work: StepWork) -> None:
+        """Take over what a step changes in the block tables: part of ``prepare``, for steps that need no more."""
+        ...
+
     def prepare(self, work: StepWork) -> StepAttention:
         """Look at a step that the table has applied and not advanced yet."""
         ...

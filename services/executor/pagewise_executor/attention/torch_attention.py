@@ -60,6 +60,9 @@ class TorchBackend:
         """All rows are empty; ``table`` is what holds them from now on."""
         self._table = table
 
+    def prepare_tables(self, work: StepWork) -> None:
+        """There is nothing to take over: each step looks at the row table itself."""
+
     def prepare(self, work: StepWork) -> TorchStep:
         """Look at a step that the table has applied and not advanced yet."""
         rows, positions = self._table.batch(work)

@@ -92,19 +92,26 @@ class TritonStep:
 
 
 class TritonBackend:
-    """Makes the steps of one model on ``device``. ``deterministic``: results do not depend on batch or chunking."""
+    """Makes the steps of one model on ``device``, for ``num_rows`` rows at most and one more that pads.
 
-    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+    ``tables`` int32 [num_rows + 1, blocks]: block tables of all rows, a mirror of the row table's, so that a step sends
+    only what has changed. ``deterministic``: results do not depend on batch or chunking.
+    """
+
+    def __init__(
+        self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False
+    ) -> None:
         self.deterministic = deterministic
+        self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
+        self._max_model_len = max_model_len
         self._device = device
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def reset(self, table: RowTable) -> None:
         """All rows are empty; ``table`` is what holds them from now on."""
+        assert len(table.tables) < len(self.tables)
+        assert table.tables.shape[1] == self.tables.shape[1]
         self._table = table
-        self._plans.clear()
-        # A mirror of the row table's, so that a step sends only what has changed.
-        self._tables = torch.zeros(table.tables.shape, dtype=torch.int32, device=self._device)
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
         """Scratch for the decodes of layers of one kind, the same in every step."""
@@ -113,7 +120,7 @@ class TritonBackend:
     def prepare(self, work: StepWork) -> TritonStep:
         """Look at a step that the table has applied and not advanced yet."""
         table = self._table
-        self._update_tables(work.changed_tables)
+        self.prepare_tables(work)
         rows, positions = table.batch(work)
         decodes, offset = len(work.decoding), len(work.decoding)
         chunks = []
@@ -122,26 +129,26 @@ class TritonBackend:
             offset += chunk.size
         lengths = positions[:decodes] + 1
         ints = self._to_device(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
-        return TritonStep(
-            self,
-            slots=self._to_device(table.slots(rows, positions)),
-            tables=self._tables,
-            lengths=ints[:decodes],
-            rows=ints[decodes:],
-            chunks=chunks,
-        )
+        slots = self._to_device(table.slots(rows, positions))
+        return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
 
-    def _update_tables(self, changed: list[tuple[int, int, int]]) -> None:
+    def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
+        """A step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
+        return TritonStep(self, slots, self.tables, lengths, rows, [])
+
+    def prepare_tables(self, work: StepWork) -> None:
+        """Bring what a step changes in the block tables to the device."""
+        changed = work.changed_tables
         if not changed:
             return
-        width = self._tables.shape[1]
+        width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
         values = np.concatenate([self._table.tables[row, start:stop] for row, start, stop in changed])
-        self._tables.view(-1).index_copy_(0, self._to_device(where), self._to_device(values))
+        self.tables.view(-1).index_copy_(0, self._to_device(where), self._to_device(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         return DecodePlan(
-            max_queries=len(self._table.num_computed),
+            max_queries=len(self.tables),
             heads=kind.heads,
             kv_heads=kind.kv_heads,
             head_dim=kind.head_dim,
@@ -149,7 +156,7 @@ class TritonBackend:
             device=self._device,
             window=kind.window,
             deterministic=self.deterministic,
-            max_context=self._table.max_model_len,
+            max_context=self._max_model_len,
         )
 
     def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:

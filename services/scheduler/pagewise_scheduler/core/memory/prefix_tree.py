@@ -14,6 +14,7 @@ from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
+_UNKNOWN = BlockHash(b"")
 
 
 class CachedBlock:
@@ -50,7 +51,7 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.block = self.host = -1
         self.pins = self.num_on_device = self.last_used = self.kind = 0
-        self.hash = BlockHash(b"")
+        self.hash = _UNKNOWN
 
 
 class _Root(CachedBlock):

@@ -1,0 +1,81 @@
+"""What a decode step feeds to the model, looked up on the device: the tokens drawn last, their positions and slots."""
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewise_kernels.launch import check_device, launch
+
+_BLOCK = 256
+
+
+@triton.jit
+def decode_inputs_kernel(
+    rows,
+    lengths,
+    tables,
+    last_tokens,
+    ids,
+    positions,
+    slots,
+    number,
+    stride_tables,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per BLOCK queries."""
+    queries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = queries < number
+    length = tl.load(lengths + queries, mask=inside, other=0)
+    there = inside & (length > 0)
+    row = tl.load(rows + queries, mask=there, other=0).to(tl.int64)
+    position = tl.where(there, length - 1, 0)
+    block = tl.load(tables + row * stride_tables + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    slot = tl.where(there, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(ids + queries, tl.load(last_tokens + row, mask=there, other=0), mask=inside)
+    tl.store(positions + queries, position.to(tl.int64), mask=inside)
+    tl.store(slots + queries, slot, mask=inside)
+
+
+def decode_inputs(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    last_tokens: torch.Tensor,
+    *,
+    block_size: int,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Fill ids, positions and slots int64 [n] for sequences in rows int32 [n] with lengths int32 [n] of context.
+
+    A context counts the new token, which ``last_tokens`` int64 [rows] holds; tables int32 [rows, blocks]. Where the
+    length is 0 the query pads: id 0, position 0, slot -1.
+
+    Raises:
+        ValueError: shapes or devices do not fit. TypeError: types do not.
+    """
+    number = len(rows)
+    for name, tensor, dtype in (
+        ("rows", rows, torch.int32),
+        ("lengths", lengths, torch.int32),
+        ("ids", ids, torch.int64),
+        ("positions", positions, torch.int64),
+        ("slots", slots, torch.int64),
+    ):
+        if tensor.shape != (number,):
+            raise ValueError(f"{name} has {list(tensor.shape)} entries, not {number}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {dtype}, not {tensor.dtype}")
+    if tables.dtype != torch.int32 or tables.dim() != 2 or last_tokens.dtype != torch.int64:
+        raise TypeError(
+            f"tables are int32 [rows, blocks] and last tokens int64, not {tables.dtype}, {last_tokens.dtype}"
+        )
+    check_device(rows, lengths, tables, last_tokens, ids, positions, slots)
+    launch(
+        decode_inputs_kernel,
+        (triton.cdiv(number, _BLOCK),),
+        rows, lengths, tables, last_tokens, ids, positions, slots, number, tables.stride(0),
+        BLOCK_SIZE=block_size, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Steps of decodes alone, from static buffers: one CUDA graph for each of a ladder of sizes, run directly elsewhere.
+
+Launching the kernels of a step takes longer than a small step takes the device; a graph is launched at once. Its sizes
+are padded up, its split of the contexts is planned on the device anew in every step, and the tokens it draws feed the
+next step without ever having been on the host.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.sampling import sample
+
+from pagewise_executor.attention.backend import StepHolder
+from pagewise_executor.attention.triton_attention import TritonBackend
+from pagewise_executor.drawing import TritonDrawing
+from pagewise_executor.rows import Int64s
+
+log = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids and positions [n] to logits [n, vocab]."""
+
+
+class DecodeGraphs:
+    """Decode steps of up to ``num_rows`` sequences. ``last_tokens`` int64 [num_rows + 1]: the token that each row drew
+    last; the one behind the rows belongs to queries that pad."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        holder: StepHolder,
+        backend: TritonBackend,
+        drawing: TritonDrawing,
+        last_tokens: torch.Tensor,
+        block_size: int,
+    ) -> None:
+        self._forward, self._holder, self._backend, self._drawing = forward, holder, backend, drawing
+        self._last_tokens = last_tokens
+        self._block_size = block_size
+        device, num_rows = last_tokens.device, len(last_tokens) - 1
+        self._padding = num_rows
+        self._sizes = graph_sizes(num_rows)
+        largest = self._sizes[-1]
+        self._rows = torch.full((largest,), num_rows, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._ids, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+
+    def capture(self) -> None:
+        """Record the graphs. Takes a while, and memory for the activations of the largest."""
+        began = time.perf_counter()
+        self._lengths.zero_()
+        pool = None
+        for size in reversed(self._sizes):
+            self._compute(size)  # compiles what is not compiled yet
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits, tokens = self._compute(size)
+            pool = graph.pool()
+            self._graphs[size] = graph, logits, tokens
+        log.info("%d CUDA graphs recorded in %.1f s", len(self._graphs), time.perf_counter() - began)
+
+    def run(self, rows: Int64s, lengths: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode ``rows`` [n], contexts of ``lengths`` [n] tokens with the new one.
+
+        Returns logits [n, vocab] and tokens int64 [n], drawn from them as they are; both are good until the next run.
+        """
+        count = len(rows)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        padded = np.full((2, size), self._padding, np.int32)
+        padded[1] = 0
+        padded[0, :count], padded[1, :count] = rows, lengths
+        ints = torch.from_numpy(padded)
+        self._rows[:size].copy_(ints[0], non_blocking=True)
+        self._lengths[:size].copy_(ints[1], non_blocking=True)
+        self._drawing.parameters()  # outside of a graph: whatever has joined
+        if (recorded := self._graphs.get(size)) is not None:
+            graph, logits, tokens = recorded
+            graph.replay()
+        else:
+            logits, tokens = self._compute(size)
+        return logits[:count], tokens[:count]
+
+    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, lengths, slots = self._rows[:size], self._lengths[:size], self._slots[:size]
+        ids, positions = self._ids[:size], self._positions[:size]
+        decode_inputs(
+            rows, lengths, self._backend.tables, self._last_tokens, block_size=self._block_size, ids=ids,
+            positions=positions, slots=slots,
+        )  # fmt: skip
+        self._holder.step = self._backend.decode_step(slots, lengths, rows)
+        logits = self._forward(ids, positions)
+        tokens = sample(logits, self._drawing.parameters(), rows, positions + 1)
+        self._last_tokens.index_copy_(0, rows.long(), tokens)
+        return logits, tokens
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes that get a graph: steps that never pad by much, and ``most`` itself."""
+    ladder = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
+    return [*(size for size in ladder if size < most), most]

@@ -1,0 +1,132 @@
+"""Draws tokens from logits that are shaped already: temperature, filters, and one Gumbel-max draw per row."""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_executor.philox import gumbel_noise
+
+if TYPE_CHECKING:
+    from pagewise_kernels.sampling import DrawParameters
+
+_NEGATIVE = float("-inf")
+
+
+class Drawing(Protocol):
+    """Remembers how each row is drawn from, and draws."""
+
+    def join(self, row: int, params: SamplingParams) -> None:
+        """A sequence takes ``row``."""
+        ...
+
+    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 [n] for ``rows``, from float32 ``logits`` [n, vocab]; ``positions`` int64 [n]: of the tokens."""
+        ...
+
+
+class TorchDrawing:
+    """In PyTorch, on any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._params: dict[int, SamplingParams] = {}
+
+    def join(self, row: int, params: SamplingParams) -> None:
+        """See ``Drawing``."""
+        self._params[row] = params
+
+    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """See ``Drawing``."""
+        tokens = logits.argmax(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if self._params[row].temperature > 0]
+        if drawn:
+            index = torch.tensor(drawn, device=self._device)
+            params = [self._params[rows[i]] for i in drawn]
+            seeds = torch.tensor([_signed(p.seed) for p in params], device=self._device)
+            tokens[index] = draw(logits[index], params, seeds, positions[index])
+        return tokens
+
+
+class TritonDrawing:
+    """By the Triton kernel, with the parameters of ``num_rows`` rows on the device, and of one more that pads."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        from pagewise_kernels.sampling import DrawParameters, sample
+
+        def filled(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((num_rows + 1,), value, dtype=dtype, device=device)
+
+        self._sample = sample
+        self._device = device
+        self._joined: dict[int, SamplingParams] = {}
+        self._parameters = DrawParameters(
+            filled(0.0, torch.float32),
+            filled(0, torch.int32),
+            filled(1.0, torch.float32),
+            filled(0.0, torch.float32),
+            filled(0, torch.int64),
+        )
+
+    def join(self, row: int, params: SamplingParams) -> None:
+        """See ``Drawing``."""
+        self._joined[row] = params
+
+    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """See ``Drawing``."""
+        held = torch.tensor(rows, dtype=torch.int32).to(self._device, non_blocking=True)
+        return self._sample(logits, self.parameters(), held, positions)
+
+    def parameters(self) -> "DrawParameters":
+        """Those of all rows, always the same tensors."""
+        if self._joined:
+            where = torch.tensor(list(self._joined)).to(self._device, non_blocking=True)
+            joined, held = list(self._joined.values()), self._parameters
+            for tensor, values in (
+                (held.temperature, [p.temperature for p in joined]),
+                (held.top_k, [p.top_k for p in joined]),
+                (held.top_p, [p.top_p for p in joined]),
+                (held.min_p, [p.min_p for p in joined]),
+                (held.seeds, [_signed(p.seed) for p in joined]),
+            ):
+                new = torch.tensor(values, dtype=tensor.dtype).to(self._device, non_blocking=True)
+                tensor.index_copy_(0, where, new)
+            self._joined.clear()
+        return self._parameters
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of an unsigned seed as torch keeps them."""
+    seed %= 2**64
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """One token per row [n], from softmax(logits / temperature) after the filters, without computing a softmax."""
+    vocab_size, device = logits.shape[-1], logits.device
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    logits = logits / temperature[:, None]
+    if any(p.min_p > 0 for p in params):
+        floor = torch.tensor([p.min_p for p in params], device=device).log()  # log 0 = -inf switches it off
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + floor[:, None], _NEGATIVE)
+    if any(0 < p.top_k < vocab_size or p.top_p < 1 for p in params):
+        logits = _filter_top(logits, params)
+    return (logits + gumbel_noise(seeds, positions, vocab_size)).argmax(dim=-1)
+
+
+def _filter_top(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Keep the top_k most likely entries, and of these the fewest whose probabilities reach top_p."""
+    vocab_size, device = logits.shape[-1], logits.device
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=device)
+    ordered = ordered.masked_fill(torch.arange(vocab_size, device=device) >= top_k[:, None], _NEGATIVE)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    top_p = torch.tensor([p.top_p for p in params], device=device)
+    # The most likely entry always stays; a top_p of 1 must not lose the tail to rounding.
+    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    dropped[:, 0] = False
+    ordered = ordered.masked_fill(dropped, _NEGATIVE)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
