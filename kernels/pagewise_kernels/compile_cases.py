@@ -8,7 +8,9 @@ import torch
 from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
 from pagewise_kernels.sampling import DrawParameters, penalise, sample, token_logprobs
@@ -87,9 +89,11 @@ def _add_others() -> None:
         CASES[f"rms_norm {name}"] = partial(_rms_norm, dtype)
         CASES[f"rope {name}"] = partial(_rope, dtype)
         CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
+        CASES[f"linear {name}"] = partial(_linear, dtype)
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
+    CASES["decode_inputs"] = _decode_inputs
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
 
@@ -115,6 +119,16 @@ def _rope(dtype: torch.dtype) -> None:
 
 def _silu_mul(dtype: torch.dtype) -> None:
     silu_mul(_empty(64, 28672, dtype=dtype))
+
+
+def _linear(dtype: torch.dtype) -> None:
+    linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
+
+
+def _decode_inputs() -> None:
+    ints, longs = _empty(8, dtype=torch.int32), _empty(8, dtype=torch.int64)
+    tables = _empty(8, 64, dtype=torch.int32)
+    decode_inputs(ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs)
 
 
 def _blocks() -> None:

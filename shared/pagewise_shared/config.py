@@ -32,6 +32,7 @@ _GROUPS = {
         "device",
         "dtype",
         "kernels",
+        "deterministic",
         "trust_remote_code",
         "simulate",
     ),
@@ -102,6 +103,9 @@ Eviction = Annotated[
     Literal["lru", "cost"],
     _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
 ]
+Deterministic = Annotated[
+    bool, _help("the same tokens to the last bit whatever else runs, slower; Triton kernels and some families only")
+]
 CudaGraphs = Annotated[bool, _help("record decode steps as CUDA graphs when the executor starts")]
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
@@ -154,6 +158,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: Dtype = "auto"
     kernels: Kernels = "auto"
+    deterministic: Deterministic = False
     cuda_graphs: CudaGraphs = True
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
@@ -175,6 +180,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: Dtype = "auto"
     kernels: Kernels = "auto"
+    deterministic: Deterministic = False
     cuda_graphs: CudaGraphs = True
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None

@@ -61,6 +61,47 @@ def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
+def outputs(runner: ModelRunner, prompts: list[list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their log-probabilities, by request."""
+    requests = [request(prompt, 6, f"r{i}", temperature=1.0, seed=i, logprobs=0) for i, prompt in enumerate(prompts)]
+    _, steps = run_requests(runner, requests, **load)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step in steps:
+        for sequence, token in zip(step.sequences, step.tokens, strict=True):
+            entry = (token, step.logprobs[sequence].logprob)
+            found.setdefault(sequence.request.request_id, []).append(entry)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
+def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path, seed=7)
+    config = ExecutorConfig(
+        model=str(tmp_path), device="cpu", kernels="triton", deterministic=True, block_size=4, num_blocks=60,
+        profile=False,
+    )  # fmt: skip
+    runner = ModelRunner(config)
+    shared = list(range(20, 31))
+    prompts = [[*shared, 3], [*shared, 4, 5], [7], [*shared[:6], 9]]
+    alone = {}
+    for i, prompt in enumerate(prompts):
+        several = outputs(runner, [prompt] if i == 0 else [*[[1]] * i, prompt], max_num_seqs=1)
+        alone[f"r{i}"] = several[f"r{i}"]
+    together = outputs(runner, prompts, max_num_seqs=4, max_num_batched_tokens=64)
+    crowded = outputs(runner, prompts, num_blocks=9, max_num_seqs=3, max_num_batched_tokens=5, arrive_every=1)
+    assert alone == together == crowded
+
+
+def test_deterministic_mode_says_what_it_cannot_do(tmp_path: Path) -> None:
+    build_model("gpt2", tmp_path)
+    with pytest.raises(ModelError, match="none of the families"):
+        ModelRunner(
+            ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", deterministic=True, num_blocks=8)
+        )
+    with pytest.raises(ModelError, match="needs the Triton kernels"):
+        ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", deterministic=True, num_blocks=8))
+
+
 def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagewise_kernels import launch
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from pagewise_kernels.attention import Scales
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
 from pagewise_kernels.silu_mul import silu_mul
@@ -166,6 +168,35 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int], device: torch.devi
     torch.testing.assert_close(silu_mul(gate_up).double(), oracles.silu_mul(gate_up), **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "size_in", "size_out"), [(1, 40, 50), (37, 96, 33), pytest.param(300, 4096, 6144, marks=pytest.mark.gpu)]
+)
+def test_linear_equals_the_oracle_and_rows_are_independent(
+    dtype: torch.dtype, rows: int, size_in: int, size_out: int, device: torch.device
+) -> None:
+    x = torch.randn(rows, size_in, device=device).to(dtype)
+    weight = (torch.randn(size_out, size_in, device=device) / size_in**0.5).to(dtype)
+    bias = torch.randn(size_out, device=device).to(dtype)
+    result = linear(x, weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(result.double(), expected, **TOLERANCE[dtype])
+    assert torch.equal(linear(x[rows // 2 :], weight, bias), result[rows // 2 :])
+    torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().T, **TOLERANCE[dtype])
+
+
+def test_decode_inputs(device: torch.device) -> None:
+    tables = torch.tensor([[7, 8, 9], [1, 2, 3], [0, 0, 0]], dtype=torch.int32, device=device)
+    last = torch.tensor([50, 60, 70], device=device)
+    rows = torch.tensor([1, 0, 2, 1], dtype=torch.int32, device=device)
+    lengths = torch.tensor([5, 12, 0, 1], dtype=torch.int32, device=device)
+    ids, positions, slots = torch.full((3, 4), 99, device=device)
+    decode_inputs(rows, lengths, tables, last, block_size=4, ids=ids, positions=positions, slots=slots)
+    assert ids.tolist() == [60, 50, 0, 60]
+    assert positions.tolist() == [4, 11, 0, 0]
+    assert slots.tolist() == [2 * 4 + 0, 9 * 4 + 3, -1, 1 * 4]
+
+
 def test_wrong_shapes_are_refused() -> None:
     x = torch.zeros(4, 8)
     with pytest.raises(ValueError, match="rms_norm takes"):
@@ -176,6 +207,13 @@ def test_wrong_shapes_are_refused() -> None:
         rope(x, x, x)
     with pytest.raises(ValueError, match="do not turn heads of 8"):
         rope(torch.zeros(4, 2, 8), torch.zeros(4, 5), torch.zeros(4, 5))
+    with pytest.raises(ValueError, match="linear takes"):
+        linear(x, torch.zeros(3, 7))
+    with pytest.raises(TypeError, match="of one floating-point type"):
+        linear(x, torch.zeros(3, 8, dtype=torch.float16))
+    ids = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"ids is torch\.int64"):
+        decode_inputs(ids, ids, x, ids, block_size=4, ids=ids, positions=ids, slots=ids)
     with pytest.raises(ValueError, match="silu_mul takes"):
         silu_mul(torch.zeros(4, 7))
     with pytest.raises(ValueError, match="run on"):

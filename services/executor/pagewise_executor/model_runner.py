@@ -182,7 +182,13 @@ class ModelRunner:
         from pagewise_executor.attention.triton_attention import TritonBackend
         from pagewise_executor.decode_graphs import DecodeGraphs
 
-        backend = TritonBackend(self._device, config.max_num_seqs, loaded.max_model_len, config.block_size)
+        backend = TritonBackend(
+            self._device,
+            config.max_num_seqs,
+            loaded.max_model_len,
+            config.block_size,
+            deterministic=config.deterministic,
+        )
         drawing = TritonDrawing(config.max_num_seqs, self._device)
         graphs = DecodeGraphs(self._logits, self._holder, backend, drawing, self._last_tokens, config.block_size)
         return backend, drawing, graphs

@@ -85,6 +85,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     shapes = [_kv_shape(module, text) for module in attention]
     kernels = choose_kernels(config, device, [dim for _, dim in shapes])
     fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
+    if config.deterministic:
+        _make_deterministic(config.model, model, kernels, len(attention) - fused)
     packed = pack_linears(model) if device.type == "cpu" else 0
     log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
     return LoadedModel(
@@ -136,6 +138,16 @@ def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list
         )
         return "torch"
     return "triton"
+
+
+def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fused: int) -> None:
+    if kernels != "triton":
+        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
+    if not_fused:
+        raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
+    from pagewise_executor.models.deterministic import make_rowwise
+
+    make_rowwise(model)
 
 
 def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:
