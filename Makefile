@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench experiments docs clean
+.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -56,6 +56,11 @@ bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) -m benchmarks.start.run
 	$(PY) -m benchmarks.control_plane.run
 	$(PY) -m benchmarks.serving.run
+
+bench-gpu: setup ## Measure on a GPU: kernels beside their peers, the engine beside others (10 minutes)
+	$(PY) -m benchmarks.kernels.run --json benchmarks/results/kernels-gpu.json
+	$(PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
+	$(PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 
 experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 15 minutes)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg

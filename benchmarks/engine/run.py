@@ -1,0 +1,292 @@
+"""The executor with the scheduler's core in front of it, in one process: how near to the limits, and to others.
+
+    python -m benchmarks.engine.run [--models llama-3-8b qwen3-0.6b] [--json FILE]
+
+Models have the shapes of real ones and random weights. Decode at batch 1, 64 and 256 with 1k of context, prefill of 4k
+and 32k, and a mix with ShareGPT lengths; transformers' ``generate`` and ``generate_batch`` with the same prompts in the
+same run, and vLLM where it is installed. The limit of a decode step is what reading weights and KV once takes at the
+bandwidth of a copy measured in the same run. ``--smoke`` runs a tiny model, in the interpreter too, to see that all
+works.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib.util
+import random
+import statistics
+import tempfile
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.runner import PendingStep
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.replay.traces import read_trace
+from pagewise_shared.config import Device, ExecutorConfig
+from pagewise_shared.protocol import Welcome
+from pagewise_shared.sampling import SamplingParams
+
+from benchmarks.record import write_record
+
+TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
+_LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
+    "num_key_value_heads": 8, "vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
+}  # fmt: skip
+_TINY = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3-8b": ("LlamaConfig", _LLAMA),
+    "qwen3-0.6b": ("Qwen3Config", _QWEN),
+    "tiny": ("LlamaConfig", _TINY),
+}
+
+
+@dataclass
+class Work:
+    """Requests that all come at once: (prompt tokens, output tokens) of each."""
+
+    name: str
+    lengths: list[tuple[int, int]]
+
+    def rate(self, seconds: float) -> float:
+        """Output tokens per second; of prefills prompt tokens."""
+        prefill = self.name.startswith("prefill")
+        return sum(prompt if prefill else output for prompt, output in self.lengths) / seconds
+
+
+@dataclass
+class Row:
+    """``rate``: output tokens per second, of prefills prompt tokens; of decode workloads while all of them decode.
+    ``share``: of the limit."""
+
+    model: str
+    work: str
+    who: str
+    rate: float
+    share: float | None = None
+    first_token_ms: float | None = None
+
+
+def works(smoke: bool) -> list[Work]:
+    if smoke:
+        return [Work("decode 2", [(9, 4)] * 2), Work("prefill 20", [(20, 1)]), Work("mix", [(5, 3), (9, 6), (2, 1)])]
+    rng = random.Random(1)
+    trace = rng.sample(read_trace(TRACE), 256)
+    mix = [(min(r.num_prompt_tokens, 2048), min(r.num_output_tokens, 512)) for r in trace]
+    decodes = [Work(f"decode {batch}", [(1024, 128)] * batch) for batch in (1, 64, 256)]
+    return [*decodes, Work("prefill 4096", [(4096, 1)]), Work("prefill 32768", [(32_768, 1)]), Work("mix", mix)]
+
+
+def build(name: str, path: Path, device: str) -> None:
+    """Random weights in the shape of a real model, saved."""
+    kind, settings = MODELS[name]
+    config = getattr(transformers, kind)(**settings)
+    dtype = torch.float32 if name == "tiny" else torch.bfloat16
+    with torch.device(device):
+        make: Any = transformers.AutoModelForCausalLM.from_config
+        model = make(config, dtype=dtype)
+    model.save_pretrained(path)
+    del model
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def prompts(work: Work, vocab_size: int) -> list[list[int]]:
+    rng = random.Random(work.name)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length, _ in work.lengths]
+
+
+def drive(runner: ModelRunner, work: Work, budget: int) -> tuple[float, float, list[float]]:
+    """Seconds in all, seconds to the first token, and seconds of each step in which everybody decoded."""
+    scheduler = Scheduler(
+        num_blocks=runner.info.num_blocks, block_size=runner.info.block_size, max_num_seqs=256,
+        max_num_batched_tokens=budget,
+    )  # fmt: skip
+    runner.reset(Welcome(1, 256, budget))
+    sampling = SamplingParams(temperature=0.0)
+    asked = zip(prompts(work, runner.info.vocab_size), work.lengths, strict=True)
+    for number, (prompt, (_, output)) in enumerate(asked):
+        scheduler.add(Request(str(number), array("i", prompt), output, sampling))
+    in_flight: deque[tuple[PendingStep, bool]] = deque()
+    decodes: list[float] = []
+    began = last = time.perf_counter()
+    first = 0.0
+    while True:
+        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(0.0)) is not None:
+            in_flight.append((runner.execute(plan), not plan.chunks and scheduler.num_running == len(work.lengths)))
+        if not in_flight:
+            return time.perf_counter() - began, first, decodes
+        pending, all_decode = in_flight.popleft()
+        scheduler.update(pending.result())
+        now = time.perf_counter()
+        first = first or now - began
+        if all_decode:
+            decodes.append(now - last)
+        last = now
+
+
+def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool) -> list[Row]:
+    budget = 64 if smoke else 8192
+    config = ExecutorConfig(
+        model=str(path), device=device, kernels="triton", profile=False, max_num_seqs=256,
+        max_num_batched_tokens=budget, num_blocks=64 if smoke else None,
+    )  # fmt: skip
+    runner = ModelRunner(config)
+    weights = sum(p.numel() * p.element_size() for p in runner._model.parameters())
+    rows = []
+    for work in todo:
+        drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
+        seconds, first, decodes = drive(runner, work, budget)
+        row = Row(model, work.name, "pagewise", work.rate(seconds), first_token_ms=1e3 * first)
+        if work.name.startswith("decode") and len(decodes) > 3:
+            step = statistics.median(decodes)
+            row.rate = len(work.lengths) / step
+            context = sum(length + output / 2 for length, output in work.lengths)
+            read = weights + context * runner.info.bytes_per_block / runner.info.block_size
+            row.share = read / copy_rate / step if copy_rate else None
+        rows.append(show(row))
+    del runner
+    return rows
+
+
+def theirs(name: str, path: Path, device: str, todo: list[Work]) -> list[Row]:
+    """transformers: ``generate`` on a static batch of equal prompts, ``generate_batch`` (continuous) on anything."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model.to(device).eval()
+    rows = []
+    with contextlib.ExitStack() as stack:
+        for work in todo:
+            lengths = set(work.lengths)
+            if len(lengths) == 1 and len(work.lengths) <= 64:
+                seconds = timed(lambda work=work: static_batch(model, device, work))  # type: ignore[misc]
+                rows.append(show(Row(name, work.name, "generate", work.rate(seconds))))
+        make: Any = transformers.GenerationConfig
+        config = make(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+        manager = stack.enter_context(model.continuous_batching_context_manager(generation_config=config))
+        for work in todo:
+            seconds = timed(lambda work=work: continuous(manager, model.config.vocab_size, work))  # type: ignore[misc]
+            rows.append(show(Row(name, work.name, "generate_batch", work.rate(seconds))))
+    return rows
+
+
+def static_batch(model: Any, device: str, work: Work) -> None:
+    ids = torch.tensor(prompts(work, model.config.vocab_size), device=device)
+    output = work.lengths[0][1]
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False
+    )
+
+
+def continuous(manager: Any, vocab_size: int, work: Work) -> None:
+    asked = zip(prompts(work, vocab_size), work.lengths, strict=True)
+    waiting = {manager.add_request(prompt, max_new_tokens=output) for prompt, (_, output) in asked}
+    while waiting:
+        result = manager.get_result(timeout=300)
+        if result is None:
+            raise RuntimeError("continuous batching gave no result")
+        if result.is_finished():
+            waiting.discard(result.request_id)
+
+
+def vllm(model: str, path: Path, todo: list[Work]) -> list[Row]:
+    if importlib.util.find_spec("vllm") is None:
+        return []
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSampling
+
+    engine = LLM(str(path), skip_tokenizer_init=True, gpu_memory_utilization=0.85, max_num_seqs=256)
+    rows = []
+    for work in todo:
+        vocab_size = MODELS[model][1]["vocab_size"]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts(work, vocab_size)]
+        params = [
+            VllmSampling(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+            for _, output in work.lengths
+        ]
+        seconds = timed(functools.partial(engine.generate, inputs, params, use_tqdm=False))
+        rows.append(show(Row(model, work.name, "vllm", work.rate(seconds))))
+    return rows
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a second call: the first one warms up."""
+    call()
+    began = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def show(row: Row) -> Row:
+    share = "" if row.share is None else f"{row.share:>6.0%} of the limit"
+    print(f"{row.model:<12}{row.work:<16}{row.who:<16}{row.rate:>10.0f} tokens/s {share}", flush=True)
+    return row
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second that a copy reads and writes; 0 without a GPU."""
+    if device != "cuda":
+        return 0.0
+    source = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return 2 * 2**31 / float(statistics.median(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-3-8b", "qwen3-0.6b"])
+    parser.add_argument("--works", nargs="+", help="workloads by name, as they are printed (default: all)")
+    parser.add_argument("--alone", action="store_true", help="without the others")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does everything run?")
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not args.smoke:
+        parser.error("there is no GPU here: only --smoke makes sense")
+    copy_rate = copy_bandwidth(device)
+    todo = [work for work in works(args.smoke) if not args.works or work.name in args.works]
+    rows: list[Row] = []
+    for model in ["tiny"] if args.smoke else args.models:
+        with tempfile.TemporaryDirectory() as directory:
+            build(model, Path(directory), device)
+            rows += ours(model, Path(directory), device, todo, copy_rate, args.smoke)
+            gc.collect()
+            if not args.alone:
+                rows += theirs(model, Path(directory), device, todo)
+                gc.collect()
+                rows += vllm(model, Path(directory), todo)
+    if args.json:
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        numbers = {"copy_gb_per_s": copy_rate * 1e-9, "rows": [asdict(row) for row in rows]}
+        write_record(args.json, numbers, device=name, torch=torch.__version__, transformers=transformers.__version__)
+
+
+if __name__ == "__main__":
+    main()

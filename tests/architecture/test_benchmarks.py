@@ -1,0 +1,22 @@
+"""Benchmarks that need a GPU run here with tiny shapes, so that they work when there is one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["kernels", "engine"])
+def test_gpu_benchmarks_run_with_tiny_shapes(name: str, tmp_path: Path) -> None:
+    record = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = [sys.executable, "-m", "benchmarks.summary", str(record)]
+    shown = subprocess.run(summary, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert len(shown.splitlines()) > 3
