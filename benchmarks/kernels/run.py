@@ -213,18 +213,18 @@ def elementwise(bench: Bench) -> None:
     blocks = torch.randperm(pool.shape[1], device=bench.device)
     count = len(blocks) // 2
     pairs = torch.stack([blocks[:count], blocks[count : 2 * count]], 1).contiguous()
-    size = pool[0, 0].numel() * item
-    bench.bytes("copy_blocks", "pagewise", lambda: copy_blocks(pool[0], pairs), 2 * count * size, ">= 85%")
+    size = pool[:, 0].numel() * item
+    bench.bytes("copy_blocks", "pagewise", lambda: copy_blocks(pool, pairs), 2 * count * size, ">= 85%")
     staged = torch.empty(count, size, dtype=torch.uint8, device=bench.device)
-    bench.bytes("gather_blocks", "pagewise", lambda: gather_blocks(pool[0], blocks[:count], staged), 2 * count * size)
+    bench.bytes("gather_blocks", "pagewise", lambda: gather_blocks(pool, blocks[:count], staged), 2 * count * size)
     if bench.device.type == "cuda":
         pinned = torch.empty(count, size, dtype=torch.uint8, pin_memory=True)
         bench.bytes(
-            "gather_blocks to the host", "pagewise", lambda: gather_blocks(pool[0], blocks[:count], pinned),
+            "gather_blocks to the host", "pagewise", lambda: gather_blocks(pool, blocks[:count], pinned),
             count * size, ">= 45 GB/s",
         )  # fmt: skip
         bench.bytes(
-            "scatter_blocks from the host", "pagewise", lambda: scatter_blocks(pool[0], blocks[:count], pinned),
+            "scatter_blocks from the host", "pagewise", lambda: scatter_blocks(pool, blocks[:count], pinned),
             count * size, ">= 45 GB/s",
         )  # fmt: skip
 

@@ -5,7 +5,17 @@ from functools import partial
 
 import torch
 
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
+from pagewise_kernels.attention import (
+    CascadePlan,
+    Chunk,
+    DecodePlan,
+    PrefillPlan,
+    Scales,
+    SharedPrefix,
+    cascade_attention,
+    decode_attention,
+    prefill_attention,
+)
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
@@ -93,9 +103,20 @@ def _add_others() -> None:
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
+    CASES["cascade bf16 d128"] = partial(_cascade, torch.bfloat16, 32, 8, 128)
+    CASES["cascade fp32 d64"] = partial(_cascade, torch.float32, 8, 8, 64)
     CASES["decode_inputs"] = _decode_inputs
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
+
+
+def _cascade(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    keys = _empty(64, 16, kv_heads, head_dim, dtype=dtype)
+    plan = CascadePlan(
+        [400] * 16, list(range(16)), [SharedPrefix(range(16), 256)],
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=dtype, device=_META,
+    )  # fmt: skip
+    cascade_attention(_empty(16, heads, head_dim, dtype=dtype), keys, keys, _empty(16, 64, dtype=torch.int32), plan)
 
 
 def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:
@@ -132,8 +153,8 @@ def _decode_inputs() -> None:
 
 
 def _blocks() -> None:
-    pool, ids = _empty(64, 16, 8, 128, dtype=torch.bfloat16), _empty(8, dtype=torch.int64)
-    staged = _empty(8, 32768, dtype=torch.uint8)
+    pool, ids = _empty(64, 64, 16, 8, 128, dtype=torch.bfloat16), _empty(8, dtype=torch.int64)
+    staged = _empty(8, 64 * 32768, dtype=torch.uint8)
     copy_blocks(pool, _empty(8, 2, dtype=torch.int64))
     gather_blocks(pool, ids, staged)
     scatter_blocks(pool, ids, staged)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from pagewise_kernels.attention import (
+    CascadePlan,
     Chunk,
     DecodePlan,
     PrefillPlan,
     Scales,
+    SharedPrefix,
+    cascade_attention,
     decode_attention,
     prefill_attention,
 )
@@ -198,6 +201,48 @@ def test_deterministic_results_do_not_depend_on_batch_or_chunking(device: torch.
         batch = case.queries(len(case.lengths))
         batch[row] = q[-1]
         assert torch.equal(case.decode(batch, deterministic=True)[row], whole[-1])
+
+
+def check_cascade(case: Case, groups: list[tuple[list[int], int]], device: torch.device) -> None:
+    """Sequences of a group share the blocks of their first so many tokens."""
+    case.pool(device)
+    for members, tokens in groups:
+        case.tables[members, : tokens // case.block_size] = case.tables[members[0], : tokens // case.block_size].clone()
+    rows = list(range(len(case.lengths)))[::-1]  # tables stand in another order than queries
+    tables = case.tables.flip(0)
+    q = case.queries(len(case.lengths))
+    plan = CascadePlan(
+        case.lengths, rows, [SharedPrefix(members, tokens) for members, tokens in groups], heads=case.heads,
+        kv_heads=case.kv_heads, head_dim=case.head_dim, kv_dtype=case.stored[0].dtype, device=device,
+    )  # fmt: skip
+    result = cascade_attention(
+        q, *case.stored, tables, plan, softcap=case.softcap, scale=case.scale, scales=case.scales
+    )
+    for row, length in enumerate(case.lengths):
+        expected = case.expected(q[row : row + 1], row, length - 1)
+        tolerance = TOLERANCE[case.dtype]
+        torch.testing.assert_close(result[row : row + 1].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["plain", "group of 3", "softcap", "float16", "fp8", "heads before tokens"])
+def test_cascade_equals_the_oracle(name: str, device: torch.device) -> None:
+    case = dataclasses.replace(SMALL[name], lengths=(70, 41, 5, 66, 90, 33, 65, 1), block_size=8)
+    check_cascade(case, [([0, 3, 4], 64), ([5, 1, 6], 32)], device)
+    check_cascade(case, [], device)
+
+
+@pytest.mark.gpu
+def test_cascade_on_a_gpu(device: torch.device) -> None:
+    case = Case(32, 8, 128, 16, tuple(1500 + 37 * i for i in range(40)), dtype=torch.bfloat16)
+    check_cascade(case, [(list(range(0, 40, 2)), 1024), ([1, 5, 9, 13], 512)], device)
+
+
+def test_prefixes_that_are_none_are_refused() -> None:
+    given = {"heads": 4, "kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match="does not begin a context of 20"):
+        CascadePlan([40, 20], [0, 1], [SharedPrefix([0, 1], 32)], **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="query 1 is in two"):
+        CascadePlan([40, 40, 40], [0, 1, 2], [SharedPrefix([0, 1], 32), SharedPrefix([1, 2], 16)], **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

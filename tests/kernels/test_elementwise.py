@@ -70,50 +70,57 @@ def test_kv_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(7, 4, 3, 20), (5, 3), (6, 5, 1, 3), pytest.param((300, 16, 8, 128), marks=pytest.mark.gpu)]
+    "shape", [(1, 7, 4, 3, 20), (3, 5, 3), (4, 6, 5, 1, 3), pytest.param((64, 300, 16, 8, 128), marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_blocks_are_copied(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("blocks_first", [False, True])
+def test_blocks_are_copied(
+    shape: tuple[int, ...], dtype: torch.dtype, blocks_first: bool, device: torch.device
+) -> None:
     pool = torch.randint(0, 100, shape, device=device).to(dtype)
+    if blocks_first:  # all parts of a block lie together
+        pool = pool.transpose(0, 1).contiguous().transpose(0, 1)
     before = pool.clone()
     copy_blocks(pool, torch.tensor([[0, 3], [1, 2]], device=device))
     expected = before.clone()
-    expected[3], expected[2] = before[0], before[1]
+    expected[:, 3], expected[:, 2] = before[:, 0], before[:, 1]
     assert torch.equal(pool, expected)
-    size = pool[0].numel() * pool.element_size()
+    size = pool[:, 0].numel() * pool.element_size()
     staged = torch.zeros(3, size + 5, dtype=torch.uint8, device=device)[:, :size]
     blocks = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
     gather_blocks(pool, blocks, staged)
-    assert torch.equal(staged, pool[blocks.long()].view(torch.uint8).view(3, size))
+    content = pool[:, blocks.long()].transpose(0, 1).contiguous()
+    assert torch.equal(staged, content.view(torch.uint8).view(3, size))
     empty = torch.zeros_like(pool)
     scatter_blocks(empty, blocks, staged)
-    assert torch.equal(empty[blocks.long()], pool[blocks.long()])
-    assert not empty[[1, 3]].any()
+    assert torch.equal(empty[:, blocks.long()], pool[:, blocks.long()])
+    assert not empty[:, [1, 3]].any()
 
 
 @pytest.mark.gpu
 def test_blocks_go_to_pinned_memory_and_back(device: torch.device) -> None:
-    pool = torch.randn(100, 16, 8, 128, device=device)
-    staged = torch.zeros(10, pool[0].numel() * 4, dtype=torch.uint8, pin_memory=True)
+    pool = torch.randn(4, 100, 16, 8, 128, device=device)
+    staged = torch.zeros(10, pool[:, 0].numel() * 4, dtype=torch.uint8, pin_memory=True)
     blocks = torch.randperm(100, device=device)[:10]
     gather_blocks(pool, blocks, staged)
     torch.cuda.synchronize()
-    assert torch.equal(staged.to(device), pool[blocks].view(torch.uint8).view(10, -1))
+    content = pool[:, blocks].transpose(0, 1).contiguous()
+    assert torch.equal(staged.to(device), content.view(torch.uint8).view(10, -1))
     back = torch.zeros_like(pool)
     scatter_blocks(back, blocks, staged)
-    assert torch.equal(back[blocks], pool[blocks])
+    assert torch.equal(back[:, blocks], pool[:, blocks])
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    pool = torch.zeros(4, 2, 3)
+    pool = torch.zeros(2, 4, 2, 3)
     with pytest.raises(ValueError, match=r"pairs are \[n, 2\]"):
         copy_blocks(pool, torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(TypeError, match="int32 or int64"):
-        gather_blocks(pool, torch.zeros(2), torch.zeros(2, 24, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="2 blocks of 24 bytes do not go into"):
-        gather_blocks(pool, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 23, dtype=torch.uint8))
+        gather_blocks(pool, torch.zeros(2), torch.zeros(2, 48, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="2 blocks of 48 bytes do not go into"):
+        gather_blocks(pool, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 47, dtype=torch.uint8))
     with pytest.raises(ValueError, match="has to be contiguous"):
-        copy_blocks(pool.transpose(1, 2), torch.zeros(1, 2, dtype=torch.int64))
+        copy_blocks(pool.transpose(2, 3), torch.zeros(1, 2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

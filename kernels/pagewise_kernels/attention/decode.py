@@ -153,12 +153,14 @@ def merge_parts(
     first_parts: torch.Tensor,
     num_parts: torch.Tensor,
     *,
+    even_one: bool = False,
     strict: bool = False,
 ) -> None:
     """Merge the parts of queries that have more than one into ``out`` [queries, heads, head_dim].
 
     parts float32 [n, heads, head_dim] and part_highs [n, heads] (log2 of the weight): those of query i are
-    ``first_parts[i]`` and the ``num_parts[i] - 1`` after it. ``strict``: one after the other.
+    ``first_parts[i]`` and the ``num_parts[i] - 1`` after it. ``even_one``: a single part is not in ``out`` yet either.
+    ``strict``: one after the other.
     """
     queries, heads, head_dim = out.shape
     launch(
@@ -175,6 +177,7 @@ def merge_parts(
         HEAD_DIM=head_dim,
         DIM=max(16, power_of_two(head_dim)),
         PARTS=1 if strict else 16,
+        LEAST=1 if even_one else 2,
         num_warps=1 if strict else 4,
         enable_fp_fusion=not strict,
     )

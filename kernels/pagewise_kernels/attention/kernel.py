@@ -170,6 +170,7 @@ def attention_kernel(
     units,
     num_units,
     first_parts,
+    order,
     stride_qn,
     stride_qh,
     stride_kb,
@@ -199,12 +200,14 @@ def attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Units times KV heads, shared out among the programs of a fixed grid.
 
-    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. ``SPLIT``: finish and merge
+    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` a unit's
+    queries are entries of ``order``, where those that share a context are neighbours. ``SPLIT``: finish and merge
     after every so many context tokens, in the order in which ``reduce_kernel`` merges parts (0: never).
     """
     rows = tl.arange(0, M)
@@ -221,6 +224,8 @@ def attention_kernel(
         part = tl.load(unit + 5)
         queries = first_query + rows // GROUP
         valid = rows < num_queries * GROUP
+        if HAS_ORDER:
+            queries = tl.load(order + queries, mask=valid, other=0)
         row_positions = tl.load(positions + queries, mask=valid, other=-1)
         q_at = queries.to(tl.int64) * stride_qn + (head * GROUP + rows % GROUP) * stride_qh
         if HEAD_DIM == DIM:
@@ -291,11 +296,12 @@ def reduce_kernel(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """Merge the parts of one query and head, ``PARTS`` at a time; those of one part are in ``out`` already."""
+    """Merge the parts of one query and head, ``PARTS`` at a time, if there are at least ``LEAST``."""
     query, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(num_parts + query)
-    if count > 1:
+    if count >= LEAST:
         first = tl.load(first_parts + query).to(tl.int64)
         dims = tl.arange(0, DIM)
         some = tl.arange(0, PARTS)
