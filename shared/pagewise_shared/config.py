@@ -41,6 +41,8 @@ _GROUPS = {
         "block_size",
         "num_blocks",
         "kv_memory",
+        "kv_dtype",
+        "kv_layout",
         "host_memory",
         "host_bandwidth",
         "verify_copies",
@@ -81,6 +83,12 @@ Dtype = Annotated[
 Kernels = Annotated[
     Literal["auto", "triton", "torch"],
     _help("who computes attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU"),
+]
+KVDtype = Annotated[
+    Literal["auto", "fp8"], _help("of the KV pool; auto: as --dtype, fp8: half of it, scaled by token and head")
+]
+KVLayout = Annotated[
+    Literal["layers", "blocks"], _help("whether the KV of a layer or that of a block lies together in the pool")
 ]
 BlockSize = Annotated[Positive, _help("tokens per KV block", "N")]
 NumBlocks = Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")]
@@ -163,6 +171,8 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
+    kv_dtype: KVDtype = "auto"
+    kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False
@@ -185,6 +195,8 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     block_size: BlockSize = 16
     num_blocks: NumBlocks = None
     kv_memory: KVMemory = None
+    kv_dtype: KVDtype = "auto"
+    kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False

@@ -36,6 +36,31 @@ def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], 
     assert [asked.sequences[0].output_token_ids for asked in requests] == expected
 
 
+def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path) -> None:
+    check("llama", tmp_path, "cpu", LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
+
+
+@pytest.mark.parametrize("layout", ["layers", "blocks"])
+def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=7)
+    found = []
+    for kv_dtype in ("auto", "fp8"):
+        config = ExecutorConfig(
+            model=str(tmp_path), device="cpu", kernels="triton", kv_dtype=kv_dtype, kv_layout=layout, block_size=4,
+            num_blocks=60, profile=False, host_memory="1MiB", verify_copies=True,
+        )  # type: ignore[arg-type]  # fmt: skip
+        runner = ModelRunner(config)
+        asked = request(list(range(5, 30)), 1, prompt_logprobs=0)
+        _, outputs = run_requests(runner, [asked], max_num_batched_tokens=7)
+        found.append([entry.logprob for out in outputs for _, entries in out.prompt_logprobs for entry in entries])
+        sizes = runner.info.bytes_per_block
+        heads, dim = runner._pool.keys[0].shape[2:]
+    assert sizes == 2 * len(runner._pool.keys) * 4 * heads * (dim + 4)
+    assert len(found[0]) == 24
+    assert found[0] != found[1]
+    assert found[1] == pytest.approx(found[0], abs=0.1)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
 def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cpu", LENGTHS)

@@ -298,9 +298,16 @@ def reduce_kernel(
     PARTS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Merge the parts of one query and head, ``PARTS`` at a time, if there are at least ``LEAST``."""
+    """Merge the parts of one query and head, ``PARTS`` at a time, if there are at least ``LEAST``.
+
+    A query without any pads the batch. It gets zeros: what lies in uninitialised memory should not go on from here.
+    """
     query, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(num_parts + query)
+    if count == 0:
+        dims = tl.arange(0, DIM)
+        at = out + query.to(tl.int64) * stride_on + head * stride_oh + dims
+        tl.store(at, tl.zeros([DIM], out.dtype.element_ty), mask=dims < HEAD_DIM)
     if count >= LEAST:
         first = tl.load(first_parts + query).to(tl.int64)
         dims = tl.arange(0, DIM)

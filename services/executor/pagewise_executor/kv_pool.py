@@ -1,8 +1,9 @@
 """The KV pool: the memory that blocks are made of, and how large it may be."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -10,79 +11,174 @@ import torch
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.attention.backend import KVScales
+
 Raw = Any
 """Bytes on the device, indexed alike: a numpy array on the CPU, else a tensor."""
 
 BlockIds = npt.NDArray[np.int32]
+Layout = Literal["layers", "blocks"]
+
+FP8 = torch.float8_e4m3fn
 
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 * 2**30
 _CUDA_SHARE = 0.9
 
 
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """K, V, or their scales of one layer: what it is made of, and its bytes in a block."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count * self.dtype.itemsize
+
+
 class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``.
+    ``block * block_size + offset``. ``scales[layer]``: of float8 KV, else None.
+
+    ``layout``: "layers" keeps each layer's blocks together, "blocks" all layers of a block, so that copies of blocks
+    are long. ``triton``: copies are made by the Triton kernels.
     """
 
     def __init__(
-        self, shapes: list[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: list[tuple[int, int]],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        layout: Layout = "layers",
+        triton: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = device
         self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
-        self.keys, self.values = (
-            [torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype, device=device) for heads, dim in shapes]
-            for _ in range(2)
-        )
-        self._parts: list[tuple[int, int, Raw]] = []
-        start = 0
-        for tensor in (*self.keys, *self.values):
-            part = self._raw(tensor)
-            self._parts.append((start, start + part.shape[1], part))
-            start += part.shape[1]
+        self._triton = triton
+        # Each region is uint8 [parts, num_blocks, bytes]: parts of equal size, or the whole of each block.
+        self._regions: list[torch.Tensor] = []
+        groups = _parts(shapes, block_size, dtype)
+        if layout == "blocks":
+            views = self._together([part for group in groups for part in group])
+        else:
+            views = [view for group in groups for view in self._apart(group)]
+        layers = len(shapes)
+        self.keys, self.values = views[:layers], views[layers : 2 * layers]
+        scales = views[2 * layers :]
+        self.scales: list[KVScales | None] = [
+            KVScales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
+        ]
 
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
+    def _apart(self, parts: list[_Part]) -> list[torch.Tensor]:
+        """A place of its own for each part: one region where they are of one size."""
+        if len({part.size for part in parts}) == 1:
+            region = self._region(len(parts), parts[0].size)
+            return [_view(region[number], part) for number, part in enumerate(parts)]
+        return [_view(self._region(1, part.size)[0], part) for part in parts]
+
+    def _together(self, parts: list[_Part]) -> list[torch.Tensor]:
+        """All parts of a block next to each other."""
+        region = self._region(1, sum(part.size for part in parts))[0]
+        views, start = [], 0
+        for part in parts:
+            views.append(_view(region[:, start : start + part.size], part))
+            start += part.size
+        return views
+
+    def _region(self, parts: int, size: int) -> torch.Tensor:
+        region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
+        self._regions.append(region)
+        return region
+
+    def copy_blocks(self, pairs: npt.NDArray[np.int32]) -> None:
         """Copy blocks [n, 2] (source, destination) in every layer; all sources are read before any is written."""
-        source, destination = pairs[:, 0], pairs[:, 1]
-        for tensor in (*self.keys, *self.values):
-            tensor[destination] = tensor[source]
+        if self._triton and not np.intersect1d(pairs[:, 0], pairs[:, 1]).size:
+            from pagewise_kernels.block_copy import copy_blocks
+
+            on_device = self._to_device(pairs)
+            for region in self._regions:
+                copy_blocks(region, on_device)
+        else:
+            self.scatter(pairs[:, 1], self.gather(pairs[:, 0]))
 
     def gather(self, blocks: BlockIds) -> Raw:
         """The content of ``blocks`` [n], all layers in one piece: [n, bytes_per_block] uint8 on the device."""
         staged = self.staging(len(blocks))
-        index = self._index(blocks)
-        for start, stop, part in self._parts:
-            staged[:, start:stop] = part[index]
+        self.gather_into(blocks, staged)
         return staged
+
+    def gather_into(self, blocks: BlockIds, staged: Raw) -> None:
+        """The same into ``staged`` [n, bytes_per_block] uint8."""
+        self._move(blocks, staged, gather=True)
 
     def scatter(self, blocks: BlockIds, staged: Raw) -> None:
         """The counterpart of ``gather``: write ``staged`` [n, bytes_per_block] into ``blocks`` [n]."""
-        index = self._index(blocks)
-        for start, stop, part in self._parts:
-            part[index] = staged[:, start:stop]
+        self._move(blocks, staged, gather=False)
 
     def staging(self, count: int) -> Raw:
         """Room for ``count`` blocks on the device, uninitialised."""
         room = torch.empty(count, self.bytes_per_block, dtype=torch.uint8, device=self.device)
         return room.numpy() if self.device.type == "cpu" else room
 
-    def _raw(self, tensor: torch.Tensor) -> Raw:
-        """[num_blocks, bytes] of one layer's K or V. On the CPU as numpy: torch would start a pool of threads for each
-        thread that copies, and they would keep the cores from those that compute."""
-        view = tensor.view(torch.uint8).view(self.num_blocks, -1)
-        return view.numpy() if self.device.type == "cpu" else view
+    def _move(self, blocks: BlockIds, staged: Raw, *, gather: bool) -> None:
+        start = 0
+        for region in self._regions:
+            parts, _, size = region.shape
+            columns = staged[:, start : start + parts * size]
+            start += parts * size
+            if self.device.type == "cpu":
+                # As numpy: torch would start a pool of threads for each thread that copies, and they would keep the
+                # cores from those that compute.
+                _move_parts(region.numpy(), blocks.astype(np.int64), columns, gather)
+            elif self._triton:
+                from pagewise_kernels.block_copy import gather_blocks, scatter_blocks
 
-    def _index(self, blocks: BlockIds) -> Any:
-        index = blocks.astype(np.int64)
-        return index if self.device.type == "cpu" else torch.from_numpy(index).to(self.device)
+                (gather_blocks if gather else scatter_blocks)(region, self._to_device(blocks), columns)
+            else:
+                _move_parts(region, self._to_device(blocks), columns, gather)
+
+    def _to_device(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device, non_blocking=True)
+
+
+def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
+    """K of all layers and V of all layers; with float8 their scales too, one per token and head."""
+    groups = [[_Part((block_size, heads, dim), dtype) for heads, dim in shapes * 2]]
+    if dtype == FP8:
+        groups.append([_Part((block_size, heads), torch.float32) for heads, _ in shapes * 2])
+    return groups
+
+
+def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:
+    """Between blocks of a region [parts, num_blocks, bytes] and ``columns`` [n, parts * bytes] of staging."""
+    size = region.shape[2]
+    for number, part in enumerate(region):
+        own = columns[:, number * size : (number + 1) * size]
+        if gather:
+            own[:] = part[index]
+        else:
+            part[index] = own
+
+
+def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
+    """[num_blocks, *part.shape] over ``memory`` uint8 [num_blocks, part.size], whose rows may lie apart."""
+    return memory.view(part.dtype).view(len(memory), *part.shape)
 
 
 def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of all layers, each of (kv_heads, head_dim)."""
-    return 2 * block_size * dtype.itemsize * sum(heads * dim for heads, dim in shapes)
+    """Bytes of one block: K and V of all layers, each of (kv_heads, head_dim), and the scales of float8."""
+    return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 
 def pool_size(config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int) -> int:

@@ -18,7 +18,7 @@ from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import HostTier
-from pagewise_executor.kv_pool import KVPool, bytes_per_block, free_memory, pool_size
+from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
@@ -81,16 +81,25 @@ class ModelRunner:
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
         self._vocab_size = loaded.vocab_size
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, loaded.dtype)
+        kv_dtype = _kv_dtype(config, loaded)
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len)
-        self._pool = KVPool(loaded.shapes, num_blocks, config.block_size, loaded.dtype, self._device)
+        self._pool = pool = KVPool(
+            loaded.shapes,
+            num_blocks,
+            config.block_size,
+            kv_dtype,
+            self._device,
+            layout=config.kv_layout,
+            triton=loaded.kernels == "triton",
+        )
         self._holder = StepHolder()
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
         # one behind the rows is for what pads a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._attention, self._drawing, self._graphs = self._choose_backend(config, loaded)
-        for module, keys, values in zip(loaded.attention, self._pool.keys, self._pool.values, strict=True):
-            module.paged_layer = PagedLayer(keys, values, self._holder)  # type: ignore[assignment]
+        for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
+            module.paged_layer = PagedLayer(keys, values, self._holder, scales)  # type: ignore[assignment]
         self._host = _host_tier(config, self._pool)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
@@ -151,7 +160,7 @@ class ModelRunner:
         if self._host is not None:
             self._host.store(plan, work.stores)
         if len(work.copies):
-            self._pool.copy_blocks(torch.from_numpy(work.copies.astype(np.int64)).to(self._device))
+            self._pool.copy_blocks(work.copies)
         if self._host is not None:  # after the copies: they may read a block that is loaded into
             self._host.load(plan, work.loads)
         tokens = torch.zeros(0, dtype=torch.int64)
@@ -266,6 +275,23 @@ class ModelRunner:
     def _to_device(self, array: Int64s) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
+
+
+def _kv_dtype(config: ExecutorConfig, loaded: LoadedModel) -> torch.dtype:
+    """The type that ``--kv-dtype`` asks for.
+
+    Raises:
+        ModelError: it needs other kernels, or another GPU.
+    """
+    if config.kv_layout == "blocks" and loaded.kernels != "triton":
+        raise ModelError("--kv-layout blocks needs the Triton kernels")
+    if config.kv_dtype == "auto":
+        return loaded.dtype
+    if loaded.kernels != "triton":
+        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
+    if loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) < (8, 9):
+        raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
+    return FP8
 
 
 def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:

@@ -1,7 +1,7 @@
 """What a step's attention has to offer to the model's layers, whoever computes it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,13 @@ class AttentionBackend(Protocol):
         ...
 
 
+class KVScales(NamedTuple):
+    """Scales of float8 KV, one per token and head: float32 [num_blocks, block_size, kv_heads] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(slots=True)
 class StepHolder:
     """The step that is being computed, shared by all layers of one model."""
@@ -55,12 +62,13 @@ class StepHolder:
 class PagedLayer:
     """A layer's share of the pool, hung onto its attention module. ``holder.step`` is set before each forward pass.
 
-    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim].
+    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim]. ``scales``: of float8 KV.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     holder: StepHolder
+    scales: KVScales | None = None
 
     def attend(
         self,

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
+from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
@@ -52,7 +52,8 @@ class TritonStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``StepAttention.attend``."""
-        write_kv(k, v, layer.keys, layer.values, self.slots)
+        scales = Scales(*layer.scales) if layer.scales is not None else None
+        write_kv(k, v, layer.keys, layer.values, self.slots, scales)
         kind = LayerKind(q.shape[1], k.shape[1], q.shape[2], layer.keys.dtype, window)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
@@ -67,10 +68,13 @@ class TritonStep:
                 out=out[:decodes],
                 scale=scale,
                 softcap=softcap,
+                scales=scales,
             )
         if self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
-            prefill_attention(q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap)
+            prefill_attention(
+                q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap, scales=scales
+            )
         return out
 
     def _plan_decodes(self, kind: LayerKind) -> DecodePlan:

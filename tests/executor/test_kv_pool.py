@@ -1,0 +1,37 @@
+"""The KV pool in each of its layouts: the same blocks, wherever their bytes lie."""
+
+import numpy as np
+import pytest
+import torch
+from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block
+
+EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
+
+
+@pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
+@pytest.mark.parametrize("layout", ["layers", "blocks"])
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_blocks_are_copied_and_come_back(
+    shapes: list[tuple[int, int]], layout: str, triton: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    pool = KVPool(shapes, 7, 4, dtype, device, layout=layout, triton=triton)  # type: ignore[arg-type]
+    assert pool.bytes_per_block == bytes_per_block(shapes, 4, dtype)
+    tensors = [*pool.keys, *pool.values, *(tensor for scales in pool.scales if scales for tensor in scales)]
+    assert len(tensors) == len(shapes) * (4 if dtype == FP8 else 2)
+    for (heads, dim), keys in zip(shapes, pool.keys, strict=True):
+        assert keys.shape == (7, 4, heads, dim)
+        assert keys.stride(3) == 1
+    for number, tensor in enumerate(tensors):  # each slot of each tensor holds something of its own
+        values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
+        tensor.copy_(values.to(tensor.dtype))
+    before = [tensor.float().clone() for tensor in tensors]
+    staged = pool.gather(np.array([5, 1], np.int32))
+    pool.scatter(np.array([0, 2], np.int32), staged)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.float()[[0, 2]], old[[5, 1]])
+        assert torch.equal(tensor.float()[[1, 3, 4, 5, 6]], old[[1, 3, 4, 5, 6]])
+    pool.copy_blocks(np.array([[3, 4], [6, 3]], np.int32))  # one is written that the other reads
+    pool.copy_blocks(np.array([[1, 0]], np.int32))
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.float()[[4, 3, 0]], old[[3, 6, 1]])
