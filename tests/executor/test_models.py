@@ -12,6 +12,7 @@ from pagewise_executor.attention.decode import decode_gathered, decode_in_place
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import loader
 from pagewise_executor.models.packed_linear import PackedLinear
+from pagewise_executor.profile import largest_step
 from pagewise_shared.config import ExecutorConfig
 from torch import nn
 
@@ -48,6 +49,15 @@ def test_fused_layers_compute_what_the_originals_compute(
     plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+
+
+def test_the_largest_step_runs_in_as_many_sequences_as_it_takes(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64, max_model_len=100, profile=False)
+    )
+    largest_step(runner, 250)
+    assert sorted(runner._table.num_computed.tolist()) == [50, 100, 100]
 
 
 def test_every_family_runs_in_bfloat16(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
-def outputs(runner: ModelRunner, prompts: list[list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:
-    """Tokens and their log-probabilities, by request."""
-    requests = [request(prompt, 6, f"r{i}", temperature=1.0, seed=i, logprobs=0) for i, prompt in enumerate(prompts)]
+def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their log-probabilities, by request; ``prompts`` by seed."""
+    requests = [request(prompt, 6, f"r{i}", temperature=1.0, seed=i, logprobs=0) for i, prompt in prompts.items()]
     _, steps = run_requests(runner, requests, **load)
     found: dict[str, list[tuple[int, float]]] = {}
     for step in steps:
@@ -107,11 +107,10 @@ def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str,
     )  # fmt: skip
     runner = ModelRunner(config)
     shared = list(range(20, 31))
-    prompts = [[*shared, 3], [*shared, 4, 5], [7], [*shared[:6], 9]]
+    prompts = {0: [*shared, 3], 1: [*shared, 4, 5], 2: [7], 3: [*shared[:6], 9]}
     alone = {}
-    for i, prompt in enumerate(prompts):
-        several = outputs(runner, [prompt] if i == 0 else [*[[1]] * i, prompt], max_num_seqs=1)
-        alone[f"r{i}"] = several[f"r{i}"]
+    for i, prompt in prompts.items():
+        alone |= outputs(runner, {i: prompt}, max_num_seqs=1)
     together = outputs(runner, prompts, max_num_seqs=4, max_num_batched_tokens=64)
     crowded = outputs(runner, prompts, num_blocks=9, max_num_seqs=3, max_num_batched_tokens=5, arrive_every=1)
     assert alone == together == crowded

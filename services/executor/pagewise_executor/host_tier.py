@@ -28,16 +28,31 @@ Direction = Literal["store", "load"]
 
 _PINNED_PIECE = 2**30
 """Pinned memory is allocated in pieces of about this size; no block straddles two."""
+_STAGING_PIECE, _STAGING_PIECES = 64 * 2**20, 8
+"""Bytes of one piece of staging on a GPU, and how many there are for stores. A step waits when all are on their way."""
+
+
+@dataclass(slots=True)
+class _Staging:
+    """A piece of device memory that stores go through. ``copied``: when its content has left for the host."""
+
+    memory: Raw
+    copied: "torch.cuda.Event | None" = None
 
 
 @dataclass(slots=True)
 class _Job:
-    """Copies of one step in one direction. ``staged`` [n, block bytes]: what a store has read from the device."""
+    """Copies of one step in one direction, or a part of them: only the ``last`` is told of.
+
+    ``staged`` [n, block bytes]: what a store has read from the device. ``staging``: where, if it is to be given back.
+    """
 
     plan_epoch: int
     step: int
     pairs: Int32s
     staged: Raw = None
+    staging: _Staging | None = None
+    last: bool = True
     after: "concurrent.futures.Future[None] | None" = None
     ready: "torch.cuda.Event | None" = None
     done: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
@@ -71,6 +86,11 @@ class HostTier:
             for start in range(0, num_blocks, per_piece)
         ]
         self._pieces: list[Raw] = pieces if self._cuda else [piece.numpy() for piece in pieces]
+        self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
+        self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
+        for _ in range(_STAGING_PIECES if self._cuda else 0):
+            self._stagings.put(_Staging(pool.staging(self._piece)))
+        self._elapsed: dict[Direction, float] = {"store": 0.0, "load": 0.0}
         self._epoch = 0
         self._last_store: concurrent.futures.Future[None] | None = None
         self._inboxes: dict[Direction, queue.SimpleQueue[_Job]] = {
@@ -95,8 +115,19 @@ class HostTier:
 
         When this returns, the device blocks have been read as far as the device's own order goes.
         """
-        if len(pairs):
-            job = _Job(plan.epoch, plan.step, pairs, staged=self._pool.gather(pairs[:, 0]), ready=self._event())
+        size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
+        for start in range(0, len(pairs), size):
+            part = pairs[start : start + size]
+            job = _Job(plan.epoch, plan.step, part, last=start + size >= len(pairs))
+            if self._cuda:
+                job.staging = staging = self._stagings.get()
+                if staging.copied is not None:
+                    torch.cuda.current_stream().wait_event(staging.copied)
+                job.staged = staging.memory[: len(part)]
+                self._pool.gather_into(part[:, 0], job.staged)
+            else:
+                job.staged = self._pool.gather(part[:, 0])
+            job.ready = self._event()
             self._last_store = job.done
             self._inboxes["store"].put(job)
 
@@ -116,6 +147,8 @@ class HostTier:
         return event
 
     def _run(self, direction: Direction, inbox: "queue.SimpleQueue[_Job]") -> None:
+        if self._cuda:
+            torch.cuda.set_device(self._pool.device)  # a thread begins on the first device
         stream = torch.cuda.Stream(self._pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
         while True:
             job = inbox.get()
@@ -125,8 +158,11 @@ class HostTier:
                         self._do(direction, job, stream)
             except Exception as error:
                 log.exception("a %s of step %d failed", direction, job.step)
+                self._elapsed[direction] = 0.0
                 self._tell(direction, job, 0, error=StepError("internal", str(error)[:500]))
             finally:
+                if job.staging is not None:
+                    self._stagings.put(job.staging)
                 job.done.set_result(None)
 
     def _do(self, direction: Direction, job: _Job, stream: "torch.cuda.Stream | None") -> None:
@@ -139,13 +175,19 @@ class HostTier:
         if direction == "store":
             assert job.staged is not None
             self._store(job.staged, job.pairs[:, 1].tolist(), stream)
+            if job.staging is not None:
+                job.staging.copied = self._event()
         else:
-            bad = self._load(job.pairs[:, 0].tolist(), job.pairs[:, 1], stream)
+            for start in range(0, len(job.pairs), self._piece):
+                part = job.pairs[start : start + self._piece]
+                bad += self._load(part[:, 0].tolist(), part[:, 1], stream)
         if self._bandwidth:
             wanted = len(job.pairs) * self._pool.bytes_per_block / self._bandwidth
             time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
-        elapsed = int((time.perf_counter() - began) * 1e6)
-        self._tell(direction, job, elapsed, bad)
+        self._elapsed[direction] += time.perf_counter() - began
+        if job.last:
+            elapsed, self._elapsed[direction] = self._elapsed[direction], 0.0
+            self._tell(direction, job, int(elapsed * 1e6), bad)
 
     def _tell(
         self, direction: Direction, job: _Job, elapsed_us: int, bad: Iterable[int] = (), error: StepError | None = None

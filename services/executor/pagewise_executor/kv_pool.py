@@ -181,10 +181,12 @@ def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 
-def pool_size(config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int) -> int:
+def pool_size(
+    config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
+) -> int:
     """Blocks the pool gets: ``--num-blocks``, or what ``--kv-memory`` or the free memory has room for.
 
-    More than ``max_num_seqs`` sequences of full length is never needed.
+    ``reserved``: bytes that steps need beside it. More than ``max_num_seqs`` sequences of full length is never needed.
 
     Raises:
         ModelError: not one block fits, or there is less memory than asked for.
@@ -196,7 +198,7 @@ def pool_size(config: ExecutorConfig, block_bytes: int, device: torch.device, ma
         wanted = parse_size(config.kv_memory)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
-        room = int(free * _CUDA_SHARE) if device.type == "cuda" else min(int(free * _CPU_SHARE), _CPU_MOST)
+        room = int(free * _CUDA_SHARE) - reserved if device.type == "cuda" else min(int(free * _CPU_SHARE), _CPU_MOST)
         wanted = min(useful, room)
     if wanted > free:
         raise ModelError(f"not enough memory: the KV pool asks for {_gib(wanted)}, {_gib(free)} are free on {device}")

@@ -20,7 +20,7 @@ from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import HostTier
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.profile import measure_costs
+from pagewise_executor.profile import largest_step, measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import LogprobsWanted, Sampler
@@ -76,42 +76,28 @@ class ModelRunner:
     Raises ModelError from its constructor if the model cannot be served.
     """
 
+    info: RunnerInfo
+
     def __init__(self, config: ExecutorConfig) -> None:
         use_cpu_well(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
         self._vocab_size = loaded.vocab_size
-        kv_dtype = _kv_dtype(config, loaded)
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len)
-        self._pool = pool = KVPool(
-            loaded.shapes,
-            num_blocks,
-            config.block_size,
-            kv_dtype,
-            self._device,
-            layout=config.kv_layout,
-            triton=loaded.kernels == "triton",
-        )
         self._holder = StepHolder()
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
         # one behind the rows is for what pads a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._attention, self._drawing, self._graphs = self._choose_backend(config, loaded)
-        for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
-            module.paged_layer = PagedLayer(keys, values, self._holder, scales)  # type: ignore[assignment]
+        self._host: HostTier | None = None
+        kv_dtype = _kv_dtype(config, loaded)
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
+        reserved = 0
+        if self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None:
+            reserved = self._measure_activations(config, loaded, kv_dtype)
+        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
+        self._make_pool(config, loaded, kv_dtype, num_blocks)
         self._host = _host_tier(config, self._pool)
-        self.info = RunnerInfo(
-            model_fingerprint=loaded.fingerprint,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            bytes_per_block=block_bytes,
-            device=_device_name(self._device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            num_host_blocks=self._host.num_blocks if self._host else 0,
-        )
+        self.info = dataclasses.replace(self.info, num_host_blocks=self._host.num_blocks if self._host else 0)
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
@@ -121,6 +107,45 @@ class ModelRunner:
         if config.profile:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
+
+    def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
+        """A KV pool for the layers, and what there is to say of it."""
+        self._pool = pool = KVPool(
+            loaded.shapes,
+            num_blocks,
+            config.block_size,
+            kv_dtype,
+            self._device,
+            layout=config.kv_layout,
+            triton=loaded.kernels == "triton",
+        )
+        for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
+            module.paged_layer = PagedLayer(keys, values, self._holder, scales)  # type: ignore[assignment]
+        self.info = RunnerInfo(
+            model_fingerprint=loaded.fingerprint,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            bytes_per_block=pool.bytes_per_block,
+            device=_device_name(self._device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+        )
+
+    def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
+        """Bytes of device memory that the largest step takes beside weights and KV."""
+        tokens = config.max_num_batched_tokens
+        rows = -(-tokens // loaded.max_model_len)
+        self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        largest_step(self, tokens)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        del self._pool
+        for module in loaded.attention:
+            del module.paged_layer
+        log.info("the largest step takes %.2f GiB beside weights and KV", peak / 2**30)
+        return int(peak)
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
         """Tell ``report`` of every copy to and from the host that has been made, on a link's thread."""

@@ -68,6 +68,24 @@ def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, floa
     return step, token, attention, max(0.0, far_small - attention * small)
 
 
+def largest_step(runner: Runner, num_tokens: int) -> None:
+    """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
+
+    What it computes is of no interest, only what memory it takes. The runner's rows are in disorder afterwards.
+    """
+    info = runner.info
+    sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
+    runner.reset(Welcome(0, len(sizes), num_tokens))
+    joined, first = [], 0
+    for row, size in enumerate(sizes):
+        blocks = np.arange(first, first + -(-size // info.block_size), dtype=np.int32)
+        first += len(blocks)
+        sampling = SamplingParams(temperature=0.0)
+        joined.append(NewSequence(row, pack_int32s([1] * size), size, 0, blocks.tobytes(), sampling))
+    plan = StepPlan(epoch=0, step=1, joined=tuple(joined), chunks=tuple(enumerate(sizes)))
+    runner.execute(plan).result()
+
+
 def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_REPEATS))
 
