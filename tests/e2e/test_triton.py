@@ -1,0 +1,33 @@
+"""The Triton kernels behind the real endpoint: interpreted, they serve what the PyTorch executor serves."""
+
+import json
+import urllib.request
+
+import pytest
+
+from tests.e2e.server import Server, serving
+
+PROMPTS = ["def fibonacci(n):\n    ", "import os\n\nclass "]
+
+
+def complete(server: Server, prompt: str, **fields: object) -> str:
+    body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 5, "temperature": 0} | fields)
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=110) as answer:
+        return str(json.loads(answer.read())["choices"][0]["text"])
+
+
+def test_the_interpreted_kernels_serve_what_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    answers = []
+    for kernels in ("torch", "triton"):
+        options = ("--device", "cpu", "--kernels", kernels, "--num-blocks", "64", "--no-profile")
+        with serving(*options) as server:
+            assert any(f"{kernels} kernels" in line for line in server.output), "it says which at start"
+            answers.append(
+                [complete(server, prompt) for prompt in PROMPTS]
+                + [complete(server, PROMPTS[0], temperature=1.0, seed=5, top_p=0.9)]
+            )
+    assert answers[0] == answers[1]
