@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from pagewise_executor.drawing import TorchDrawing
+from pagewise_executor.logprobs import measure_in_torch
+from pagewise_executor.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.philox import gumbel_noise, philox
 from pagewise_executor.sampler import Sampler
 from pagewise_shared.sampling import SamplingParams
@@ -12,7 +14,8 @@ VOCAB = 50
 
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
-    sampler = Sampler(VOCAB, torch.device("cpu"), TorchDrawing(torch.device("cpu")))
+    device = torch.device("cpu")
+    sampler = Sampler(TorchDrawing(device), TorchPenalties(VOCAB, device), measure_in_torch)
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)
@@ -108,7 +111,9 @@ def test_greedy_rows_stay_greedy_beside_others(logits: torch.Tensor) -> None:
     assert all(draw(sampler, logits, [0, 1], [p, p])[0] == int(logits.argmax()) for p in range(10))
 
 
-def test_penalties(logits: torch.Tensor) -> None:
+@pytest.mark.parametrize("triton", [False, True])
+def test_penalties(logits: torch.Tensor, triton: bool, device: torch.device) -> None:
+    kind = TritonPenalties(6, VOCAB, device) if triton else TorchPenalties(VOCAB, device)
     tokens = [4, 5, 6, 7, 7, 8]  # the first three are the prompt
     for params in (
         SamplingParams(temperature=0, frequency_penalty=1.5),
@@ -122,9 +127,12 @@ def test_penalties(logits: torch.Tensor) -> None:
                 factor = params.repetition_penalty
                 expected[token] = expected[token] / factor if expected[token] > 0 else expected[token] * factor
             expected[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-        sampler = sampler_for([params], tokens)
-        shaped = sampler._shape(logits[None], [sampler._rows[0]])[0]
-        torch.testing.assert_close(shaped, expected)
+        kind.join(5, np.array(tokens[:5], np.int32), 3, params)
+        kind.count([5], torch.tensor([tokens[5]], device=device))
+        shaped = logits.repeat(3, 1).to(device)
+        kind.apply(shaped, [5], [1])
+        torch.testing.assert_close(shaped[1].cpu(), expected)
+        torch.testing.assert_close(shaped[[0, 2]].cpu(), logits.repeat(2, 1))
 
 
 def test_a_token_that_was_drawn_counts_in_the_next_step(logits: torch.Tensor) -> None:
@@ -156,7 +164,8 @@ def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:
 def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
     sampler = sampler_for([SamplingParams(temperature=0, logprobs=3, allowed_token_ids=(7,))])
     _, wanted = sampler.sample(logits[None], [0], torch.tensor([3]))
-    entry = wanted[0].report()
+    assert wanted is not None
+    (entry,) = wanted.report()
     raw = logits.log_softmax(-1)
     assert entry.token_id == 7
     assert entry.logprob == pytest.approx(float(raw[7]))

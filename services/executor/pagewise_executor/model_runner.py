@@ -19,11 +19,13 @@ from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import HostTier
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
+from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.profile import largest_step, measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
-from pagewise_executor.sampler import LogprobsWanted, Sampler
+from pagewise_executor.sampler import Sampler
 
 if TYPE_CHECKING:
     from pagewise_executor.decode_graphs import DecodeGraphs
@@ -40,8 +42,8 @@ class IssuedStep:
 
     plan: StepPlan
     tokens: torch.Tensor
-    logprobs: list[LogprobsWanted]
-    prompt_logprobs: list[tuple[int, list[LogprobsWanted]]]
+    logprobs: WantedLogprobs | None
+    prompt_logprobs: list[tuple[int, WantedLogprobs]]
     seconds: float
     events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
 
@@ -61,11 +63,8 @@ class IssuedStep:
             epoch=self.plan.epoch,
             step=self.plan.step,
             tokens=self.tokens.numpy().astype(np.int32).tobytes(),
-            logprobs=tuple(wanted.report() for wanted in self.logprobs),
-            prompt_logprobs=tuple(
-                PromptLogprobs(row, tuple(wanted.report() for wanted in entries))
-                for row, entries in self.prompt_logprobs
-            ),
+            logprobs=self.logprobs.report() if self.logprobs is not None else (),
+            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
             elapsed_us=int(seconds * 1e6),
         )
 
@@ -82,12 +81,11 @@ class ModelRunner:
         use_cpu_well(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
-        self._vocab_size = loaded.vocab_size
         self._holder = StepHolder()
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
         # one behind the rows is for what pads a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._attention, self._drawing, self._graphs = self._choose_backend(config, loaded)
+        self._choose_backend(config, loaded)
         self._host: HostTier | None = None
         kv_dtype = _kv_dtype(config, loaded)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
@@ -164,7 +162,7 @@ class ModelRunner:
         self._attention.reset(self._table)
         if self._host is not None:
             self._host.reset(welcome.epoch)
-        self._sampler = Sampler(self._vocab_size, self._device, self._drawing)
+        self._sampler = Sampler(self._drawing, self._penalties, self._measure)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
@@ -189,8 +187,8 @@ class ModelRunner:
         if self._host is not None:  # after the copies: they may read a block that is loaded into
             self._host.load(plan, work.loads)
         tokens = torch.zeros(0, dtype=torch.int64)
-        logprobs: list[LogprobsWanted] = []
-        prompts: list[tuple[int, list[LogprobsWanted]]] = []
+        logprobs: WantedLogprobs | None = None
+        prompts: list[tuple[int, WantedLogprobs]] = []
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             tokens, logprobs = self._decode(self._graphs, work)
         elif len(work.decoding) or work.chunks:
@@ -200,32 +198,38 @@ class ModelRunner:
         table.advance(work)
         events = None
         if start is not None:
-            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            tokens = host.copy_(tokens, non_blocking=True)
+            tokens = to_host(tokens)
             done = self._event()
             assert done is not None
             events = (start, done)
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, logprobs, prompts, seconds, events)
 
-    def _choose_backend(
-        self, config: ExecutorConfig, loaded: LoadedModel
-    ) -> "tuple[AttentionBackend, Drawing, DecodeGraphs | None]":
+    def _choose_backend(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
+        """Who computes attention, samples, and runs steps of decodes alone."""
+        self._attention: AttentionBackend
+        self._drawing: Drawing
+        self._penalties: Penalties
+        self._measure: Measure
+        self._graphs: DecodeGraphs | None = None
+        rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
         if loaded.kernels == "torch":
-            return TorchBackend(self._device), TorchDrawing(self._device), None
-        from pagewise_executor.attention.triton_attention import TritonBackend
-        from pagewise_executor.decode_graphs import DecodeGraphs
+            self._attention, self._drawing = TorchBackend(device), TorchDrawing(device)
+            self._penalties, self._measure = TorchPenalties(vocab_size, device), measure_in_torch
+            return
+        from pagewise_kernels.sampling import token_logprobs
 
-        backend = TritonBackend(
-            self._device,
-            config.max_num_seqs,
-            loaded.max_model_len,
-            config.block_size,
-            deterministic=config.deterministic,
+        from pagewise_executor import decode_graphs
+        from pagewise_executor.attention.triton_attention import TritonBackend
+
+        self._attention = backend = TritonBackend(
+            device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
         )
-        drawing = TritonDrawing(config.max_num_seqs, self._device)
-        graphs = DecodeGraphs(self._logits, self._holder, backend, drawing, self._last_tokens, config.block_size)
-        return backend, drawing, graphs
+        self._drawing = drawing = TritonDrawing(rows, device)
+        self._penalties, self._measure = TritonPenalties(rows, vocab_size, device), token_logprobs
+        self._graphs = decode_graphs.DecodeGraphs(
+            self._logits, self._holder, backend, drawing, self._last_tokens, config.block_size
+        )
 
     def _event(self) -> "torch.cuda.Event | None":
         """A mark on the device's time line; None where there is none."""
@@ -235,7 +239,7 @@ class ModelRunner:
         event.record()
         return event
 
-    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, list[LogprobsWanted]]:
+    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, WantedLogprobs | None]:
         """Tokens of the sampled rows, drawn from their logits and remembered."""
         rows = work.sampled_rows
         positions = self._to_device(self._drawn_positions(work))
@@ -243,12 +247,12 @@ class ModelRunner:
         self._last_tokens[self._to_device(np.array(rows, np.int64))] = tokens
         return tokens, logprobs
 
-    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, list[LogprobsWanted]]:
+    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, WantedLogprobs | None]:
         """The same for a step of decodes alone, which a graph computes and draws."""
         self._attention.prepare_tables(work)
         logits, tokens = graphs.run(work.decoding, self._table.num_computed[work.decoding] + 1)
         if self._sampler.are_simple(work.sampled_rows):
-            return tokens, []
+            return tokens, None
         # What the graph has drawn is drawn again from other logits; they are looked at until after its next run.
         return self._sample(work, logits.clone())
 
@@ -258,7 +262,7 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, list[LogprobsWanted]]]]:
+    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, WantedLogprobs]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
         table = self._table
         _, positions = table.batch(work)
@@ -279,21 +283,16 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
-    ) -> list[tuple[int, list[LogprobsWanted]]]:
+    ) -> list[tuple[int, WantedLogprobs]]:
         """``logits`` [sum of counts, vocab]: for each chunk, its first ``count`` positions predict prompt tokens."""
         prompts, offset = [], 0
         for chunk, count in reported:
             held = self._table.rows[chunk.row]
-            entries = [
-                LogprobsWanted(
-                    index=chunk.start + i + 1,
-                    logits=logits[offset + i].float(),
-                    token=torch.tensor(int(held.tokens[chunk.start + i + 1])),
-                    num_alternatives=held.sampling.prompt_logprobs,
-                )
-                for i in range(count)
-            ]
-            prompts.append((chunk.row, entries))
+            first = chunk.start + 1
+            tokens = self._to_device(held.tokens[first : first + count].astype(np.int64))
+            indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
+            wanted = want(logits[offset : offset + count], tokens, indices, counts, self._measure)
+            prompts.append((chunk.row, wanted))
             offset += count
         return prompts
 
