@@ -47,8 +47,8 @@ def gumbel_noise(seed, position, first_group, GROUPS: tl.constexpr):
     high = zero + (position >> 32).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, counter, low, high, zero)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    # 24 bits and a half: never 0 and never 1, exact in float32.
-    uniform = ((words >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    # 23 bits and a half: never 0 and never 1, exact in float32.
+    uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 
 
@@ -150,11 +150,11 @@ def sample_kernel(
             at_cut = tl.maximum(at_cut, tl.max(tl.where(bits == cut, weight, 0.0), 0))
         wanted = top_p * (mass + (ties * at_cut if filters_k else 0.0))
         if wanted > mass:  # it ends among those that tie at the end of top-k
-            ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-38)))
+            ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-30)))
         else:
             cut, over = find_cut(row, vocab_size, temperature, highest, floor, cut, wanted, True, COUNT_BLOCK)
             weight = tl.exp(value_of_bits(cut) - highest)
-            ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(weight, 1e-38)), 1.0)
+            ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(weight, 1e-30)), 1.0)
     best = float("-inf")
     token = tl.full([], 0, tl.int64)
     seen = 0.0

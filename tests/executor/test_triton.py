@@ -40,6 +40,22 @@ def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path) -> None:
     check("llama", tmp_path, "cpu", LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
 
 
+def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = [[3, *range(10, 26)], [4, *range(40, 56)], [3, *range(10, 26)]]
+    expected = reference(model, prompts, [3] * 3, "cpu")
+    config = ExecutorConfig(
+        model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=60, profile=False,
+        host_memory="1MiB", verify_copies=True,
+    )  # fmt: skip
+    requests = [request(prompt, 3, f"r{i}") for i, prompt in enumerate(prompts)]
+    runner = ModelRunner(config)
+    scheduler, _ = run_requests(runner, requests, num_blocks=6, arrive_every=1000, recovery="swap")
+    assert scheduler.kv.pool.counters.loaded > 0
+    assert [asked.sequences[0].output_token_ids for asked in requests] == expected
+
+
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
 def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=7)

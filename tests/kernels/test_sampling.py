@@ -94,9 +94,22 @@ def test_frequencies_follow_the_softmax(device: torch.device) -> None:
     torch.testing.assert_close(seen, logits[0].softmax(0), atol=0.07, rtol=0)
 
 
-def test_noise_is_standard_gumbel() -> None:
-    noise = gumbel_noise(torch.arange(50), torch.arange(50), 1000)
-    assert abs(float(noise.mean()) - 0.5772) < 0.02
+def test_noise_is_standard_gumbel_and_always_finite() -> None:
+    noise = gumbel_noise(torch.arange(200), torch.arange(200), 150_000)
+    assert abs(float(noise.mean()) - 0.5772) < 0.002
+    assert noise.isfinite().all()
+    uniform = torch.tensor([0, 2**23 - 1]).to(torch.float32)
+    assert ((uniform + 0.5) * 2.0**-23).tolist() == [2.0**-24, 1 - 2.0**-24], "what the ends of the words become"
+
+
+def test_what_is_filtered_out_is_never_drawn(device: torch.device) -> None:
+    logits = torch.full((1, 3000), -30.0, device=device)
+    logits[0, 5] = 30.0
+    seeds, positions = torch.tensor([7], device=device), torch.tensor([1], device=device)
+    for params in ({}, {"top_k": 10}, {"top_p": 0.5}):
+        drawn = [SamplingParams(temperature=1.0, **params)]
+        assert draw(logits, drawn, seeds, positions).tolist() == [5]
+        assert draw_in_torch(logits, drawn, seeds, positions).tolist() == [5]
 
 
 def test_penalties(device: torch.device) -> None:

@@ -175,6 +175,7 @@ class ModelRunner:
         start = self._event()
         table, sampler = self._table, self._sampler
         work = table.apply(plan)
+        self._attention.update_tables(work)  # also in a step that computes nothing
         for row in work.left:
             sampler.leave(row)
         for row in work.joined:
@@ -249,7 +250,6 @@ class ModelRunner:
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, WantedLogprobs | None]:
         """The same for a step of decodes alone, which a graph computes and draws."""
-        self._attention.prepare_tables(work)
         logits, tokens = graphs.run(work.decoding, self._table.num_computed[work.decoding] + 1)
         if self._sampler.are_simple(work.sampled_rows):
             return tokens, None

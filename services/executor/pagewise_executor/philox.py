@@ -46,6 +46,6 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     where = positions[:, None]
     zero = torch.zeros_like(where)
     words = torch.stack(philox(key, [counter, where & _MASK, where >> 32, zero]), dim=-1)
-    # 24 bits and a half: never 0 and never 1, exact in float32.
-    uniform = ((words >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    # 23 bits and a half: never 0 and never 1, exact in float32.
+    uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform.flatten(1)[:, :vocab_size]))

@@ -35,8 +35,8 @@ class AttentionBackend(Protocol):
         """All rows are empty; ``table`` is what holds them from now on."""
         ...
 
-    def prepare_tables(self, work: StepWork) -> None:
-        """Take over what a step changes in the block tables: part of ``prepare``, for steps that need no more."""
+    def update_tables(self, work: StepWork) -> None:
+        """Take over what a step changes in the block tables; comes before everything else of the step."""
         ...
 
     def prepare(self, work: StepWork) -> StepAttention:

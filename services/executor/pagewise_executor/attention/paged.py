@@ -1,12 +1,12 @@
 """The way into transformers' models, through their attention interface.
 
 A model's attention layers call ``paged_attention``: the step writes its K and V into the pool through the slot mapping,
-then attends over block tables.
+then attends over block tables. No function for masks is registered under its name: transformers then makes none, and
+does not look at the positions for it, which would wait for the device.
 """
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from pagewise_executor.attention.backend import PagedLayer
 
@@ -36,9 +36,4 @@ def paged_attention(
     return layer.attend(q, k, v, scale, sliding_window, softcap)[None], None
 
 
-def _no_mask(*_: object, **__: object) -> None:
-    """Causality comes from positions and block tables: transformers need not build a mask."""
-
-
 AttentionInterface.register(NAME, paged_attention)
-AttentionMaskInterface.register(NAME, _no_mask)

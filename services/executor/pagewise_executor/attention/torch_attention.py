@@ -60,7 +60,7 @@ class TorchBackend:
         """All rows are empty; ``table`` is what holds them from now on."""
         self._table = table
 
-    def prepare_tables(self, work: StepWork) -> None:
+    def update_tables(self, work: StepWork) -> None:
         """There is nothing to take over: each step looks at the row table itself."""
 
     def prepare(self, work: StepWork) -> TorchStep:

@@ -124,7 +124,6 @@ class TritonBackend:
     def prepare(self, work: StepWork) -> TritonStep:
         """Look at a step that the table has applied and not advanced yet."""
         table = self._table
-        self.prepare_tables(work)
         rows, positions = table.batch(work)
         decodes, offset = len(work.decoding), len(work.decoding)
         chunks = []
@@ -140,7 +139,7 @@ class TritonBackend:
         """A step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
         return TritonStep(self, slots, self.tables, lengths, rows, [])
 
-    def prepare_tables(self, work: StepWork) -> None:
+    def update_tables(self, work: StepWork) -> None:
         """Bring what a step changes in the block tables to the device."""
         changed = work.changed_tables
         if not changed:
