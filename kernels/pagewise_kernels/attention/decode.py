@@ -15,9 +15,6 @@ from pagewise_kernels.attention.run import run_attention
 from pagewise_kernels.launch import launch
 from pagewise_kernels.shapes import power_of_two
 
-_WAVES = 2
-"""Units that ``plan`` aims at, times programs: more of them are shared out more evenly and merged at more cost."""
-
 NO_WINDOW = 2**30
 
 
@@ -51,15 +48,16 @@ class DecodePlan:
         self.config: TileConfig = decode_config(
             heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
-        self.programs = decode_programs(device)
-        self.target = max(1, _WAVES * self.programs // kv_heads)
+        # One program for each run and KV head.
+        num_runs = max(1, decode_programs(device) // kv_heads)
+        self.programs = num_runs * kv_heads
         self.split_tiles = DETERMINISTIC_SPLIT // self.config.tile if deterministic else 0
         if deterministic:
             if max_context is None:
                 raise ValueError("deterministic decode attention has to know max_context")
             max_units = max_queries * -(-max_context // DETERMINISTIC_SPLIT)
         else:
-            max_units = self.target + max_queries
+            max_units = num_runs + max_queries
         self.max_queries = max_queries
 
         def ints(*shape: int) -> torch.Tensor:
@@ -67,7 +65,7 @@ class DecodePlan:
 
         self._rows_in_order = torch.arange(max_queries, dtype=torch.int32, device=device)
         self.positions, self.first_parts, self.num_parts = ints(max_queries), ints(max_queries), ints(max_queries)
-        self.units, self.num_units = ints(max_units, UNIT_FIELDS), ints(1)
+        self.units, self.num_units, self.first_units = ints(max_units, UNIT_FIELDS), ints(2), ints(num_runs)
         self.parts = torch.empty(max_units, heads, head_dim, dtype=torch.float32, device=device)
         self.part_highs = torch.empty(max_units, heads, dtype=torch.float32, device=device)
 
@@ -94,14 +92,14 @@ class DecodePlan:
             self.positions,
             self.units,
             self.num_units,
+            self.first_units,
             self.first_parts,
             self.num_parts,
             len(lengths),
-            self.target,
+            len(self.first_units),
             self.window or NO_WINDOW,
             self.units.shape[0],
             TILE=self.config.tile,
-            MIN_TILES=1,
             SPLIT_TILES=self.split_tiles,
             N=power_of_two(len(lengths)),
             num_warps=4,
@@ -140,6 +138,7 @@ def decode_attention(
         q, keys, values, tables, out, shape, plan.config,
         positions=plan.positions, units=plan.units, num_units=plan.num_units, programs=plan.programs,
         parts=(plan.parts, plan.part_highs, plan.first_parts),
+        first_units=None if plan.deterministic else plan.first_units,
         scale=scale, softcap=softcap, window=plan.window, scales=scales, strict=plan.deterministic,
     )  # fmt: skip
     merge_parts(out, plan.parts, plan.part_highs, plan.first_parts, plan.num_parts, strict=plan.deterministic)

@@ -171,6 +171,7 @@ def attention_kernel(
     num_units,
     first_parts,
     order,
+    first_units,
     stride_qn,
     stride_qh,
     stride_kb,
@@ -201,10 +202,13 @@ def attention_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_PARTS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Units times KV heads, shared out among the programs of a fixed grid.
+
+    With ``HAS_RUNS`` each program takes one run of neighbouring units for one KV head; else they take turns.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` a unit's
     queries are entries of ``order``, where those that share a context are neighbours. ``SPLIT``: finish and merge
@@ -212,10 +216,26 @@ def attention_kernel(
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
-    num_items = tl.load(num_units) * KV_HEADS
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        unit = units + (item // KV_HEADS) * 6
-        head = item % KV_HEADS
+    program = tl.program_id(0)
+    number = tl.load(num_units)
+    if HAS_RUNS:
+        run = program // KV_HEADS
+        used = tl.load(num_units + 1)
+        first_item = tl.load(first_units + run, mask=run < used, other=0)
+        next_item = tl.load(first_units + run + 1, mask=run + 1 < used, other=0)
+        num_items = tl.where(run < used, tl.where(run + 1 < used, next_item, number), 0)
+        step = 1
+    else:
+        first_item = program
+        num_items = number * KV_HEADS
+        step = tl.num_programs(0)
+    for item in range(first_item, num_items, step):
+        if HAS_RUNS:
+            unit = units + item * 6
+            head = program % KV_HEADS
+        else:
+            unit = units + (item // KV_HEADS) * 6
+            head = item % KV_HEADS
         first_query = tl.load(unit)
         num_queries = tl.load(unit + 1)
         table = tables + tl.load(unit + 2).to(tl.int64) * stride_tables

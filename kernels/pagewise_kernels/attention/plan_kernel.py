@@ -11,50 +11,61 @@ def plan_decode_kernel(
     positions,
     units,
     num_units,
+    first_units,
     first_parts,
     num_parts,
     num_queries,
-    target,
+    num_runs,
     window,
     max_units,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
     N: tl.constexpr,
 ):
     """One program: units of one query each for ``attention_kernel``.
 
-    ``lengths`` [num_queries]: context tokens, 0 for none; ``rows`` [num_queries]: of the block tables. A part gets the
-    tiles that make about ``target`` units in all, at least MIN_TILES; or exactly SPLIT_TILES if that is not 0, so that
-    parts never depend on the batch. ``window``: tokens that count, a large number for all of them. At most
-    ``max_units`` are written.
+    ``lengths`` [num_queries]: context tokens, 0 for none; ``rows`` [num_queries]: of the block tables. The tiles of all
+    contexts, one after the other, are cut into ``num_runs`` runs of equal length, whose first units go into
+    ``first_units``; where a run crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0,
+    each context is cut after every SPLIT_TILES of its own, so that its parts never depend on the batch. ``num_units``
+    gets the number of units, and that of runs with any. ``window``: tokens that count, a large number for all of them.
     """
     queries = tl.arange(0, N)
-    length = tl.load(lengths + queries, mask=queries < num_queries, other=0)
-    row = tl.load(rows + queries, mask=queries < num_queries, other=0)
-    tl.store(positions + queries, length - 1, mask=queries < num_queries)
+    there = queries < num_queries
+    length = tl.load(lengths + queries, mask=there, other=0)
+    row = tl.load(rows + queries, mask=there, other=0)
+    tl.store(positions + queries, length - 1, mask=there)
     first_tile = tl.maximum(length - window, 0) // TILE
     if SPLIT_TILES > 0:
         first_tile = first_tile // SPLIT_TILES * SPLIT_TILES
     tiles = (length + TILE - 1) // TILE - first_tile
+    total = tl.sum(tiles, 0)
     if SPLIT_TILES > 0:
         size = SPLIT_TILES
+        begin = tiles * 0
     else:
-        size = tl.maximum((tl.sum(tiles, 0) + target - 1) // target, MIN_TILES)
-    count = (tiles + size - 1) // size
-    after = tl.cumsum(count, 0)
-    first = after - count
-    tl.store(first_parts + queries, first, mask=queries < num_queries)
-    tl.store(num_parts + queries, count, mask=queries < num_queries)
+        size = tl.maximum((total + num_runs - 1) // num_runs, 1)
+        begin = tl.cumsum(tiles, 0) - tiles
+    first_run = begin // size
+    count = tl.where(tiles > 0, (begin + tiles - 1) // size - first_run + 1, 0)
+    first = tl.cumsum(count, 0) - count
+    tl.store(first_parts + queries, first, mask=there)
+    tl.store(num_parts + queries, count, mask=there)
     tl.store(num_units, tl.minimum(tl.sum(count, 0), max_units))
+    tl.store(num_units + 1, (total + size - 1) // size)
     for part in range(tl.max(count, 0)):
         unit = first + part
         valid = (part < count) & (unit < max_units)
-        start = (first_tile + part * size) * TILE
+        run = first_run + part
+        low = tl.maximum(run * size, begin)
+        high = tl.minimum((run + 1) * size, begin + tiles)
+        start = (first_tile + low - begin) * TILE
         at = units + unit * 6
         tl.store(at, queries, mask=valid)
         tl.store(at + 1, tl.full([N], 1, tl.int32), mask=valid)
         tl.store(at + 2, row, mask=valid)
         tl.store(at + 3, start, mask=valid)
-        tl.store(at + 4, tl.minimum(start + size * TILE, length), mask=valid)
+        tl.store(at + 4, tl.minimum(start + (high - low) * TILE, length), mask=valid)
         tl.store(at + 5, tl.where(count > 1, part, -1), mask=valid)
+        if SPLIT_TILES == 0:
+            tl.store(first_units + run, unit, mask=valid & (low == run * size))
