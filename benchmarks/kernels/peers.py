@@ -1,74 +1,91 @@
-"""The same problems for others, where they are installed: FlashInfer, PyTorch's attention, FlexAttention."""
+"""The same problems for others, where they are installed: FlashInfer, PyTorch's attention, FlexAttention.
 
+Each is a name and a function that prepares and returns the call; what they raise is for the caller to report.
+"""
+
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-Call = tuple[str, Callable[[], Any]]
+Make = Callable[[], Callable[[], Any]]
 
 
 def decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> Iterator[Call]:
+) -> Iterator[tuple[str, Make]]:
     """Decode attention as in ``pagewise_kernels.attention.decode_attention``."""
-    if (flashinfer := _flashinfer(q)) is not None:
-        blocks = tables.shape[1]
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(q), "NHD")
-        block_size = keys.shape[1]
+
+    def flashinfer(tensor_cores: bool) -> Callable[[], Any]:
+        import flashinfer as library
+
+        blocks, block_size = tables.shape[1], keys.shape[1]
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(q), "NHD", use_tensor_cores=tensor_cores)
         indptr = torch.arange(0, len(q) * blocks + 1, blocks, dtype=torch.int32, device=q.device)
-        last = (lengths - 1) % block_size + 1
         wrapper.plan(
-            indptr, tables.flatten(), last, q.shape[1], keys.shape[2], q.shape[2], block_size,
+            indptr, tables.flatten(), (lengths - 1) % block_size + 1, q.shape[1], keys.shape[2], q.shape[2], block_size,
             q_data_type=q.dtype, kv_data_type=keys.dtype,
         )  # fmt: skip
-        yield "flashinfer", lambda: wrapper.run(q, (keys, values))
-    k, v = (t[tables.long()].flatten(1, 2).transpose(1, 2).contiguous() for t in (keys, values))
-    queries = q[:, :, None]
-    yield (
-        "torch sdpa",  # on KV that lies together, which a server would have to copy first
-        lambda: torch.nn.functional.scaled_dot_product_attention(queries, k, v, enable_gqa=True),
-    )
+        return lambda: wrapper.run(q, (keys, values))
+
+    def sdpa() -> Callable[[], Any]:
+        # On KV that lies together, which a server would have to copy first.
+        k, v = (t[tables.long()].flatten(1, 2).transpose(1, 2).contiguous() for t in (keys, values))
+        queries = q[:, :, None]
+        return lambda: torch.nn.functional.scaled_dot_product_attention(queries, k, v, enable_gqa=True)
+
+    if _has_flashinfer(q):
+        yield "flashinfer", lambda: flashinfer(True)
+        yield "flashinfer, no tensor cores", lambda: flashinfer(False)
+    yield "torch sdpa", sdpa
 
 
 def prefill(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> Iterator[Call]:
+) -> Iterator[tuple[str, Make]]:
     """One chunk from position 0 on, as in ``pagewise_kernels.attention.prefill_attention``."""
     size = len(q)
-    if (flashinfer := _flashinfer(q)) is not None:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q), "NHD")
+
+    def flashinfer() -> Callable[[], Any]:
+        import flashinfer as library
+
         block_size, blocks = keys.shape[1], tables.shape[1]
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(q), "NHD")
         starts = torch.tensor([0, size], dtype=torch.int32, device=q.device)
         pages = torch.tensor([0, blocks], dtype=torch.int32, device=q.device)
-        last = ((lengths - 1) % block_size + 1)[:1]
         wrapper.plan(
-            starts, pages, tables.flatten(), last, q.shape[1], keys.shape[2], q.shape[2], block_size,
-            causal=True, q_data_type=q.dtype, kv_data_type=keys.dtype,
+            starts, pages, tables.flatten(), ((lengths - 1) % block_size + 1)[:1], q.shape[1], keys.shape[2],
+            q.shape[2], block_size, causal=True, q_data_type=q.dtype, kv_data_type=keys.dtype,
         )  # fmt: skip
-        yield "flashinfer", lambda: wrapper.run(q, (keys, values))
-    k, v = (t[tables[0].long()].flatten(0, 1)[:size].transpose(0, 1)[None].contiguous() for t in (keys, values))
-    queries = q.transpose(0, 1)[None].contiguous()
-    yield (
-        "torch sdpa",
-        lambda: torch.nn.functional.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True),
-    )
-    if q.device.type == "cuda":
+        return lambda: wrapper.run(q, (keys, values))
+
+    def together() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = (t[tables[0].long()].flatten(0, 1)[:size].transpose(0, 1)[None].contiguous() for t in (keys, values))
+        return q.transpose(0, 1)[None].contiguous(), k, v
+
+    def sdpa() -> Callable[[], Any]:
+        queries, k, v = together()
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(queries, k, v, is_causal=True, enable_gqa=True)
+
+    def flex() -> Callable[[], Any]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        queries, k, v = together()
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, size, size, device="cuda")
-        compiled = torch.compile(flex_attention)
-        yield "flex", lambda: compiled(queries, k, v, block_mask=mask, enable_gqa=True)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(queries, k, v, block_mask=mask, enable_gqa=True)
+
+    yield "torch sdpa", sdpa
+    if q.device.type == "cuda":
+        yield "flex", flex
+    if _has_flashinfer(q):
+        yield "flashinfer", flashinfer
 
 
-def _flashinfer(q: torch.Tensor) -> Any:
-    if q.device.type != "cuda":
-        return None
-    try:
-        import flashinfer
-    except ImportError:
-        return None
-    return flashinfer
+def _has_flashinfer(q: torch.Tensor) -> bool:
+    return q.device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None
 
 
 def _workspace(q: torch.Tensor) -> torch.Tensor:
