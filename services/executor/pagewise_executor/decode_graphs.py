@@ -49,12 +49,18 @@ class DecodeGraphs:
         self._rows = torch.full((largest,), num_rows, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self._ids, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # What the graphs leave behind, one after the other: results of their own would each keep their memory.
+        self._logits: torch.Tensor | None = None
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
 
     def capture(self) -> None:
         """Record the graphs. Takes a while, and memory for the activations of the largest."""
         began = time.perf_counter()
         self._lengths.zero_()
+        largest = self._compute(self._sizes[-1])[0]
+        self._logits = torch.empty_like(largest)
+        del largest
         pool = None
         for size in reversed(self._sizes):
             self._compute(size)  # compiles what is not compiled yet
@@ -62,8 +68,11 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, tokens = self._compute(size)
+                self._logits[:size].copy_(logits)
+                self._tokens[:size].copy_(tokens)
+            del logits, tokens
             pool = graph.pool()
-            self._graphs[size] = graph, logits, tokens
+            self._graphs[size] = graph
         log.info("%d CUDA graphs recorded in %.1f s", len(self._graphs), time.perf_counter() - began)
 
     def run(self, rows: Int64s, lengths: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,11 +89,10 @@ class DecodeGraphs:
         self._rows[:size].copy_(ints[0], non_blocking=True)
         self._lengths[:size].copy_(ints[1], non_blocking=True)
         self._drawing.parameters()  # outside of a graph: whatever has joined
-        if (recorded := self._graphs.get(size)) is not None:
-            graph, logits, tokens = recorded
+        if (graph := self._graphs.get(size)) is not None and self._logits is not None:
             graph.replay()
-        else:
-            logits, tokens = self._compute(size)
+            return self._logits[:count], self._tokens[:count]
+        logits, tokens = self._compute(size)
         return logits[:count], tokens[:count]
 
     def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,6 +30,8 @@ _PINNED_PIECE = 2**30
 """Pinned memory is allocated in pieces of about this size; no block straddles two."""
 _STAGING_PIECE, _STAGING_PIECES = 64 * 2**20, 8
 """Bytes of one piece of staging on a GPU, and how many there are for stores. A step waits when all are on their way."""
+STAGING_BYTES = _STAGING_PIECE * (_STAGING_PIECES + 1)
+"""What a host tier takes on a GPU: pieces for stores, and one for loads."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, St
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
-from pagewise_executor.host_tier import HostTier
+from pagewise_executor.host_tier import STAGING_BYTES, HostTier
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from pagewise_executor.decode_graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
+
+_LOGPROBS_AT_ONCE = 512
+"""Positions of a prompt whose log-probabilities are computed at once: each takes some float32 of the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -142,7 +145,11 @@ class ModelRunner:
         del self._pool
         for module in loaded.attention:
             del module.paged_layer
-        log.info("the largest step takes %.2f GiB beside weights and KV", peak / 2**30)
+        # Decode graphs have memory of their own, and leave their logits behind; sampling takes copies of them.
+        peak += 3 * config.max_num_seqs * loaded.vocab_size * 4
+        if config.host_memory is not None:
+            peak += STAGING_BYTES
+        log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
@@ -291,8 +298,11 @@ class ModelRunner:
             first = chunk.start + 1
             tokens = self._to_device(held.tokens[first : first + count].astype(np.int64))
             indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
-            wanted = want(logits[offset : offset + count], tokens, indices, counts, self._measure)
-            prompts.append((chunk.row, wanted))
+            for start in range(0, count, _LOGPROBS_AT_ONCE):
+                part = slice(start, min(count, start + _LOGPROBS_AT_ONCE))
+                own = logits[offset : offset + count][part]
+                wanted = want(own, tokens[part], indices[part], counts[part], self._measure)
+                prompts.append((chunk.row, wanted))
             offset += count
         return prompts
 
