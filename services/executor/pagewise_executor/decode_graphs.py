@@ -19,6 +19,7 @@ from pagewise_executor.attention.backend import StepHolder
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.drawing import TritonDrawing
 from pagewise_executor.rows import Int64s
+from pagewise_executor.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class DecodeGraphs:
         self._block_size = block_size
         device, num_rows = last_tokens.device, len(last_tokens) - 1
         self._padding = num_rows
+        self._upload = Uploads(device)
         self._sizes = graph_sizes(num_rows)
         largest = self._sizes[-1]
         self._rows = torch.full((largest,), num_rows, dtype=torch.int32, device=device)
@@ -85,9 +87,9 @@ class DecodeGraphs:
         padded = np.full((2, size), self._padding, np.int32)
         padded[1] = 0
         padded[0, :count], padded[1, :count] = rows, lengths
-        ints = torch.from_numpy(padded)
-        self._rows[:size].copy_(ints[0], non_blocking=True)
-        self._lengths[:size].copy_(ints[1], non_blocking=True)
+        ints = self._upload(padded)
+        self._rows[:size].copy_(ints[0])
+        self._lengths[:size].copy_(ints[1])
         self._drawing.parameters()  # outside of a graph: whatever has joined
         if (graph := self._graphs.get(size)) is not None and self._logits is not None:
             graph.replay()

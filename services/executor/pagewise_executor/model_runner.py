@@ -26,6 +26,7 @@ from pagewise_executor.profile import largest_step, measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import Sampler
+from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
     from pagewise_executor.decode_graphs import DecodeGraphs
@@ -85,6 +86,7 @@ class ModelRunner:
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
         self._holder = StepHolder()
+        self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
         # one behind the rows is for what pads a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
@@ -250,9 +252,9 @@ class ModelRunner:
     def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, WantedLogprobs | None]:
         """Tokens of the sampled rows, drawn from their logits and remembered."""
         rows = work.sampled_rows
-        positions = self._to_device(self._drawn_positions(work))
+        positions = self._upload(self._drawn_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
-        self._last_tokens[self._to_device(np.array(rows, np.int64))] = tokens
+        self._last_tokens[self._upload(np.array(rows, np.int64))] = tokens
         return tokens, logprobs
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, WantedLogprobs | None]:
@@ -273,13 +275,13 @@ class ModelRunner:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
         table = self._table
         _, positions = table.batch(work)
-        ids = self._last_tokens[self._to_device(work.decoding)]
+        ids = self._last_tokens[self._upload(work.decoding)]
         if work.chunks:
             known = [table.rows[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
-            ids = torch.cat([ids, self._to_device(np.concatenate(known).astype(np.int64))])
+            ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
         self._holder.step = self._attention.prepare(work)
         kept, reported = _kept_logits(work, table)
-        logits = self._logits(ids, self._to_device(positions), self._to_device(np.array(kept, np.int64)))
+        logits = self._logits(ids, self._upload(positions), self._upload(np.array(kept, np.int64)))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
 
@@ -296,7 +298,7 @@ class ModelRunner:
         for chunk, count in reported:
             held = self._table.rows[chunk.row]
             first = chunk.start + 1
-            tokens = self._to_device(held.tokens[first : first + count].astype(np.int64))
+            tokens = self._upload(held.tokens[first : first + count].astype(np.int64))
             indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
             for start in range(0, count, _LOGPROBS_AT_ONCE):
                 part = slice(start, min(count, start + _LOGPROBS_AT_ONCE))
@@ -305,10 +307,6 @@ class ModelRunner:
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
-
-    def _to_device(self, array: Int64s) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
 
 
 def _kv_dtype(config: ExecutorConfig, loaded: LoadedModel) -> torch.dtype:

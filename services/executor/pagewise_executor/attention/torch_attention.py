@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import ChunkContext, DecodeGroup, group_decodes
 from pagewise_executor.attention.decode import attend, decode_gathered, decode_in_place
-from pagewise_executor.rows import Int64s, RowTable, StepWork
+from pagewise_executor.rows import RowTable, StepWork
+from pagewise_executor.uploads import Uploads
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class TorchBackend:
     """Makes the steps of one model on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._upload = Uploads(device)
 
     def reset(self, table: RowTable) -> None:
         """All rows are empty; ``table`` is what holds them from now on."""
@@ -67,7 +68,7 @@ class TorchBackend:
         """Look at a step that the table has applied and not advanced yet."""
         rows, positions = self._table.batch(work)
         return TorchStep(
-            self._to_device(self._table.slots(rows, positions)), self._decode_groups(work), self._chunk_contexts(work)
+            self._upload(self._table.slots(rows, positions)), self._decode_groups(work), self._chunk_contexts(work)
         )
 
     def _decode_groups(self, work: StepWork) -> list[DecodeGroup]:
@@ -78,9 +79,9 @@ class TorchBackend:
         needed = -(-lengths // table.block_size)
         return [
             DecodeGroup(
-                index=self._to_device(members),
-                blocks=self._to_device(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
-                lengths=self._to_device(lengths[members]),
+                index=self._upload(members),
+                blocks=self._upload(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
+                lengths=self._upload(lengths[members]),
                 longest=int(lengths[members].max()),
             )
             for members in group_decodes(needed)
@@ -90,14 +91,10 @@ class TorchBackend:
         contexts, offset = [], len(work.decoding)
         for chunk in work.chunks:
             blocks = -(-(chunk.start + chunk.size) // self._table.block_size)
-            table = self._to_device(self._table.tables[chunk.row, :blocks].astype(np.int64))
+            table = self._upload(self._table.tables[chunk.row, :blocks].astype(np.int64))
             contexts.append(ChunkContext(offset, chunk.start, chunk.size, table))
             offset += chunk.size
         return contexts
-
-    def _to_device(self, array: Int64s) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.to(self._device, non_blocking=True) if self._device.type != "cpu" else tensor
 
 
 def _prefill(

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.rows import RowTable, StepWork
+from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
 
@@ -109,6 +109,7 @@ class TritonBackend:
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
         self._device = device
+        self._upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def reset(self, table: RowTable) -> None:
@@ -131,8 +132,8 @@ class TritonBackend:
             chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
             offset += chunk.size
         lengths = positions[:decodes] + 1
-        ints = self._to_device(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
-        slots = self._to_device(table.slots(rows, positions))
+        ints = self._upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
+        slots = self._upload(table.slots(rows, positions))
         return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
 
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
@@ -147,7 +148,7 @@ class TritonBackend:
         width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
         values = np.concatenate([self._table.tables[row, start:stop] for row, start, stop in changed])
-        self.tables.view(-1).index_copy_(0, self._to_device(where), self._to_device(values))
+        self.tables.view(-1).index_copy_(0, self._upload(where), self._upload(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         return DecodePlan(
@@ -161,9 +162,6 @@ class TritonBackend:
             deterministic=self.deterministic,
             max_context=self._max_model_len,
         )
-
-    def _to_device(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:
