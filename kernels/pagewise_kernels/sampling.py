@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.launch import check_device, interpreted, launch
+from pagewise_kernels.shapes import power_of_two
 
 _PARAMETERS = {
     "temperature": torch.float32,
@@ -97,22 +98,26 @@ def find_cut(row, vocab_size, temperature, highest, floor, above, wanted, MASS: 
 
 
 @triton.jit
-def sample_kernel(
+def filter_kernel(
     logits,
-    tokens,
     rows,
     temperatures,
     top_ks,
     top_ps,
     min_ps,
-    seeds,
-    positions,
+    cuts,
+    limits,
+    floors,
     vocab_size,
     stride,
     BLOCK: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
 ):
-    """One program per row of logits. ``rows``: where its parameters stand, but for its position."""
+    """One program per row of logits: what its filters keep. ``rows``: where its parameters stand.
+
+    Entries with ordered bits over ``cuts`` are kept, and those at it up to the column ``limits``; of all these the ones
+    that are at least ``floors``.
+    """
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
     held = tl.load(rows + index)
@@ -120,7 +125,6 @@ def sample_kernel(
     greedy = temperature == 0.0
     temperature = tl.where(greedy, 1.0, temperature)
     top_k, top_p, min_p = tl.load(top_ks + held), tl.load(top_ps + held), tl.load(min_ps + held)
-    seed, position = tl.load(seeds + held), tl.load(positions + index)
     filters_k = (top_k > 0) & (top_k < vocab_size) & (greedy == 0)
     filters_p = (top_p < 1.0) & (greedy == 0)
     floor = float("-inf")
@@ -131,7 +135,6 @@ def sample_kernel(
             highest = tl.maximum(highest, tl.max(value, 0))
         if min_p > 0.0:
             floor = highest + tl.log(min_p)
-    # Entries over ``cut`` are kept, and the first ``ties`` of those at it.
     cut = tl.full([], 0, tl.uint32)
     ties = vocab_size.to(tl.float32)
     if filters_k:
@@ -155,27 +158,68 @@ def sample_kernel(
             cut, over = find_cut(row, vocab_size, temperature, highest, floor, cut, wanted, True, COUNT_BLOCK)
             weight = tl.exp(value_of_bits(cut) - highest)
             ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(weight, 1e-30)), 1.0)
-    best = float("-inf")
-    token = tl.full([], 0, tl.int64)
-    seen = 0.0
-    for start in range(0, vocab_size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        value = load_values(row, columns, vocab_size, temperature)
-        bits = ordered_bits(value)
-        if filters_k | filters_p:
-            ties_here = tl.where((bits == cut) & (columns < vocab_size), 1.0, 0.0)
-            rank = seen + tl.cumsum(ties_here, 0) - ties_here
-            value = tl.where((bits > cut) | ((bits == cut) & (rank < ties)), value, float("-inf"))
-            seen += tl.sum(ties_here, 0)
-        value = tl.where(value >= floor, value, float("-inf"))
-        if greedy == 0:
-            value += gumbel_noise(seed, position, start // 4, BLOCK // 4)
-        value = tl.where(columns < vocab_size, value, float("-inf"))
-        high, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-        if high > best:
-            best = high
-            token = (start + where).to(tl.int64)
-    tl.store(tokens + index, token)
+    limit = vocab_size
+    if filters_k | filters_p:
+        limit = -1
+        seen = 0.0
+        for start in range(0, vocab_size, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            bits = ordered_bits(load_values(row, columns, vocab_size, temperature))
+            at = (bits == cut) & (columns < vocab_size)
+            tied = tl.where(at, 1.0, 0.0)
+            rank = seen + tl.cumsum(tied, 0) - tied
+            limit = tl.maximum(limit, tl.max(tl.where(at & (rank < ties), columns, -1), 0))
+            seen += tl.sum(tied, 0)
+    tl.store(cuts + index, cut.to(tl.int32, bitcast=True))
+    tl.store(limits + index, limit)
+    tl.store(floors + index, floor)
+
+
+@triton.jit
+def draw_kernel(
+    logits,
+    rows,
+    temperatures,
+    seeds,
+    positions,
+    cuts,
+    limits,
+    floors,
+    best_values,
+    best_tokens,
+    vocab_size,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """Programs: row of logits, piece of the vocabulary. The best of each piece, with noise unless the row is greedy."""
+    index, piece = tl.program_id(0), tl.program_id(1)
+    row = logits + index.to(tl.int64) * stride
+    held = tl.load(rows + index)
+    temperature = tl.load(temperatures + held)
+    greedy = temperature == 0.0
+    columns = piece * BLOCK + tl.arange(0, BLOCK)
+    value = load_values(row, columns, vocab_size, tl.where(greedy, 1.0, temperature))
+    bits = ordered_bits(value)
+    cut = tl.load(cuts + index).to(tl.uint32, bitcast=True)
+    kept = (bits > cut) | ((bits == cut) & (columns <= tl.load(limits + index)))
+    kept = kept & (value >= tl.load(floors + index)) & (columns < vocab_size)
+    if greedy == 0:
+        value += gumbel_noise(tl.load(seeds + held), tl.load(positions + index), piece * (BLOCK // 4), BLOCK // 4)
+    value = tl.where(kept, value, float("-inf"))
+    best, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    at = index * tl.num_programs(1) + piece
+    tl.store(best_values + at, best)
+    tl.store(best_tokens + at, piece * BLOCK + where)
+
+
+@triton.jit
+def pick_kernel(best_values, best_tokens, tokens, num_pieces, PIECES: tl.constexpr):
+    """One program per row: the best of its pieces, the first of equals."""
+    index = tl.program_id(0)
+    pieces = tl.arange(0, PIECES)
+    values = tl.load(best_values + index * num_pieces + pieces, mask=pieces < num_pieces, other=float("-inf"))
+    _, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tokens + index, tl.load(best_tokens + index * num_pieces + where).to(tl.int64))
 
 
 @triton.jit
@@ -263,14 +307,32 @@ def sample(
         _check_rows(name, getattr(parameters, name), held, dtype)
     p = parameters
     check_device(logits, rows, positions, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds)
-    tokens = torch.empty(number, dtype=torch.int64, device=logits.device)
+    device = logits.device
     block = 256 if interpreted() else 4096
+    pieces = triton.cdiv(vocab_size, block)
+    tokens = torch.empty(number, dtype=torch.int64, device=device)
+    cuts, limits = torch.empty(2, number, dtype=torch.int32, device=device)
+    floors = torch.empty(number, dtype=torch.float32, device=device)
+    best_values = torch.empty(number, pieces, dtype=torch.float32, device=device)
+    best_tokens = torch.empty(number, pieces, dtype=torch.int32, device=device)
     launch(
-        sample_kernel,
+        filter_kernel,
         (number,),
-        logits, tokens, rows, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds, positions, vocab_size,
-        logits.stride(0),
+        logits, rows, p.temperature, p.top_k, p.top_p, p.min_p, cuts, limits, floors, vocab_size, logits.stride(0),
         BLOCK=block, COUNT_BLOCK=block // 2, num_warps=8,
+    )  # fmt: skip
+    launch(
+        draw_kernel,
+        (number, pieces),
+        logits, rows, p.temperature, p.seeds, positions, cuts, limits, floors, best_values, best_tokens, vocab_size,
+        logits.stride(0),
+        BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    launch(
+        pick_kernel,
+        (number,),
+        best_values, best_tokens, tokens, pieces,
+        PIECES=power_of_two(pieces), num_warps=1,
     )  # fmt: skip
     return tokens
 
