@@ -20,10 +20,12 @@ from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.matmul import linear
+from pagewise_kernels.penalties import penalise
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
-from pagewise_kernels.sampling import DrawParameters, penalise, sample, token_logprobs
+from pagewise_kernels.sampling import DrawParameters, sample
 from pagewise_kernels.silu_mul import silu_mul
 
 _META = torch.device("meta")

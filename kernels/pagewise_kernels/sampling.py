@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import power_of_two
+from pagewise_kernels.shapes import check_logits, check_rows, power_of_two
 
 _PARAMETERS = {
     "temperature": torch.float32,
@@ -222,57 +222,6 @@ def pick_kernel(best_values, best_tokens, tokens, num_pieces, PIECES: tl.constex
     tl.store(tokens + index, tl.load(best_tokens + index * num_pieces + where).to(tl.int64))
 
 
-@triton.jit
-def penalise_kernel(
-    logits,
-    out,
-    counts,
-    in_prompt,
-    rows,
-    repetition,
-    presence,
-    frequency,
-    vocab_size,
-    stride,
-    stride_out,
-    stride_counts,
-    BLOCK: tl.constexpr,
-):
-    """Programs: row, piece of the vocabulary."""
-    index = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < vocab_size
-    value = tl.load(logits + index.to(tl.int64) * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    held = tl.load(rows + index).to(tl.int64) * stride_counts + columns
-    count = tl.load(counts + held, mask=inside, other=0)
-    seen = (count > 0) | (tl.load(in_prompt + held, mask=inside, other=0) != 0)
-    factor = tl.load(repetition + index)
-    value = tl.where(seen, tl.where(value > 0, value / factor, value * factor), value)
-    value -= tl.load(frequency + index) * count.to(tl.float32)
-    value -= tl.where(count > 0, tl.load(presence + index), 0.0)
-    tl.store(out + index.to(tl.int64) * stride_out + columns, value, mask=inside)
-
-
-@triton.jit
-def logprobs_kernel(logits, tokens, logprobs, ranks, vocab_size, stride, BLOCK: tl.constexpr):
-    """One program per row."""
-    index = tl.program_id(0)
-    row = logits + index.to(tl.int64) * stride
-    own = tl.load(row + tl.load(tokens + index)).to(tl.float32)
-    high = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    rank = tl.full([], 1, tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        value = tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
-        new_high = tl.maximum(high, tl.max(value, 0))
-        total = total * tl.exp(high - new_high) + tl.sum(tl.exp(value - new_high), 0)
-        high = new_high
-        rank += tl.sum((value > own).to(tl.int32), 0)
-    tl.store(logprobs + index, own - high - tl.log(total))
-    tl.store(ranks + index, rank)
-
-
 @dataclass(slots=True, frozen=True)
 class DrawParameters:
     """How rows are drawn from, [rows] each.
@@ -299,12 +248,12 @@ def sample(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    number, vocab_size = _check_logits(logits)
-    _check_rows("rows", rows, number, torch.int32)
-    _check_rows("positions", positions, number, torch.int64)
+    number, vocab_size = check_logits(logits)
+    check_rows("rows", rows, number, torch.int32)
+    check_rows("positions", positions, number, torch.int64)
     held = len(parameters.temperature)
     for name, dtype in _PARAMETERS.items():
-        _check_rows(name, getattr(parameters, name), held, dtype)
+        check_rows(name, getattr(parameters, name), held, dtype)
     p = parameters
     check_device(logits, rows, positions, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds)
     device = logits.device
@@ -335,76 +284,3 @@ def sample(
         PIECES=power_of_two(pieces), num_warps=1,
     )  # fmt: skip
     return tokens
-
-
-def penalise(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    *,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> torch.Tensor:
-    """Logits float32 [n, vocab] after the penalties of logits [n, vocab].
-
-    rows int32 [n]: which row of ``counts`` int32 [.., vocab] (how often each entry stands in the output) and
-    ``in_prompt`` bool [.., vocab] belongs to each. repetition, presence, frequency float32 [n]: 1, 0 and 0 change
-    nothing.
-
-    Raises:
-        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
-    """
-    number, vocab_size = _check_logits(logits)
-    for name, tensor in (("repetition", repetition), ("presence", presence), ("frequency", frequency)):
-        _check_rows(name, tensor, number, torch.float32)
-    _check_rows("rows", rows, number, torch.int32)
-    if counts.shape != in_prompt.shape or counts.shape[-1:] != (vocab_size,) or counts.stride() != in_prompt.stride():
-        raise ValueError(f"counts and in_prompt are [rows, {vocab_size}] alike, not {list(counts.shape)}")
-    if counts.dtype != torch.int32 or in_prompt.dtype != torch.bool:
-        raise TypeError(f"counts are int32 and in_prompt is bool, not {counts.dtype} and {in_prompt.dtype}")
-    check_device(logits, rows, counts, in_prompt, repetition, presence, frequency)
-    out = torch.empty(number, vocab_size, dtype=torch.float32, device=logits.device)
-    block = 1024
-    launch(
-        penalise_kernel,
-        (number, triton.cdiv(vocab_size, block)),
-        logits, out, counts, in_prompt.view(torch.uint8), rows, repetition, presence, frequency, vocab_size,
-        logits.stride(0), out.stride(0), counts.stride(0),
-        BLOCK=block, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability float32 [n] of ``tokens`` int64 [n] in logits [n, vocab], and rank int32 [n], from 1 on.
-
-    Raises:
-        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
-    """
-    rows, vocab_size = _check_logits(logits)
-    _check_rows("tokens", tokens, rows, torch.int64)
-    check_device(logits, tokens)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    launch(
-        logprobs_kernel,
-        (rows,),
-        logits, tokens, logprobs, ranks, vocab_size, logits.stride(0),
-        BLOCK=256 if interpreted() else 4096, num_warps=8,
-    )  # fmt: skip
-    return logprobs, ranks
-
-
-def _check_logits(logits: torch.Tensor) -> tuple[int, int]:
-    if logits.dim() != 2 or logits.stride(1) != 1 or not 1 <= logits.shape[1] < 1 << 24:
-        raise ValueError(f"logits are [rows, vocab] with contiguous rows, not {list(logits.shape)}")
-    return logits.shape[0], logits.shape[1]
-
-
-def _check_rows(name: str, tensor: torch.Tensor, rows: int, dtype: torch.dtype) -> None:
-    if tensor.shape != (rows,):
-        raise ValueError(f"{name} has one value for each of {rows} rows, not {list(tensor.shape)}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {dtype}, not {tensor.dtype}")

@@ -7,7 +7,9 @@ import pytest
 import torch
 from pagewise_executor.drawing import draw as draw_in_torch
 from pagewise_executor.philox import gumbel_noise
-from pagewise_kernels.sampling import DrawParameters, penalise, sample, token_logprobs
+from pagewise_kernels.logprobs import token_logprobs
+from pagewise_kernels.penalties import penalise
+from pagewise_kernels.sampling import DrawParameters, sample
 from pagewise_shared.sampling import SamplingParams
 
 KINDS = [

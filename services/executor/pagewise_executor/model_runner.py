@@ -227,7 +227,7 @@ class ModelRunner:
             self._attention, self._drawing = TorchBackend(device), TorchDrawing(device)
             self._penalties, self._measure = TorchPenalties(vocab_size, device), measure_in_torch
             return
-        from pagewise_kernels.sampling import token_logprobs
+        from pagewise_kernels.logprobs import token_logprobs
 
         from pagewise_executor import decode_graphs
         from pagewise_executor.attention.triton_attention import TritonBackend

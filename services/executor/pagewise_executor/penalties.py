@@ -85,7 +85,7 @@ class TritonPenalties:
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """See ``Penalties``."""
-        from pagewise_kernels.sampling import penalise
+        from pagewise_kernels.penalties import penalise
 
         params = [self._params[row] for row in rows]
 
