@@ -21,7 +21,6 @@ class RowSampling:
     """
 
     params: SamplingParams
-    num_prompt_tokens: int
     num_output_tokens: int
     history: list[int] = field(default_factory=list)
 
@@ -49,7 +48,7 @@ class Sampler:
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """A sequence takes ``row``; ``tokens`` are all its known tokens."""
-        state = RowSampling(params, num_prompt_tokens, len(tokens) - num_prompt_tokens)
+        state = RowSampling(params, len(tokens) - num_prompt_tokens)
         if penalises(params):
             self._penalties.join(row, tokens, num_prompt_tokens, params)
         if params.bad_words:

@@ -89,12 +89,11 @@ class Costs:
 
 @dataclass(slots=True, frozen=True)
 class Estimate:
-    """Predicted seconds of each way to recover a span, and the tokens that ``both`` computes."""
+    """Predicted seconds of each way to recover a span."""
 
     load: float
     recompute: float
     both: float
-    both_tokens: int
 
 
 class CostModel:
@@ -152,7 +151,7 @@ class CostModel:
             compute + halvings * empty_step,
             self.load_seconds(num_blocks - split // self.block_size, queued_blocks) + empty_step,
         )
-        return Estimate(load, recompute, both, split)
+        return Estimate(load, recompute, both)
 
     def both_took(self, seconds: float, predicted: float) -> None:
         """Recovering from both ends took so long: compute and copies may slow each other down."""
