@@ -8,8 +8,9 @@ collide would be served another's KV.
 import hashlib
 from typing import NewType
 
+HASH_BYTES = 32
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes."""
+"""``HASH_BYTES`` bytes."""
 
 
 def root_hash(model_fingerprint: str, *extra_keys: object) -> BlockHash:

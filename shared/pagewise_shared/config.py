@@ -44,6 +44,8 @@ _GROUPS = {
         "kv_dtype",
         "kv_layout",
         "host_memory",
+        "host_memory_dir",
+        "keep_host_memory",
         "host_bandwidth",
         "verify_copies",
         "lend_blocks",
@@ -101,6 +103,10 @@ KVMemory = Annotated[
 HostMemory = Annotated[
     str | None, _help("host memory for KV that the device has no room for, such as 16GiB (default: none)", "SIZE")
 ]
+HostMemoryDir = Annotated[
+    str, _help("memory file system where host blocks outlive an executor that dies; none: they do not", "DIR")
+]
+KeepHostMemory = Annotated[bool, _help("leave host blocks to the next executor also when this one ends in order")]
 HostBandwidth = Annotated[
     str | None, _help("hold copies to and from the host to SIZE bytes per second each way, for experiments", "SIZE")
 ]
@@ -178,6 +184,8 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "auto"
     kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
+    host_memory_dir: HostMemoryDir = "/dev/shm"  # noqa: S108 - locked, of this user alone, and checked
+    keep_host_memory: KeepHostMemory = False
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False
     profile: Profile = True
@@ -212,6 +220,8 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "auto"
     kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
+    host_memory_dir: HostMemoryDir = "/dev/shm"  # noqa: S108 - locked, of this user alone, and checked
+    keep_host_memory: KeepHostMemory = False
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False
     profile: Profile = True

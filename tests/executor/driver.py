@@ -41,6 +41,11 @@ def run_requests(
     if directory is not None:
         lend(scheduler, runner, directory)
     runner.reset(Welcome(1, max_num_seqs, max_num_batched_tokens))
+    return scheduler, drive(runner, scheduler, requests, arrive_every)
+
+
+def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_every: int = 0) -> list[StepOutput]:
+    """Run requests to their end on a runner that was reset for this scheduler."""
     copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     runner.report_copies(copied.put)
     coming = deque(requests)
@@ -63,7 +68,7 @@ def run_requests(
         elif scheduler.recoveries.num_loading:
             scheduler.copied(copied.get(timeout=30))
         elif not coming:
-            return scheduler, outputs
+            return outputs
         steps += 1
 
 

@@ -33,7 +33,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build_runner(path: Path, device: str = "cpu", lend: bool = False, **options: object) -> ModelRunner:
+def build_runner(
+    path: Path, device: str = "cpu", lend: bool = False, host_folder: Path | None = None, **options: object
+) -> ModelRunner:
     settings = {
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
@@ -44,6 +46,7 @@ def build_runner(path: Path, device: str = "cpu", lend: bool = False, **options:
     return ModelRunner(
         ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
         lend=lend,
+        host_folder=host_folder,
     )
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
 
 from pagewise_executor.host_tier import HostTier
@@ -87,8 +86,3 @@ class _OwnStream:
         if self._device is not None:
             self._stream.synchronize()
             self._context.__exit__(*error)
-
-
-def checksum(content: Any) -> int:
-    """xxh3_64 of bytes, or of an array's."""
-    return int(xxhash.xxh3_64_intdigest(content))

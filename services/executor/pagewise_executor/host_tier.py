@@ -10,25 +10,29 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.config import ExecutorConfig, parse_size
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, StepError, StepPlan, pack_int32s
 
-from pagewise_executor.kv_pool import KVPool, Raw
+from pagewise_executor.checksum import checksum
+from pagewise_executor.host_memory import AnonymousMemory, HostMemory, NamedMemory
+from pagewise_executor.kv_pool import KVPool, Raw, free_memory
 from pagewise_executor.rows import Int32s
 
 log = logging.getLogger(__name__)
 
 Direction = Literal["store", "load"]
 
-_PINNED_PIECE = 2**30
-"""Pinned memory is allocated in pieces of about this size; no block straddles two."""
 _STAGING_PIECE, _STAGING_PIECES = 64 * 2**20, 8
 """Bytes of one piece of staging on a GPU, and how many there are for stores. A step waits when all are on their way."""
 STAGING_BYTES = _STAGING_PIECE * (_STAGING_PIECES + 1)
@@ -47,7 +51,8 @@ class _Staging:
 class _Job:
     """Copies of one step in one direction, or a part of them: only the ``last`` is told of.
 
-    ``staged`` [n, block bytes]: what a store has read from the device. ``staging``: where, if it is to be given back.
+    ``staged`` [n, block bytes]: what a store has read from the device, ``names`` [n] what it is called, if that is
+    known. ``staging``: where it lies, if that is to be given back.
     """
 
     plan_epoch: int
@@ -55,6 +60,7 @@ class _Job:
     pairs: Int32s
     staged: Raw = None
     staging: _Staging | None = None
+    names: list[BlockHash | None] = field(default_factory=list)
     last: bool = True
     after: "concurrent.futures.Future[None] | None" = None
     ready: "torch.cuda.Event | None" = None
@@ -62,33 +68,24 @@ class _Job:
 
 
 class HostTier:
-    """``num_blocks`` blocks on the host. ``report`` is called on a link's thread when a job is done.
+    """The blocks of ``memory``. ``report`` is called on a link's thread when a job is done.
 
     ``bandwidth``: bytes per second that each direction is held to, None for what the machine gives. ``verify``: keep a
-    checksum of every block that is stored, and check what arrives on the device against it.
-
-    Raises:
-        RuntimeError: the memory cannot be had.
+    checksum of every block that is stored, and check what arrives on the device against it. What another process has
+    left in the memory is checked in any case.
     """
 
-    def __init__(self, pool: KVPool, num_blocks: int, *, bandwidth: float | None = None, verify: bool = False) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self, pool: KVPool, memory: HostMemory, *, bandwidth: float | None = None, verify: bool = False
+    ) -> None:
+        self.memory = memory
+        self.num_blocks = memory.num_blocks
         self.bytes_per_block = pool.bytes_per_block
         self.report: Callable[[Copied], None] = lambda message: None
         self._pool = pool
         self._bandwidth = bandwidth
         self._verify = verify
-        self._checksums: dict[int, int] = {}
         self._cuda = pool.device.type == "cuda"
-        per_piece = max(1, _PINNED_PIECE // pool.bytes_per_block)
-        self._per_piece = per_piece
-        pieces = [
-            torch.empty(
-                min(per_piece, num_blocks - start), pool.bytes_per_block, dtype=torch.uint8, pin_memory=self._cuda
-            )
-            for start in range(0, num_blocks, per_piece)
-        ]
-        self._pieces: list[Raw] = pieces if self._cuda else [piece.numpy() for piece in pieces]
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
         self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
         for _ in range(_STAGING_PIECES if self._cuda else 0):
@@ -103,25 +100,28 @@ class HostTier:
         for direction, inbox in self._inboxes.items():
             threading.Thread(target=self._run, args=(direction, inbox), name=direction, daemon=True).start()
 
-    def reset(self, epoch: int) -> None:
-        """Whatever is asked for under an older epoch is void. Waits for copies that have begun."""
+    def reset(self, epoch: int, *, keep: bool = False) -> None:
+        """Whatever is asked for under an older epoch is void, and so is what was stored, unless ``keep``. Waits for
+        copies that have begun."""
         self._epoch = epoch
         for inbox in self._inboxes.values():
             barrier = _Job(epoch, -1, np.zeros((0, 2), np.int32))
             inbox.put(barrier)
             barrier.done.result()
-        self._checksums.clear()
+        if not keep:
+            self.memory.clear()
         self._last_store = None
 
-    def store(self, plan: StepPlan, pairs: Int32s) -> None:
-        """Begin a step's copies to the host, ``pairs`` [n, 2] of device block and host block.
+    def store(self, plan: StepPlan, pairs: Int32s, names: ReadOnlyList[BlockHash | None] = ()) -> None:
+        """Begin a step's copies to the host, ``pairs`` [n, 2] of device block and host block, ``names`` of the content.
 
         When this returns, the device blocks have been read as far as the device's own order goes.
         """
         size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            job = _Job(plan.epoch, plan.step, part, last=start + size >= len(pairs))
+            own = list(names[start : start + size]) or [None] * len(part)
+            job = _Job(plan.epoch, plan.step, part, names=own, last=start + size >= len(pairs))
             if self._cuda:
                 job.staging = staging = self._stagings.get()
                 if staging.copied is not None:
@@ -142,15 +142,27 @@ class HostTier:
         if len(pairs):
             self._inboxes["load"].put(_Job(plan.epoch, plan.step, pairs, after=self._last_store, ready=self._event()))
 
+    def least_valuable(self, count: int) -> list[int]:
+        """So many blocks to try copies with: those whose content nobody can name, as far as there are any."""
+        named = self.memory.names()
+        return sorted(range(self.num_blocks), key=lambda slot: slot in named)[:count]
+
     def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
         """The content of host blocks [n, bytes_per_block], once the stores that were asked for before are done."""
         if (last := self._last_store) is not None:
             last.result()
         rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
         for row, slot in zip(rows, slots, strict=True):
-            held = self._slot(slot)
+            held = self.memory.slot(slot)
             row[:] = held if isinstance(held, np.ndarray) else held.numpy()
+            if not self._is_sound(slot):
+                raise OSError(f"block {slot} of the host is not what was left there")
         return rows
+
+    def _is_sound(self, slot: int) -> bool:
+        """Whether a block that another process wrote is whole; others are taken to be."""
+        memory = self.memory
+        return not memory.is_inherited(slot) or memory.checksum(slot) == _checksum(memory.slot(slot))
 
     def _event(self) -> "torch.cuda.Event | None":
         if not self._cuda:
@@ -187,7 +199,7 @@ class HostTier:
         bad: list[int] = []
         if direction == "store":
             assert job.staged is not None
-            self._store(job.staged, job.pairs[:, 1].tolist(), stream)
+            self._store(job, stream)
             if job.staging is not None:
                 job.staging.copied = self._event()
         else:
@@ -207,33 +219,67 @@ class HostTier:
     ) -> None:
         self.report(Copied(job.plan_epoch, job.step, direction, elapsed_us, pack_int32s(list(bad)), error))
 
-    def _store(self, staged: Raw, slots: list[int], stream: "torch.cuda.Stream | None") -> None:
-        for row, slot in zip(staged, slots, strict=True):
-            _copy(self._slot(slot), row)
+    def _store(self, job: _Job, stream: "torch.cuda.Stream | None") -> None:
+        memory, slots = self.memory, job.pairs[:, 1].tolist()
+        for row, slot in zip(job.staged, slots, strict=True):
+            memory.void(slot)
+            _copy(memory.slot(slot), row)
         if stream is not None:
             stream.synchronize()
-        if self._verify:  # of what was read from the device: a copy that goes wrong on either way is found
-            for row, slot in zip(staged, slots, strict=True):
-                self._checksums[slot] = _checksum(row)
+        summed = self._verify or memory.outlives
+        for row, slot, name in zip(job.staged, slots, job.names, strict=True):
+            # With --verify-copies of what was read from the device: a copy that goes wrong on either way is found.
+            checksum = _checksum(row if self._verify else memory.slot(slot)) if summed else 0
+            memory.keep(slot, name, checksum)
 
     def _load(self, slots: list[int], blocks: Int32s, stream: "torch.cuda.Stream | None") -> list[int]:
         staged = self._pool.staging(len(slots))
+        unsound = [slot for slot in slots if not self._is_sound(slot)]
         for row, slot in zip(staged, slots, strict=True):
-            _copy(row, self._slot(slot))
+            _copy(row, self.memory.slot(slot))
         self._pool.scatter(blocks, staged)
         if stream is not None:
             stream.synchronize()
         if not self._verify:
-            return []
+            return unsound
         arrived = self._pool.gather(blocks)
-        return [slot for row, slot in zip(arrived, slots, strict=True) if _checksum(row) != self._checksums.get(slot)]
-
-    def _slot(self, slot: int) -> Raw:
-        return self._pieces[slot // self._per_piece][slot % self._per_piece]
+        memory = self.memory
+        return [slot for row, slot in zip(arrived, slots, strict=True) if _checksum(row) != memory.checksum(slot)]
 
     def spoil(self, slot: int) -> None:
-        """Change one byte of a host block: for tests of the checksum mode."""
-        self._slot(slot)[0] ^= 1
+        """Change one byte of a host block: for tests of checksums."""
+        self.memory.slot(slot)[0] ^= 1
+
+
+def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str) -> HostTier | None:
+    """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
+
+    ``content``: what tells its blocks from those of other models and formats.
+
+    Raises:
+        ModelError: there is less memory, or not one block fits.
+    """
+    if config.host_memory is None:
+        return None
+    wanted, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    if not pool.bytes_per_block <= wanted <= free:
+        raise ModelError(
+            f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "
+            f"{free / 2**30:.2f} GiB are free on the host"
+        )
+    num_blocks, cuda = wanted // pool.bytes_per_block, pool.device.type == "cuda"
+    memory: HostMemory | None = None
+    if folder is not None:
+        try:
+            memory = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda)
+        except OSError as error:
+            log.warning("no named host memory (%s): what it holds will be gone with this process", error)
+    if memory is None:
+        memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
+    bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None
+    tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies)
+    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
+    return tier
 
 
 def _copy(target: Raw, source: Raw) -> None:
@@ -244,5 +290,4 @@ def _copy(target: Raw, source: Raw) -> None:
 
 
 def _checksum(row: Raw) -> int:
-    content: bytes = row.tobytes() if isinstance(row, np.ndarray) else row.cpu().numpy().tobytes()
-    return zlib.crc32(content)
+    return checksum(np.ascontiguousarray(row if isinstance(row, np.ndarray) else row.cpu().numpy()))

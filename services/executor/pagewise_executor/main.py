@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
@@ -67,7 +68,8 @@ def build_runner(config: ExecutorConfig) -> Runner:
     log.info("starting torch")
     from pagewise_executor.model_runner import ModelRunner
 
-    return ModelRunner(config, lend=config.lend_blocks)
+    folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
+    return ModelRunner(config, lend=config.lend_blocks, host_folder=folder)
 
 
 def _run(service: ExecutorService) -> None:

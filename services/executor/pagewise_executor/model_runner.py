@@ -5,27 +5,29 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pagewise_shared.config import ExecutorConfig, parse_size
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import CancelFetch, Copied, PromptLogprobs, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, Inventory, PromptLogprobs, StepPlan, StepResult, Welcome
 
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
 from pagewise_executor.attention.torch_attention import TorchBackend
+from pagewise_executor.block_names import BlockNames
 from pagewise_executor.block_store import BlockStore
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
-from pagewise_executor.host_tier import STAGING_BYTES, HostTier
-from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
+from pagewise_executor.host_tier import STAGING_BYTES, HostTier, make_host_tier
+from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, pool_size
 from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.peers import Peers, block_listener
 from pagewise_executor.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.profile import largest_step, measure_costs
-from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
+from pagewise_executor.rows import Chunk, Int64s, Row, RowTable, StepWork
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampler import Sampler
 from pagewise_executor.uploads import Uploads
@@ -41,13 +43,14 @@ _LOGPROBS_AT_ONCE = 512
 
 @dataclass(slots=True)
 class IssuedStep:
-    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device.
+    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device, of ``rows`` [n].
 
     On CUDA ``events`` are its beginning and its end on the device; elsewhere it is over, and took ``seconds``.
     """
 
     plan: StepPlan
     tokens: torch.Tensor
+    rows: list[Row]
     logprobs: WantedLogprobs | None
     prompt_logprobs: list[tuple[int, WantedLogprobs]]
     seconds: float
@@ -65,10 +68,13 @@ class IssuedStep:
             began, done = self.events
             done.synchronize()
             seconds = began.elapsed_time(done) * 1e-3
+        tokens = self.tokens.numpy().astype(np.int32)
+        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+            row.sampled.append(token)
         return StepResult(
             epoch=self.plan.epoch,
             step=self.plan.step,
-            tokens=self.tokens.numpy().astype(np.int32).tobytes(),
+            tokens=tokens.tobytes(),
             logprobs=self.logprobs.report() if self.logprobs is not None else (),
             prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
             elapsed_us=int(seconds * 1e6),
@@ -76,14 +82,16 @@ class IssuedStep:
 
 
 class ModelRunner:
-    """One model, its KV pool, and the rows that use it. ``lend``: exchange blocks with other executors.
+    """One model, its KV pool, and the rows that use it.
+
+    ``lend``: exchange blocks with other executors. ``host_folder``: where host memory outlives the process.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
 
     info: RunnerInfo
 
-    def __init__(self, config: ExecutorConfig, *, lend: bool = False) -> None:
+    def __init__(self, config: ExecutorConfig, *, lend: bool = False, host_folder: Path | None = None) -> None:
         use_cpu_well(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
@@ -102,7 +110,10 @@ class ModelRunner:
             reserved = self._measure_activations(config, loaded, kv_dtype)
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
-        self._host = _host_tier(config, self._pool)
+        block_format = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
+        content = f"{loaded.fingerprint} {block_format} {config.block_size}"
+        self._host = make_host_tier(config, self._pool, host_folder, content)
+        self._keep_host_memory = config.keep_host_memory
         self.info = dataclasses.replace(self.info, num_host_blocks=self._host.num_blocks if self._host else 0)
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
@@ -113,10 +124,10 @@ class ModelRunner:
         if config.profile:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
+        self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if lend:
             self._peers = Peers(BlockStore(self._pool, self._host), *block_listener(config))
-            form = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
-            self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=form)
+            self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """A KV pool for the layers, and what there is to say of it."""
@@ -129,6 +140,7 @@ class ModelRunner:
             layout=config.kv_layout,
             triton=loaded.kernels == "triton",
         )
+        self._names = BlockNames(num_blocks, config.block_size)
         for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._holder, scales)  # type: ignore[assignment]
         self.info = RunnerInfo(
@@ -173,10 +185,18 @@ class ModelRunner:
         if self._peers is not None:
             self._peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
 
+    def inventory(self) -> Inventory | None:
+        """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
+        for row in list(self._table.rows):
+            self._table.let_go(row)
+        return self._names.inventory(self._host.memory.names() if self._host is not None else {})
+
     def close(self) -> None:
-        """Lend nothing any more."""
+        """Lend nothing any more, and leave nothing behind."""
         if self._peers is not None:
             self._peers.close()
+        if self._host is not None and not self._keep_host_memory:
+            self._host.memory.close()
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for as many as the scheduler wants."""
@@ -187,11 +207,14 @@ class ModelRunner:
             pool_blocks=self.info.num_blocks,
             host_blocks=self.info.num_host_blocks,
         )
+        self._table.on_leave = self._names.leaving
+        if not welcome.keeps_blocks:
+            self._names.clear()
         self._attention.reset(self._table)
         if self._peers is not None:
             self._peers.reset(welcome.epoch)
         if self._host is not None:
-            self._host.reset(welcome.epoch)
+            self._host.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(self._drawing, self._penalties, self._measure)
 
     @torch.inference_mode()
@@ -212,7 +235,8 @@ class ModelRunner:
             held = table.rows[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
         if self._host is not None:
-            self._host.store(plan, work.stores)
+            self._host.store(plan, work.stores, self._names.of(work.stores[:, 0].tolist()))
+        self._names.written(table, work.changed_tables)
         if len(work.copies):
             self._pool.copy_blocks(work.copies)
         if self._host is not None:  # after the copies: they may read a block that is loaded into
@@ -228,6 +252,7 @@ class ModelRunner:
             logits, prompts = self._forward(work)
             if work.sampled_rows:
                 tokens, logprobs = self._sample(work, logits)
+        rows = [table.rows[row] for row in work.sampled_rows]
         table.advance(work)
         events = None
         if start is not None:
@@ -236,7 +261,7 @@ class ModelRunner:
             assert done is not None
             events = (start, done)
         seconds = time.perf_counter() - began
-        return IssuedStep(plan, tokens, logprobs, prompts, seconds, events)
+        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events)
 
     def _choose_backend(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
         """Who computes attention, samples, and runs steps of decodes alone."""
@@ -366,26 +391,6 @@ def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple
                 reported.append((chunk, count))
         offset += chunk.size
     return kept + extra, reported
-
-
-def _host_tier(config: ExecutorConfig, pool: KVPool) -> HostTier | None:
-    """The host pool that ``--host-memory`` asks for.
-
-    Raises:
-        ModelError: there is less memory, or not one block fits.
-    """
-    if config.host_memory is None:
-        return None
-    wanted, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
-    if not pool.bytes_per_block <= wanted <= free:
-        raise ModelError(
-            f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "
-            f"{free / 2**30:.2f} GiB are free on the host"
-        )
-    bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None
-    tier = HostTier(pool, wanted // pool.bytes_per_block, bandwidth=bandwidth, verify=config.verify_copies)
-    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
-    return tier
 
 
 def _device_name(device: torch.device) -> str:

@@ -23,7 +23,8 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
-from pagewise_executor.block_store import BlockStore, checksum
+from pagewise_executor.block_store import BlockStore
+from pagewise_executor.checksum import checksum
 from pagewise_executor.rows import Int32s
 
 log = logging.getLogger(__name__)

@@ -116,8 +116,8 @@ def _measure_copies(host: HostTier, direction: str, num_blocks: int) -> tuple[fl
     begin = host.load if direction == "load" else host.store
 
     def measure(count: int) -> float:
-        blocks = np.arange(count, dtype=np.int32)
-        begin(StepPlan(epoch=0, step=1), np.stack([blocks, blocks], axis=1))
+        pairs = np.stack([np.arange(count), host.least_valuable(count)], axis=1).astype(np.int32)
+        begin(StepPlan(epoch=0, step=1), pairs if direction == "store" else pairs[:, ::-1])
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
         except queue.Empty:

@@ -3,7 +3,9 @@
 No torch here: the simulated runner keeps its rows in the same table.
 """
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +25,22 @@ class InvalidPlanError(PagewiseError):
 
 @dataclass(slots=True)
 class Row:
-    """One sequence: its known tokens when it joined, and how it is sampled."""
+    """One sequence: its known tokens when it joined, and how it is sampled.
+
+    ``root``: where its chain of block hashes begins. ``sampled``: tokens that came after those known, as far as the
+    host has heard of them.
+    """
 
     tokens: Int32s
     num_prompt_tokens: int
     sampling: SamplingParams
+    root: bytes = b""
+    sampled: "array[int]" = field(default_factory=lambda: array("i"))
+
+    def known_tokens(self, start: int) -> bytes:
+        """The tokens from ``start`` on, as int32 bytes."""
+        known = len(self.tokens)
+        return self.tokens[start:].tobytes() + self.sampled[max(0, start - known) :].tobytes()
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +83,8 @@ class RowTable:
     """Rows, their block tables and the decode set, as arrays that a step indexes with the rows it runs.
 
     ``num_computed`` [rows]: tokens whose K and V are in the pool. ``tables`` [rows, max_blocks] int32, of which the
-    first ``num_blocks`` [rows] entries count.
+    first ``num_blocks`` [rows] entries count. ``on_leave``: told of a row that leaves, its blocks, and how many of its
+    tokens are in them.
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class RowTable:
         self.num_computed: Int64s = np.zeros(num_rows, np.int64)
         self.num_blocks: Int64s = np.zeros(num_rows, np.int64)
         self.tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
+        self.on_leave: Callable[[Row, Int32s, int], None] = lambda row, blocks, num_computed: None
         self._num_rows = num_rows
         self._decoding: dict[int, None] = {}
         self._order: Int64s = np.zeros(0, np.int64)
@@ -98,8 +113,9 @@ class RowTable:
             InvalidPlanError: the plan names rows, blocks or tokens that are not there.
         """
         for row in plan.left:
-            if self.rows.pop(row, None) is None:
+            if row not in self.rows:
                 raise InvalidPlanError(f"row {row} leaves but holds no sequence")
+            self.let_go(row)
             if row in self._decoding:
                 del self._decoding[row]
                 self._changed = True
@@ -127,6 +143,11 @@ class RowTable:
         )
         self._changed, self._changed_tables = False, []
         return work
+
+    def let_go(self, row: int) -> None:
+        """The row's sequence is gone."""
+        held = self.rows.pop(row)
+        self.on_leave(held, self.tables[row, : self.num_blocks[row]], int(self.num_computed[row]))
 
     def advance(self, work: StepWork) -> None:
         """The step has been issued: its tokens count as computed, and rows that completed decode from now on."""
@@ -161,7 +182,7 @@ class RowTable:
                 f"row {new.row} joins with {len(tokens)} tokens, {new.num_computed_tokens} of them computed; "
                 f"at most {self.max_model_len} fit"
             )
-        self.rows[new.row] = Row(tokens, new.num_prompt_tokens, new.sampling)
+        self.rows[new.row] = Row(tokens, new.num_prompt_tokens, new.sampling, new.root)
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import CancelFetch, Copied, MeasuredCosts, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +49,10 @@ class Runner(Protocol):
 
     def cancel_fetch(self, cancelled: CancelFetch) -> None:
         """What a step fetches is not wanted any more; comes from any thread."""
+        ...
+
+    def inventory(self) -> Inventory | None:
+        """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
         ...
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import signal
 import uuid
 from time import monotonic
 
+import msgspec
 import zmq
 import zmq.asyncio
 from pagewise_shared.errors import ProtocolError
@@ -100,7 +101,7 @@ class ExecutorService:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -153,8 +154,9 @@ class ExecutorService:
             # One whose step hangs was given up for that, and must not get work again before the step has ended.
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
+            inventory = await asyncio.wrap_future(worker.inventory())
             while self._welcome is None:
-                await self._send(self._hello)
+                await self._send(msgspec.structs.replace(self._hello, inventory=inventory))
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):

@@ -45,6 +45,9 @@ class SimulatedRunner:
     def cancel_fetch(self, cancelled: CancelFetch) -> None:
         """Nothing is ever fetched: it lends nothing, so nobody lends to it."""
 
+    def inventory(self) -> None:
+        """It holds nothing."""
+
     def close(self) -> None:
         """It holds nothing."""
 

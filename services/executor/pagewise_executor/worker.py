@@ -7,12 +7,14 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pagewise_shared.protocol import CancelFetch, Copied, StepError, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
 
 from pagewise_executor.rows import InvalidPlanError
 from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
 
 log = logging.getLogger(__name__)
+
+_Question = concurrent.futures.Future[Inventory | None]
 
 
 class Worker:
@@ -30,7 +32,7 @@ class Worker:
         self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
         self._runner: Runner
         self._answer: Callable[[StepResult | Copied], None]
-        self._inbox: queue.SimpleQueue[Welcome | StepPlan | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Welcome | StepPlan | _Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
         self._error: StepError | None = None
@@ -65,6 +67,12 @@ class Worker:
         """Pass it on at once: what is fetched does not wait for steps."""
         self._runner.cancel_fetch(cancelled)
 
+    def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
+        """What the runner holds that a scheduler may use; asked for when no step is under way."""
+        question: _Question = concurrent.futures.Future()
+        self._inbox.put(question)
+        return question
+
     def stop(self) -> None:
         """Let the thread finish what it has, and wait for it."""
         self._inbox.put(None)
@@ -97,7 +105,9 @@ class Worker:
             self._waiting = False
             if message is None:
                 break
-            if isinstance(message, Welcome):
+            if isinstance(message, concurrent.futures.Future):
+                message.set_result(self._runner.inventory())
+            elif isinstance(message, Welcome):
                 self._finish(pending)
                 pending = None
                 self._runner.reset(message)

@@ -5,6 +5,7 @@ from pagewise_shared.protocol.codec import (
     decode_from_peer,
     decode_from_scheduler,
     encode,
+    named_blocks,
     pack_int32s,
     unpack_int32s,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "decode_from_peer",
     "decode_from_scheduler",
     "encode",
+    "named_blocks",
     "pack_int32s",
     "unpack_int32s",
 ]

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Message, ReadBlocks
+from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Inventory, Message, ReadBlocks
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the wire format is little-endian int32; this machine is big-endian")
@@ -83,3 +84,21 @@ def unpack_int32s(data: bytes) -> "array[int]":
     except ValueError as error:
         raise ProtocolError(f"{len(data)} bytes are no whole number of int32 values") from error
     return values
+
+
+def named_blocks(inventory: Inventory) -> tuple[dict[BlockHash, int], dict[BlockHash, int]]:
+    """What an inventory offers on the device and on the host: block ids by block hash.
+
+    Raises:
+        ProtocolError: hashes and blocks do not match.
+    """
+    return _named(inventory.device, inventory.device_hashes), _named(inventory.host, inventory.host_hashes)
+
+
+def _named(packed: bytes, hashes: bytes) -> dict[BlockHash, int]:
+    blocks = unpack_int32s(packed)
+    if len(hashes) != HASH_BYTES * len(blocks):
+        raise ProtocolError(f"{len(hashes)} bytes of hashes name {len(blocks)} blocks")
+    return {
+        BlockHash(hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]): block for index, block in enumerate(blocks)
+    }

@@ -84,22 +84,16 @@ class Hello(Message, frozen=True):
 
 
 class Inventory(Piece, frozen=True):
-    """Full blocks whose content an executor knows, parents before their children.
+    """Full blocks whose content an executor knows, by their block hashes (32 bytes each, one after the other).
 
     Fields:
-        roots: hashes with which the chains begin (``block_hash.root_hash``).
-        parents: of each block (int32 bytes), the index of an earlier one, or -1 - i if it begins a chain of root i.
-        device, host: where it lies in either pool (int32 bytes), -1: not there.
-        tokens: of all blocks one after the other (int32 bytes), ``Hello.block_size`` each.
-        hashes: of all blocks one after the other, 32 bytes each.
+        device, device_hashes: blocks of the device pool (int32 bytes). host, host_hashes: blocks of the host pool.
     """
 
-    roots: tuple[bytes, ...]
-    parents: bytes
-    device: bytes
-    host: bytes
-    tokens: bytes
-    hashes: bytes
+    device: bytes = b""
+    device_hashes: bytes = b""
+    host: bytes = b""
+    host_hashes: bytes = b""
 
 
 class TokenLogprobs(Piece, frozen=True):

@@ -7,9 +7,21 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 from collections import Counter
 from dataclasses import dataclass
 
-from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, StepResult, TokenLogprobs, pack_int32s, unpack_int32s
+from pagewise_shared.block_hash import BlockHash, block_hash
+from pagewise_shared.protocol import (
+    DEVICE_TIER,
+    Copied,
+    Fetch,
+    MemoryWork,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    pack_int32s,
+    unpack_int32s,
+)
 
-Content = dict[int, tuple[int, ...]]
+Content = dict[int, tuple[bytes, tuple[int, ...]]]
+"""By slot of a block: where the chain of block hashes begins, and all tokens up to this one."""
 
 
 def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
@@ -34,13 +46,15 @@ class Row:
     tokens: list[int]
     computed: int
     blocks: list[int]
+    root: bytes
     logprobs: int | None = None
 
 
 class CheckingExecutor:
     """``spoil``: host blocks whose next load is reported bad. ``elapsed_us``: what copies are said to take.
 
-    ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told.
+    ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
+    others that it fetches from, by endpoint; ``epoch``: under which it lends.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
@@ -48,16 +62,22 @@ class CheckingExecutor:
         self.spoil: set[int] = set()
         self.elapsed_us = 100
         self.early_loads = False
+        self.peers: dict[str, CheckingExecutor] = {}
+        self.epoch = 1
         self.reset()
 
-    def reset(self) -> None:
-        self.blocks: dict[int, Content] = {}
-        self.host: dict[int, Content] = {}
+    def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
+        if not keeps_blocks:
+            self.blocks: dict[int, Content] = {}
+            self.host: dict[int, Content] = {}
+        self.epoch = epoch
         self.rows: dict[int, Row] = {}
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.copying: list[Copied] = []
         self.loads: dict[int, list[tuple[int, int]]] = {}
+        self.fetches: dict[tuple[int, str], Fetch] = {}
+        self.num_fetched = 0
         self.num_computed = self.num_stored = self.num_loaded = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -73,6 +93,7 @@ class CheckingExecutor:
                 unpack_int32s(new.tokens).tolist(),
                 new.num_computed_tokens,
                 unpack_int32s(new.blocks).tolist(),
+                new.root,
                 new.sampling.logprobs,
             )
         changes = unpack_int32s(plan.tables).tolist()
@@ -124,15 +145,62 @@ class CheckingExecutor:
                     elif not self.early_loads:
                         self.blocks[target] = dict(self.host[source])
                     self.num_loaded += 1
-            messages.append(Copied(message.epoch, message.step, message.direction, self.elapsed_us, pack_int32s(bad)))
+            elif message.direction == "fetch":
+                bad = self._fetch(self.fetches.pop((message.step, message.peer)))
+            messages.append(
+                Copied(
+                    message.epoch, message.step, message.direction, self.elapsed_us, pack_int32s(bad), peer=message.peer
+                )
+            )
         return messages
+
+    def _fetch(self, fetch: Fetch) -> list[int]:
+        """Copy a peer's blocks as they are now; returns the own blocks that stay empty."""
+        triples = _triples(fetch)
+        peer = self.peers.get(fetch.peer)
+        if peer is None or peer.epoch != fetch.epoch:
+            return [target for _, _, target in triples]
+        assert peer.last_step >= fetch.step
+        for tier, source, target in triples:
+            held = peer.blocks if tier == DEVICE_TIER else peer.host
+            assert source in held, (tier, source)
+            content = held[source]
+            assert len(content) == self.block_size, "a block that is not full is lent"
+            self.blocks[target] = dict(content)
+            self.num_fetched += 1
+        return []
+
+    def inventory(self) -> tuple[dict[BlockHash, int], dict[BlockHash, int]]:
+        """What the full blocks on the device and on the host are called."""
+        under_way = {target for transfer in self.loads.values() for _, target in transfer}
+        under_way |= {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
+        device = {block: content for block, content in self.blocks.items() if block not in under_way}
+        return self._named(device), self._named(self.host)
+
+    def _named(self, blocks: dict[int, Content]) -> dict[BlockHash, int]:
+        names: dict[BlockHash, int] = {}
+        for block, content in blocks.items():
+            if len(content) < self.block_size:
+                continue
+            root, tokens = content[self.block_size - 1]
+            if len(tokens) % self.block_size or any(
+                content[slot] != (root, tokens[: len(tokens) - self.block_size + slot + 1]) for slot in content
+            ):
+                continue  # what is left of one sequence, and written over by another
+            name = BlockHash(root)
+            for start in range(0, len(tokens), self.block_size):
+                name = block_hash(name, pack_int32s(tokens[start : start + self.block_size]))
+            names[name] = block
+        return names
 
     def _copy(self, plan: StepPlan, work: MemoryWork) -> None:
         under_way = {block for transfer in self.loads.values() for pair in transfer for block in pair[1:]}
+        arriving = {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
         for source, target in pairs(work.stores):
             assert 0 <= target < self.num_host_blocks
             assert target not in {pair[0] for transfer in self.loads.values() for pair in transfer}
             assert source not in under_way
+            assert source not in arriving
             assert len(self.blocks[source]) == self.block_size, "a block that is not full goes to the host"
             self.host[target] = dict(self.blocks[source])
             self.num_stored += 1
@@ -140,6 +208,9 @@ class CheckingExecutor:
             self.copying.append(Copied(plan.epoch, plan.step, "store"))
         read = {target: dict(self.blocks.get(source, {})) for source, target in pairs(work.copies)}
         self.blocks.update(read)
+        for fetch in work.fetches:
+            self.fetches[plan.step, fetch.peer] = fetch
+            self.copying.append(Copied(plan.epoch, plan.step, "fetch", peer=fetch.peer))
         if work.loads:
             self.loads[plan.step] = pairs(work.loads)
             self.copying.append(Copied(plan.epoch, plan.step, "load"))
@@ -152,12 +223,16 @@ class CheckingExecutor:
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)
         under_way = {target for transfer in self.loads.values() for _, target in transfer}
+        under_way |= {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
         self.num_computed += size
         for position in range(row.computed, row.computed + size):
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             assert self.holders[block] == 1, "a shared block is written"
             assert block not in under_way, "a block is written that is being loaded"
-            self.blocks.setdefault(block, {})[position % self.block_size] = tuple(row.tokens[: position + 1])
+            self.blocks.setdefault(block, {})[position % self.block_size] = (
+                row.root,
+                tuple(row.tokens[: position + 1]),
+            )
         row.computed += size
         self._check(row)
         if append:
@@ -168,4 +243,10 @@ class CheckingExecutor:
         """Everything the row has computed or loaded lies where its table says."""
         for position in range(row.computed):
             held = self.blocks[row.blocks[position // self.block_size]][position % self.block_size]
-            assert held == tuple(row.tokens[: position + 1]), "this block holds something else"
+            assert held == (row.root, tuple(row.tokens[: position + 1])), "this block holds something else"
+
+
+def _triples(fetch: Fetch) -> list[tuple[int, int, int]]:
+    """Tier and block of the peer, own block."""
+    values = unpack_int32s(fetch.blocks).tolist()
+    return list(zip(values[::3], values[1::3], values[2::3], strict=True))

@@ -60,7 +60,7 @@ class MemoryRules(RuleBasedStateMachine):
         eviction: str,
         early_loads: bool,
     ) -> None:
-        self.scheduler = create_scheduler(
+        self.create = lambda: create_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -69,6 +69,7 @@ class MemoryRules(RuleBasedStateMachine):
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
         )
+        self.scheduler = self.create()
         self.scheduler.kv.pool.host.max_storing = max_storing
         self.executor = executor_for(self.scheduler)
         self.executor.early_loads = early_loads
@@ -168,6 +169,23 @@ class MemoryRules(RuleBasedStateMachine):
         self.aborted |= {request.request_id for request in self.scheduler.fail(self.epoch)}
         self.results.clear()
         self.executor.reset()
+
+    @rule(restarts=st.integers(0, 4), device_is_lost=st.booleans())
+    def scheduler_restarts(self, restarts: int, device_is_lost: bool) -> None:
+        """Another scheduler goes on with the same requests, and expects what the executor holds from before.
+
+        ``device_is_lost``: it is the executor that was restarted, on the same host.
+        """
+        if restarts:
+            return
+        requests = self.scheduler.release_all()
+        device, host = self.executor.inventory()
+        self.executor.reset(keeps_blocks=True)
+        self.results.clear()
+        self.scheduler, self.epoch = self.create(), 1
+        self.scheduler.kv.expect({} if device_is_lost else device, host)
+        for request in requests:
+            self.scheduler.add(request)
 
     @invariant()
     def memory_adds_up(self) -> None:

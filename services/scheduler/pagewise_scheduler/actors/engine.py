@@ -288,7 +288,7 @@ class Engine(Actor[EngineMessage]):
         if not await self._link.send(encode(self.welcome())):
             self._lost = "it cannot be reached"
 
-    def welcome(self) -> Welcome:
+    def welcome(self, *, keeps_blocks: bool = False) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
         limits = self.scheduler.limits
         return Welcome(
@@ -296,6 +296,7 @@ class Engine(Actor[EngineMessage]):
             max_num_seqs=limits.configured_num_seqs,
             max_num_batched_tokens=limits.configured_num_batched_tokens,
             heartbeat_ms=HEARTBEAT_MS,
+            keeps_blocks=keeps_blocks,
         )
 
     def _hand_over(self) -> None:

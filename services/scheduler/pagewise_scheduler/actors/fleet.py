@@ -23,6 +23,7 @@ from pagewise_shared.protocol import (
     StepResult,
     decode_from_executor,
     encode,
+    named_blocks,
 )
 
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
@@ -191,7 +192,7 @@ class Fleet:
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
         self._let_lend(hello, engine)
         self._members[identity] = Member(hello, engine, clock())
-        await self._send(identity, engine.welcome())
+        await self._send(identity, engine.welcome(keeps_blocks=self._take_over(hello, scheduler)))
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
         log.info(
@@ -232,6 +233,20 @@ class Fleet:
         self._router.tell(Left(member.engine))
         self._end_lending(member.engine)
         member.engine.tell(Lost(reason))
+
+    def _take_over(self, hello: Hello, scheduler: Scheduler) -> bool:
+        """Expect what the executor holds from before; False: it holds nothing that could be used."""
+        if hello.inventory is None:
+            return False
+        try:
+            scheduler.kv.expect(*named_blocks(hello.inventory))
+        except (ValueError, ProtocolError) as error:
+            self._metrics.frames_dropped("bad_inventory").inc()
+            log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
+            return False
+        pool = scheduler.kv.pool
+        log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
+        return True
 
     def _let_lend(self, hello: Hello, engine: Engine) -> None:
         """Let others fetch blocks from this executor, and it from them."""

@@ -5,6 +5,8 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 
 from collections.abc import Iterable
 
+from pagewise_shared.block_hash import BlockHash
+
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.host_pool import HostPool
@@ -18,7 +20,8 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
-    ``num_lent``: references of other executors that read blocks.
+    ``num_lent``: references of other executors that read blocks. ``unclaimed``: cached blocks from before whose content
+    nobody has asked for yet, by block hash, the first to go first.
 
     Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
     one that has to be evicted. What is evicted goes to ``host`` if that takes it, else it is dropped.
@@ -37,6 +40,7 @@ class BlockPool:
         "num_lent",
         "policy",
         "tree",
+        "unclaimed",
     )
 
     def __init__(
@@ -61,6 +65,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_cached = 0
         self.num_lent = 0
+        self.unclaimed: dict[BlockHash, int] = {}
         self._evictable = EvictionQueue(policy, self._may_go)
         self._tick = 0
 
@@ -145,6 +150,24 @@ class BlockPool:
                         self.host.offer(node)
         self._evictable.shrink(self._num_cached)
 
+    def expect(self, unclaimed: dict[BlockHash, int]) -> None:
+        """The pool, empty so far, holds these blocks from before."""
+        taken = set(unclaimed.values())
+        self._free = [block for block in self._free if block not in taken]
+        self.unclaimed = unclaimed
+        self._num_cached = len(unclaimed)
+
+    def claim(self, node: CachedBlock) -> None:
+        """The content of ``node``, whose parent is on the device, is here from before, if it is; it is in the tree."""
+        block = self.unclaimed.pop(node.hash, -1)
+        if block >= 0:
+            assert node.parent is not None
+            node.block = block
+            node.parent.num_on_device += 1
+            node.last_used = self._tick
+            self._nodes[block] = node
+            self._evictable.push(node)
+
     def lend(self, block: int) -> None:
         """Another executor reads this block: it stays, and stays as it is, until it is taken back."""
         self.share((block,))
@@ -172,6 +195,12 @@ class BlockPool:
         return node.block >= 0 and self._references[node.block] == 0 and not node.num_on_device
 
     def _evict(self, count: int) -> None:
+        while count and self.unclaimed:
+            self._free.append(self.unclaimed.pop(next(iter(self.unclaimed))))
+            self._num_cached -= 1
+            self.counters.evicted += 1
+            self.counters.dropped += 1
+            count -= 1
         for _ in range(count):
             node = self._evictable.pop()
             assert node is not None

@@ -7,6 +7,8 @@ tails first, like blocks on the device.
 
 from collections.abc import Callable, Iterable
 
+from pagewise_shared.block_hash import BlockHash
+
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
@@ -21,6 +23,7 @@ class HostPool:
         stores: pairs (device block, host block) to be copied before the next step computes anything.
         num_storing: blocks whose copy to the host has been asked for and not confirmed. With ``max_storing`` of them
             under way, no more prefixes are begun: what is evicted then is dropped.
+        unclaimed: blocks from before whose content nobody has asked for yet, by block hash, the first to go first.
         worth_keeping: whether the prefix that ends with a node, which the device evicts, is worth its copies.
     """
 
@@ -33,6 +36,7 @@ class HostPool:
         "num_blocks",
         "num_storing",
         "stores",
+        "unclaimed",
         "worth_keeping",
     )
 
@@ -49,6 +53,7 @@ class HostPool:
         self.stores: list[int] = []
         self.num_storing = 0
         self.counters = counters
+        self.unclaimed: dict[BlockHash, int] = {}
         self.worth_keeping: Callable[[CachedBlock], bool] = lambda node: True
         self._tree = tree
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -58,6 +63,19 @@ class HostPool:
     def num_used(self) -> int:
         """Blocks that hold a copy."""
         return self.num_blocks - len(self._free)
+
+    def expect(self, unclaimed: dict[BlockHash, int]) -> None:
+        """The pool, empty so far, holds these blocks from before."""
+        taken = set(unclaimed.values())
+        self._free = [block for block in self._free if block not in taken]
+        self.unclaimed = unclaimed
+
+    def claim(self, node: CachedBlock) -> None:
+        """The content of ``node`` is here from before, if it is; it lies in the tree now."""
+        host = self.unclaimed.pop(node.hash, -1)
+        if host >= 0:
+            node.host = host
+            self.offer(node)
 
     def take_over(self, node: CachedBlock, block: int) -> bool:
         """The device evicts ``node`` from ``block``: keep it here if possible; False: nobody has it any more."""
@@ -102,6 +120,10 @@ class HostPool:
             assert node.pins >= 0
             self.offer(self._prune(node))
 
+    def tidy(self, node: CachedBlock) -> None:
+        """Take ``node`` out of the tree, and what leads to it alone, if it lies nowhere."""
+        self.offer(self._prune(node))
+
     def drop(self, node: CachedBlock) -> None:
         """The copy of ``node`` and those of all nodes below it are void; what is nowhere else leaves the tree."""
         subtree = [node]
@@ -131,6 +153,9 @@ class HostPool:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
+        if self.unclaimed:
+            self.counters.host_evicted += 1
+            return self.unclaimed.pop(next(iter(self.unclaimed)))
         node = self._evictable.pop()
         if node is None:
             return -1

@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from pagewise_shared.block_hash import BlockHash, block_hash
+
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
@@ -78,6 +80,46 @@ class KVCacheManager:
     def new_table(self, space: Hashable = None) -> BlockTable:
         """An empty block table that shares the cache of ``space``."""
         return BlockTable(self.block_size, space)
+
+    # ---- from before ---------------------------------------------------------------------------------
+
+    def expect(self, device: dict[BlockHash, int], host: dict[BlockHash, int]) -> None:
+        """The pools, empty so far, hold these blocks from before; who asks for their content gets it.
+
+        Raises:
+            ValueError: there are no such blocks, or one is named twice.
+        """
+        for tier, named, size in (("device", device, self.pool.num_blocks), ("host", host, self.pool.host.num_blocks)):
+            blocks = set(named.values())
+            if len(blocks) != len(named) or any(not 0 <= block < size for block in blocks):
+                raise ValueError(f"{len(named)} {tier} blocks are offered that are not {size} different ones")
+        self.pool.expect(device)
+        self.pool.host.expect(host)
+
+    def claim(self, space: Hashable, tokens_of: Callable[[], bytes]) -> None:
+        """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
+        pool, size = self.pool, 4 * self.block_size
+        if not (pool.unclaimed or pool.host.unclaimed):
+            return
+        tokens = tokens_of()
+        known, keys, hashes = pool.tree.root_hash(space), [], []
+        for start in range(0, len(tokens) - size + 1, size):
+            keys.append(tokens[start : start + size])
+            known = block_hash(known, keys[-1])
+            hashes.append(known)
+        while hashes and hashes[-1] not in pool.unclaimed and hashes[-1] not in pool.host.unclaimed:
+            hashes.pop()
+        node = pool.tree.root(space) if hashes else None
+        for key, known in zip(keys, hashes, strict=False):
+            assert node is not None
+            parent, node = node, node.children.get(key) or pool.tree.add(node, key)
+            node.hash = known
+            if node.block < 0 and (parent.block >= 0 or not parent.depth):
+                pool.claim(node)
+            if node.host < 0:
+                pool.host.claim(node)
+        if node is not None:
+            pool.host.tidy(node)
 
     # ---- sharing -------------------------------------------------------------------------------------
 

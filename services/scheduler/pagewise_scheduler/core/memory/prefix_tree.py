@@ -101,6 +101,11 @@ class PrefixTree:
         """The root of a space, if anything of it is cached."""
         return self._roots.get(space)
 
+    def root_hash(self, space: Hashable) -> BlockHash:
+        """Where the block hashes of a space begin."""
+        known = self._roots.get(space)
+        return root_hash(self.model_fingerprint, space) if known is None else known.hash
+
     @property
     def roots(self) -> list[CachedBlock]:
         """The roots of all spaces of which anything is cached."""

@@ -39,6 +39,7 @@ class Recoveries:
         self.cancelled: list[tuple[int, str]] = []
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self._kv = kv
+        kv.pool.host.worth_keeping = self.worth_keeping
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what the host has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
@@ -304,7 +305,6 @@ class Recoveries:
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
-        self.cancelled += [key for key in self._transfers if key[1] == peer]
         self.costs.forget_link(peer)
         return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
 
@@ -350,11 +350,10 @@ class Recoveries:
         recovery.source.unpin(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
-            self.cancelled += [
-                key
-                for key, transfer in self._transfers.items()
-                if key[1] and all(self._active.get(part[0].sequence) is not part[0] for part in transfer.parts)
-            ]
+            for key, transfer in self._transfers.items():
+                wanted = any(self._active.get(part[0].sequence) is part[0] for part in transfer.parts)
+                if key[1] and not wanted and key not in self.cancelled:
+                    self.cancelled.append(key)
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""

@@ -118,18 +118,19 @@ class Directory:
             if not keys:  # cut once: a bytes object remembers its hash
                 size = 4 * lender.scheduler.kv.block_size
                 keys = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
-            nodes = _held(node, keys)
+            # Until its next plan goes out, what it has just demoted is not on its way to its host.
+            nodes = _held(node, keys, host_too=not lender.scheduler.kv.pool.host.stores)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
                 best = lender, nodes
         return best
 
 
-def _held(node: CachedBlock | None, keys: list[bytes]) -> list[CachedBlock]:
-    """The blocks below a root that spell ``keys``, as far as they lie somewhere."""
+def _held(node: CachedBlock | None, keys: list[bytes], *, host_too: bool) -> list[CachedBlock]:
+    """The blocks below a root that spell ``keys``, as far as they lie on the device, or on the host if ``host_too``."""
     nodes: list[CachedBlock] = []
     for key in keys:
         node = node.children.get(key) if node is not None else None
-        if node is None or (node.block < 0 and node.host < 0):
+        if node is None or (node.block < 0 and (node.host < 0 or not host_too)):
             break
         nodes.append(node)
     return nodes

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
+from pagewise_shared.block_hash import BlockHash
+
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.scheduling.admission import Admission
@@ -61,7 +63,7 @@ class PrefillSet:
         sequence.prefilled = False
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
         self._members[sequence] = None
-        self._plan.join(sequence, sequence.num_tokens - 1)
+        self._plan.join(sequence, sequence.num_tokens - 1, self._root(sequence))
         return True
 
     def chunks(
@@ -146,9 +148,12 @@ class PrefillSet:
         sequence.prefilled = False
         sequence.num_scheduled_tokens += size
         self._members[sequence] = None
-        self._plan.join(sequence, prefix.num_tokens)
+        self._plan.join(sequence, prefix.num_tokens, self._root(sequence))
         self._note(sequence, prefix, now)
         return size
+
+    def _root(self, sequence: Sequence) -> BlockHash:
+        return self._kv.pool.tree.root_hash(sequence.request.cache_salt)
 
     def _size(self, sequence: Sequence, budget: int) -> int:
         size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget)

@@ -14,7 +14,7 @@ from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.results import take_tokens
-from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight, StepMismatchError, StepOutput
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepMismatchError, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -52,7 +52,6 @@ class Scheduler:
         self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
-        self.kv.pool.host.worth_keeping = self.recoveries.worth_keeping
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self._plan = PlanBuilder()
@@ -127,6 +126,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
+                self.kv.claim(request.cache_salt, sequence.token_bytes)
                 sequence.table = self.kv.new_table(request.cache_salt)
                 sequence.last_step = 0
                 sequence.path.clear()
@@ -240,9 +240,7 @@ class Scheduler:
         self._preempt(self._victim(), "prefills hold each other up")
         return self.schedule(now)
 
-    def _commit(
-        self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], asked: Asked | None
-    ) -> StepPlan:
+    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, asked: Asked | None) -> StepPlan:
         """Book the step and build its plan."""
         num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
         completed: list[Sequence] = []

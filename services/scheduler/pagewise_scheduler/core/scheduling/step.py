@@ -4,10 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.recovery.ways import Asked
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
+
+Chunks = list[tuple[Sequence, int]]
+"""Sequences, and how many of their known tokens a step computes."""
 
 
 class StepMismatchError(Exception):
@@ -102,8 +106,8 @@ class PlanBuilder:
         for offset, block in enumerate(blocks):
             self._tables.append((row, index + offset, block))
 
-    def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The sequence takes its row, with the blocks it holds now."""
+    def join(self, sequence: Sequence, num_computed_tokens: int, root: BlockHash) -> None:
+        """The sequence takes its row, with the blocks it holds now. ``root``: where its block hashes begin."""
         self._joined.append(
             NewSequence(
                 row=sequence.row,
@@ -112,6 +116,7 @@ class PlanBuilder:
                 num_computed_tokens=num_computed_tokens,
                 blocks=pack_int32s(sequence.table.blocks),
                 sampling=sequence.sampling,
+                root=root,
             )
         )
 

@@ -1,0 +1,259 @@
+"""The memory that host blocks are made of, and what is known of their content.
+
+Named memory is a file in a memory file system: it outlives the process, so that one that is started again finds the
+blocks of the one before. A block is marked void before it is written and marked with its hash and checksum afterwards,
+so whatever a process that was killed has left behind is either whole or void.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pagewise_shared.block_hash import BlockHash
+
+from pagewise_executor.kv_pool import Raw
+
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**30
+"""Pinned memory comes in pieces of about this size; no block straddles two."""
+_PAGE = 4096
+_MOST_SEGMENTS = 256
+_RECORD = np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", 32)])
+
+
+class HostMemory(Protocol):
+    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: it survives the process."""
+
+    num_blocks: int
+    outlives: bool
+
+    def slot(self, block: int) -> Raw:
+        """A block's memory, uint8 [bytes_per_block]."""
+        ...
+
+    def void(self, block: int) -> None:
+        """The block is about to be written."""
+        ...
+
+    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
+        """The block holds something now. ``name``: its block hash if that is known."""
+        ...
+
+    def checksum(self, block: int) -> int | None:
+        """What was kept with the block; None: it is void."""
+        ...
+
+    def is_inherited(self, block: int) -> bool:
+        """Whether another process wrote the block, so that its checksum is all there is to trust."""
+        ...
+
+    def names(self) -> dict[int, BlockHash]:
+        """The blocks whose content has a name."""
+        ...
+
+    def clear(self) -> None:
+        """Nothing in here is valid any more."""
+        ...
+
+    def close(self) -> None:
+        """It is not needed any more, by this process or the next."""
+        ...
+
+
+class AnonymousMemory:
+    """Memory of this process alone; pinned if the device is a GPU."""
+
+    outlives = False
+
+    def __init__(self, num_blocks: int, bytes_per_block: int, cuda: bool) -> None:
+        self.num_blocks = num_blocks
+        self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
+        pieces = [
+            torch.empty(min(self._per_piece, num_blocks - start), bytes_per_block, dtype=torch.uint8, pin_memory=cuda)
+            for start in range(0, num_blocks, self._per_piece)
+        ]
+        self._pieces: list[Raw] = pieces if cuda else [piece.numpy() for piece in pieces]
+        self._known: dict[int, tuple[BlockHash | None, int]] = {}
+
+    def slot(self, block: int) -> Raw:
+        """A block's memory."""
+        return self._pieces[block // self._per_piece][block % self._per_piece]
+
+    def void(self, block: int) -> None:
+        """The block is about to be written."""
+        self._known.pop(block, None)
+
+    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
+        """The block holds something now."""
+        self._known[block] = name, checksum
+
+    def checksum(self, block: int) -> int | None:
+        """What was kept with the block."""
+        known = self._known.get(block)
+        return None if known is None else known[1]
+
+    def is_inherited(self, block: int) -> bool:
+        """Nothing comes from before."""
+        return False
+
+    def names(self) -> dict[int, BlockHash]:
+        """The blocks whose content has a name."""
+        return {block: name for block, (name, _) in list(self._known.items()) if name is not None}
+
+    def clear(self) -> None:
+        """Nothing in here is valid any more."""
+        self._known.clear()
+
+    def close(self) -> None:
+        """The process gives it back by itself."""
+
+
+class NamedMemory:
+    """A file in ``folder`` that this process holds locked. The first one that nobody holds and that is of the same
+    ``content`` (model, format and geometry of the blocks) is taken over with what is in it, else a new one is made.
+
+    Raises:
+        OSError: it cannot be made, for want of room for instance.
+    """
+
+    outlives = True
+
+    def __init__(self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool) -> None:
+        self.num_blocks = num_blocks
+        kind = hashlib.sha256(f"1 {content} {num_blocks} {bytes_per_block}".encode()).hexdigest()[:16]
+        records = -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE
+        size = records + num_blocks * bytes_per_block
+        self.path, self._file, found = _take(folder, kind, size)
+        memory = np.frombuffer(mmap.mmap(self._file.fileno(), size), np.uint8)
+        self._records = memory[: num_blocks * _RECORD.itemsize].view(_RECORD)
+        self._blocks = memory[records:].reshape(num_blocks, bytes_per_block)
+        self._inherited = set(np.flatnonzero(self._records["whole"]).tolist()) if found else set()
+        self._pinned: torch.Tensor | None = _pin(self._blocks) if cuda else None
+        if self._inherited:
+            log.info("took over %d blocks in %s from a process that is gone", len(self._inherited), self.path)
+        for other in folder.glob(f"{_prefix()}*"):
+            if not other.name.startswith(f"{_prefix()}{kind}") and _is_free(other):
+                log.warning("%s is held by nobody and of other blocks than ours: remove it if it is not needed", other)
+
+    def slot(self, block: int) -> Raw:
+        """A block's memory."""
+        return self._blocks[block] if self._pinned is None else self._pinned[block]
+
+    def void(self, block: int) -> None:
+        """The block is about to be written."""
+        self._records["whole"][block] = 0
+        self._inherited.discard(block)
+
+    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
+        """The block holds something now."""
+        self._records["checksum"][block] = checksum
+        if name is not None:
+            self._records["name"][block] = np.frombuffer(name, np.uint8)
+        self._records["whole"][block] = 1 if name is None else 2  # the last of it
+
+    def checksum(self, block: int) -> int | None:
+        """What was kept with the block."""
+        return int(self._records["checksum"][block]) if self._records["whole"][block] else None
+
+    def is_inherited(self, block: int) -> bool:
+        """Whether another process wrote the block."""
+        return block in self._inherited
+
+    def names(self) -> dict[int, BlockHash]:
+        """The blocks whose content has a name."""
+        named = np.flatnonzero(self._records["whole"] == 2).tolist()
+        return {block: BlockHash(self._records["name"][block].tobytes()) for block in named}
+
+    def clear(self) -> None:
+        """Nothing in here is valid any more."""
+        self._records["whole"][:] = 0
+        self._inherited.clear()
+
+    def close(self) -> None:
+        """Remove the file."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self._file.close()
+
+
+def _prefix() -> str:
+    return f"pagewise-{os.getuid()}-"
+
+
+def _take(folder: Path, kind: str, size: int) -> "tuple[Path, _File, bool]":
+    """A file of that kind that nobody else holds; whether it was there before."""
+    for number in range(_MOST_SEGMENTS):
+        path = folder / f"{_prefix()}{kind}-{number}"
+        file = _File(path)
+        if not file.lock():
+            file.close()
+            continue
+        found = file.size() == size
+        try:
+            if not found:
+                file.allocate(size)
+        except OSError:
+            path.unlink()
+            file.close()
+            raise
+        return path, file, found
+    raise OSError(f"{_MOST_SEGMENTS} executors hold host memory in {folder}")
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        file = _File(path)
+    except OSError:
+        return False
+    free = file.lock()
+    file.close()
+    return free
+
+
+class _File:
+    """An open file; the lock on it ends with the process, however that ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def lock(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def allocate(self, size: int) -> None:
+        """Make it that long and empty, with all its memory, so that no write to it can fail later."""
+        os.ftruncate(self._descriptor, 0)
+        os.posix_fallocate(self._descriptor, 0, size)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Let the GPU reach the memory of ``blocks`` [num_blocks, bytes] by itself, piece by piece."""
+    per_piece = max(1, _PIECE_BYTES // blocks.shape[1])
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for start in range(0, len(blocks), per_piece):
+        piece = blocks[start : start + per_piece]
+        error = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
+        if int(error):
+            raise OSError(f"the GPU's driver cannot pin named memory: error {int(error)}")
+    return torch.from_numpy(blocks)

@@ -1,0 +1,225 @@
+"""What an executor holds outlives its scheduler, and what lies on its host outlives the executor itself."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.host_memory import NamedMemory
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol import Welcome, named_blocks
+
+from tests.executor.driver import drive, request
+from tests.executor.test_greedy_equality import reference
+from tests.executor.test_recovery import build_runner
+from tests.model_builders import VOCAB_SIZE, build_model
+
+PROMPTS = [[(7 * i + 11 * p) % (VOCAB_SIZE - 3) + 3 for i in range(60 + p)] for p in range(4)]
+NAME = BlockHash(bytes(range(32)))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model("llama", path, seed=5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model_path: Path) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return reference(model, PROMPTS, [20] * len(PROMPTS), "cpu")
+
+
+def scheduler_for(runner: ModelRunner, num_blocks: int) -> Scheduler:
+    info = runner.info
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_host_blocks=info.num_host_blocks,
+        recovery="swap",
+        model_fingerprint=info.model_fingerprint,
+    )
+
+
+def serve(runner: ModelRunner, scheduler: Scheduler, max_tokens: int = 20) -> list[Request]:
+    requests = [request(prompt, max_tokens, name=f"r{i}") for i, prompt in enumerate(PROMPTS)]
+    drive(runner, scheduler, requests)
+    return requests
+
+
+def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[list[int]]) -> None:
+    runner = build_runner(model_path)
+    first = scheduler_for(runner, 400)
+    runner.reset(Welcome(1, 8, 64))
+    serve(runner, first)
+    inventory = runner.inventory()
+    assert inventory is not None
+    second = scheduler_for(runner, 400)
+    second.kv.expect(*named_blocks(inventory))
+    runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
+    again = serve(runner, second)
+    assert [one.sequences[0].output_token_ids for one in again] == expected
+    assert [one.num_cached_tokens for one in again] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+    # What was generated has names too: a conversation goes on where it was.
+    longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
+    third = scheduler_for(runner, 400)
+    third.kv.expect(*named_blocks(runner.inventory()))  # type: ignore[arg-type]
+    runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
+    drive(runner, third, [longer])
+    assert longer.num_cached_tokens == 72
+
+
+def test_rows_that_run_are_offered_as_far_as_they_are_computed(model_path: Path) -> None:
+    runner = build_runner(model_path)
+    scheduler = scheduler_for(runner, 400)
+    runner.reset(Welcome(1, 8, 64))
+    scheduler.add(request(PROMPTS[3], 50))
+    for _ in range(12):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(runner.execute(plan).result())
+    inventory = runner.inventory()
+    assert inventory is not None
+    device, _ = named_blocks(inventory)
+    assert len(device) == (63 + 11) // 8
+
+
+def test_a_welcome_that_keeps_nothing_forgets_everything(model_path: Path) -> None:
+    runner = build_runner(model_path)
+    runner.reset(Welcome(1, 8, 64))
+    serve(runner, scheduler_for(runner, 20))
+    runner.reset(Welcome(2, 8, 64))
+    assert runner.inventory() is None
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from tests.executor.test_inventory import build_runner, scheduler_for, serve
+from pagewise_shared.protocol import Welcome
+runner = build_runner(Path(sys.argv[1]), host_folder=Path(sys.argv[2]), verify_copies=False)
+runner.reset(Welcome(1, 8, 64))
+serve(runner, scheduler_for(runner, 16))
+print("served", flush=True)
+sys.stdin.read()
+"""
+
+
+def run_and_kill(model_path: Path, folder: Path) -> None:
+    """An executor that serves with few blocks, so that most of them go to the host, and is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(model_path), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "served\n"
+        child.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_an_executor_that_was_killed_finds_its_host_blocks_again(
+    model_path: Path, expected: list[list[int]], tmp_path: Path, spoiled: bool
+) -> None:
+    run_and_kill(model_path, tmp_path)
+    runner = build_runner(model_path, host_folder=tmp_path, verify_copies=False)
+    inventory = runner.inventory()
+    assert inventory is not None
+    device, host = named_blocks(inventory)
+    assert not device
+    assert len(host) > 10
+    if spoiled:
+        assert runner._host is not None
+        for block in host.values():
+            runner._host.spoil(block)
+    scheduler = scheduler_for(runner, 40)
+    scheduler.kv.expect(device, host)
+    runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
+    again = serve(runner, scheduler)
+    assert [one.sequences[0].output_token_ids for one in again] == expected
+    if spoiled:
+        assert scheduler.kv.pool.counters.spoiled > 0
+    else:
+        assert scheduler.kv.pool.counters.loaded > 10
+        assert scheduler.kv.pool.counters.spoiled == 0
+    runner.close()
+    assert not list(tmp_path.iterdir()), "one that ends in order leaves nothing behind"
+
+
+# ---- named memory by itself --------------------------------------------------------------------------------
+
+
+def open_memory(folder: Path, content: str = "x", num_blocks: int = 8) -> NamedMemory:
+    return NamedMemory(folder, content, num_blocks, 64, cuda=False)
+
+
+def process_ends(memory: NamedMemory) -> None:
+    """Let go of what the end of its process would let go of."""
+    fcntl.flock(memory._file.fileno(), fcntl.LOCK_UN)
+
+
+def test_named_memory_is_one_process_s_at_a_time(tmp_path: Path) -> None:
+    first, second = open_memory(tmp_path), open_memory(tmp_path)
+    assert first.path != second.path
+    first.slot(3)[:] = 7
+    first.keep(3, NAME, 99)
+    process_ends(first)
+    third = open_memory(tmp_path)
+    assert third.path == first.path
+    assert third.names() == {3: NAME}
+    assert third.is_inherited(3)
+    assert third.checksum(3) == 99
+    assert (third.slot(3) == 7).all()
+    third.void(3)
+    assert third.names() == {}
+    assert third.checksum(3) is None
+
+
+def test_named_memory_of_other_blocks_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = open_memory(tmp_path)
+    first.keep(1, NAME, 1)
+    process_ends(first)
+    for other in (open_memory(tmp_path, "y"), open_memory(tmp_path, num_blocks=9)):
+        assert other.names() == {}
+    assert first.path.name in caplog.text, "whoever looks for memory is told where it is"
+
+
+def test_a_block_that_is_being_written_is_void(tmp_path: Path) -> None:
+    first = open_memory(tmp_path)
+    first.keep(1, NAME, 1)
+    first.keep(2, None, 1)
+    first.void(1)
+    process_ends(first)
+    second = open_memory(tmp_path)
+    assert second.names() == {}
+    assert second.checksum(2) == 1
+
+
+def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        open_memory(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_room_for_named_memory_there_is_a_warning(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_runner(model_path, host_folder=tmp_path / "missing")
+    assert "will be gone with this process" in caplog.text

@@ -1,0 +1,354 @@
+"""The memory rules of a fleet: executors that fetch each other's blocks, are reset and vanish, in any order."""
+
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import StepResult
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
+
+
+class Node:
+    """A scheduler, its executor, and the results that are on their way."""
+
+    def __init__(self, name: str, directory: Directory, scheduler: Scheduler, block_format: str = "") -> None:
+        self.name, self.scheduler = name, scheduler
+        self.executor = executor_for(scheduler)
+        self.results: deque[StepResult] = deque()
+        directory.lenders[name] = Lender(name, block_format, scheduler, lambda: None)
+        scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, name
+
+    def deliver(self, count: int = 1_000_000) -> None:
+        for message in self.executor.finish_copies(count):
+            self.scheduler.copied(message)
+
+
+def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> list[Node]:
+    directory = Directory()
+    nodes = [
+        Node(f"node {number}", directory, create_scheduler(recovery=recovery, **options))  # type: ignore[arg-type]
+        for number in range(count)
+    ]
+    for node in nodes:
+        node.executor.peers = {other.name: other.executor for other in nodes}
+    return nodes
+
+
+def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
+    request = create_request(prompt=prompt, max_tokens=max_tokens)
+    node.scheduler.add(request)
+    run(node.scheduler, node.executor)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    return request
+
+
+def test_what_another_executor_holds_is_fetched() -> None:
+    lender, borrower = fleet(2)
+    prompt = list(range(50))
+    serve(lender, prompt)
+    computed = lender.executor.num_computed
+    again = serve(borrower, prompt)
+    assert borrower.executor.num_fetched == 12
+    assert again.num_peer_tokens == again.num_cached_tokens == 48
+    assert borrower.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
+    assert lender.executor.num_computed == computed
+    assert lender.scheduler.kv.pool.num_lent == 0
+    serve(borrower, prompt)
+    assert borrower.executor.num_fetched == 12, "it is cached here now"
+
+
+def test_what_lies_on_a_peers_host_is_fetched_too() -> None:
+    lender, borrower = fleet(2, num_blocks=14, num_host_blocks=40)
+    serve(lender, list(range(50)))
+    serve(lender, list(range(100, 150)))
+    assert lender.executor.num_stored > 0
+    serve(borrower, list(range(50)))
+    assert borrower.executor.num_fetched == 12
+    check_states(lender.scheduler.kv.pool)
+
+
+def test_nobody_fetches_blocks_of_another_format() -> None:
+    directory = Directory()
+    lender, borrower = (
+        Node(name, directory, create_scheduler(recovery="swap"), block_format=name) for name in ("one", "other")
+    )
+    serve(lender, list(range(50)))
+    serve(borrower, list(range(50)))
+    assert borrower.executor.num_fetched == 0
+
+
+def test_a_slow_way_to_a_peer_is_not_taken() -> None:
+    slow = Costs(step=1e-4, token=1e-5, fetch_setup=1.0, fetch_block=1.0)
+    lender, borrower = fleet(2, "auto", costs=slow)
+    serve(lender, list(range(50)))
+    serve(borrower, list(range(50)))
+    assert borrower.executor.num_fetched == 0
+    assert [report.method for report in borrower.scheduler.recoveries.reports] == ["recompute"]
+
+
+def test_the_longer_way_may_be_the_better_one() -> None:
+    """The own host has the beginning, a peer has it all: one of them is asked, whichever ends first."""
+    costs = Costs(step=1e-4, token=1e-1, load_block=1e-5, fetch_setup=1e-5, fetch_block=1e-5)
+    lender, borrower = fleet(2, "auto", costs=costs, num_blocks=24, num_host_blocks=24)
+    serve(borrower, list(range(40)))
+    serve(borrower, [*range(40), *range(300, 340)])
+    serve(borrower, list(range(100, 190)))
+    serve(lender, list(range(80)))
+    request = serve(borrower, list(range(80)))
+    assert request.num_peer_tokens > 0
+    assert request.num_host_tokens == 0
+
+
+def test_a_peer_that_dies_is_done_without() -> None:
+    lender, borrower = fleet(2)
+    prompt = list(range(50))
+    serve(lender, prompt)
+    request = create_request(prompt=prompt, max_tokens=3)
+    borrower.scheduler.add(request)
+    plan = borrower.scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.memory is not None
+    assert len(plan.memory.fetches) == 1
+    result = borrower.executor.execute(plan)
+    borrower.executor.peers = {}
+    del borrower.scheduler.recoveries.directory.lenders["node 0"]  # type: ignore[union-attr]
+    borrower.scheduler.peer_lost("node 0")
+    assert borrower.scheduler.recoveries.cancelled == [(plan.step, "node 0")]
+    borrower.scheduler.update(result)
+    run(borrower.scheduler, borrower.executor)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert borrower.executor.num_fetched == 0
+    assert_all_free(borrower.scheduler)
+
+
+def test_a_peer_that_fails_is_left_alone_for_a_while() -> None:
+    lender, borrower = fleet(2)
+    prompt = list(range(50))
+    serve(lender, prompt)
+    borrower.executor.peers = {}
+    request = serve(borrower, prompt)
+    assert request.sequences[0].num_preemptions == 1
+    assert borrower.scheduler.kv.pool.counters.fetch_failed == 12
+    borrower.executor.peers = {"node 0": lender.executor}
+    serve(lender, list(range(200, 250)))
+    assert serve(borrower, list(range(200, 250))).num_peer_tokens == 0
+
+
+def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
+    lender, borrower = fleet(2)
+    serve(lender, list(range(50)))
+    request = create_request(prompt=list(range(50)), max_tokens=3)
+    borrower.scheduler.add(request)
+    plan = borrower.scheduler.schedule(0.0)
+    assert plan is not None
+    borrower.scheduler.abort(request.request_id)
+    assert borrower.scheduler.recoveries.cancelled == [(plan.step, "node 0")]
+    assert lender.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
+    borrower.scheduler.update(borrower.executor.execute(plan))
+    borrower.deliver()
+    assert lender.scheduler.kv.pool.num_lent == 0
+    assert_all_free(borrower.scheduler)
+
+
+def test_blocks_from_before_are_found_by_their_hashes() -> None:
+    (node,) = fleet(1, num_host_blocks=8, num_blocks=20)
+    prompt = list(range(50))
+    serve(node, prompt)
+    serve(node, list(range(100, 140)))
+    device, host = node.executor.inventory()
+    node.executor.reset(keeps_blocks=True)
+    fresh = create_scheduler(num_blocks=20, num_host_blocks=8, recovery="swap")
+    fresh.kv.expect(device, host)
+    assert fresh.kv.pool.num_cached == len(device) > 0
+    request = create_request(prompt=prompt, max_tokens=3)
+    fresh.add(request)
+    run(fresh, node.executor)
+    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.num_cached_tokens >= 44
+    check_states(fresh.kv.pool)
+
+
+def test_blocks_on_the_host_outlive_the_device() -> None:
+    """What the host holds is the end of a prefix: its beginning is computed, the rest loaded."""
+    (node,) = fleet(1, num_host_blocks=40, num_blocks=20)
+    prompt = list(range(50))
+    serve(node, prompt)
+    serve(node, list(range(100, 140)))
+    _, host = node.executor.inventory()
+    node.executor.reset(keeps_blocks=True)
+    node.executor.blocks = {}
+    computed = node.executor.num_computed
+    for recovery in ("swap", "both"):
+        fresh = create_scheduler(num_blocks=20, num_host_blocks=40, recovery=recovery)  # type: ignore[arg-type]
+        fresh.kv.expect({}, dict(host))
+        node.executor.reset(keeps_blocks=True)
+        request = create_request(prompt=prompt, max_tokens=3)
+        fresh.add(request)
+        run(fresh, node.executor)
+        assert request.sequences[0].output_token_ids == expected_tokens(request)
+        assert request.num_host_tokens > 0
+        assert node.executor.num_computed - computed < 50
+        check_states(fresh.kv.pool)
+
+
+def test_blocks_that_nobody_asks_for_make_room() -> None:
+    (node,) = fleet(1, num_blocks=20)
+    serve(node, list(range(70)))
+    device, host = node.executor.inventory()
+    node.executor.reset(keeps_blocks=True)
+    fresh = create_scheduler(num_blocks=20)
+    fresh.kv.expect(device, host)
+    node.scheduler = fresh
+    serve(node, list(range(200, 270)))
+    assert fresh.kv.pool.counters.evicted > 0
+    check_states(fresh.kv.pool)
+
+
+class FleetRules(RuleBasedStateMachine):
+    """Three executors with everything in between left to chance."""
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(8, 30),
+        num_host_blocks=st.sampled_from([0, 5, 40]),
+        recovery=st.sampled_from(["auto", "swap", "both"]),
+    )
+    def start(self, block_size: int, num_blocks: int, num_host_blocks: int, recovery: RecoveryMode) -> None:
+        costs = Costs(step=1e-4, token=1e-2, load_block=1e-4, fetch_setup=1e-4, fetch_block=1e-4)
+        self.nodes = fleet(
+            3, recovery, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs
+        )
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+
+    @rule(
+        where=st.integers(0, 2),
+        head=st.sampled_from([0, 6, 12]),
+        tail=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        max_tokens=st.integers(0, 8),
+        n=st.integers(1, 2),
+        salt=st.sampled_from([None, None, "tenant"]),
+    )
+    def admit(self, where: int, head: int, tail: list[int], max_tokens: int, n: int, salt: str | None) -> None:
+        request = create_request(prompt=[*range(head), *tail], max_tokens=max_tokens, n=n)
+        request.cache_salt = salt
+        scheduler = self.nodes[where].scheduler
+        if scheduler.fits(len(request.prompt_token_ids), max_tokens):
+            scheduler.add(request)
+            self.requests.append(request)
+
+    def step(self, where: int, steps: int) -> None:
+        node = self.nodes[where]
+        for _ in range(steps):
+            if node.scheduler.num_in_flight < 2 and (plan := node.scheduler.schedule(0.0)) is not None:
+                node.results.append(node.executor.execute(plan))
+            elif node.results:
+                node.scheduler.update(node.results.popleft())
+
+    some_steps = rule(where=st.integers(0, 2), steps=st.integers(1, 3))(step)
+
+    @rule(where=st.integers(0, 2), count=st.integers(1, 3))
+    def copies_arrive(self, where: int, count: int) -> None:
+        self.nodes[where].deliver(count)
+
+    @rule(where=st.integers(0, 2), count=st.integers(1, 30))
+    def evict(self, where: int, count: int) -> None:
+        kv = self.nodes[where].scheduler.kv
+        table = kv.new_table()
+        kv.grow(table, min(count, kv.num_available) * kv.block_size)
+        kv.free(table, None)
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        if self.requests:
+            victim = self.requests[which % len(self.requests)]
+            for node in self.nodes:
+                if node.scheduler.abort(victim.request_id):
+                    self.aborted.add(victim.request_id)
+
+    @rule(where=st.integers(0, 2), happens=st.integers(0, 3))
+    def executor_is_reset(self, where: int, happens: int) -> None:
+        node = self.nodes[where]
+        if happens or not node.scheduler.num_in_flight:
+            return
+        epoch = node.scheduler.epoch + 1
+        self.aborted |= {request.request_id for request in node.scheduler.fail(epoch)}
+        node.results.clear()
+        node.executor.reset(epoch)
+
+    @rule(where=st.integers(0, 2), to=st.integers(0, 2), happens=st.integers(0, 3))
+    def requests_move(self, where: int, to: int, happens: int) -> None:
+        """An executor gives up everything, which goes on at another one; its own blocks stay."""
+        node = self.nodes[where]
+        if happens or where == to or node.scheduler.num_in_flight:
+            return
+        for request in node.scheduler.release_all():
+            self.nodes[to].scheduler.add(request)
+        node.executor.copying.clear()
+        node.executor.loads.clear()
+        node.executor.fetches.clear()
+        epoch = node.scheduler.epoch + 1
+        node.scheduler.fail(epoch)
+        node.executor.reset(epoch)
+
+    @invariant()
+    def memory_adds_up(self) -> None:
+        for node in self.nodes:
+            scheduler, pool = node.scheduler, node.scheduler.kv.pool
+            check_states(pool)
+            sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
+            tables = sum(len(sequence.table.blocks) for sequence in sequences)
+            references = sum(pool.references(block) for block in range(pool.num_blocks))
+            assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + pool.num_lent
+            assert pool.num_lent <= sum(_borrowed(other.scheduler.recoveries, pool) for other in self.nodes)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "nodes"):
+            return
+        for _ in range(5000):
+            for where in range(3):
+                self.step(where, 3)
+                self.nodes[where].deliver()
+            if not any(node.scheduler.requests for node in self.nodes):
+                break
+        for node in self.nodes:
+            assert not node.scheduler.requests, "it waits for ever"
+            run(node.scheduler, node.executor)
+        for request in self.requests:
+            expected = expected_tokens(request)
+            for sequence in request.sequences:
+                produced = sequence.output_token_ids
+                ended = request.request_id in self.aborted
+                assert produced == (expected[: len(produced)] if ended else expected)
+        for node in self.nodes:
+            assert node.scheduler.kv.pool.num_lent == 0
+            assert_all_free(node.scheduler)
+
+
+def _borrowed(recoveries: Recoveries, pool: object) -> int:
+    """Blocks of ``pool`` that recoveries hold."""
+    waiting = sum(one.back for one in recoveries._active.values() if one.source.pool is pool)
+    return waiting + sum(one.num_blocks for one in recoveries._transfers.values() if one.source.pool is pool)
+
+
+def _check(examples: int) -> None:
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    run_state_machine_as_test(FleetRules, settings=chosen)  # type: ignore[no-untyped-call]
+
+
+def test_the_memory_rules_hold_in_a_fleet() -> None:
+    _check(60)
