@@ -63,6 +63,7 @@ _GROUPS = {
         "listen",
         "scheduler",
         "executor_id",
+        "drain_timeout",
         "executor_timeout",
         "step_timeout",
         "log_level",
@@ -193,6 +194,9 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
     lend_blocks: LendBlocks = True
+    drain_timeout: Annotated[
+        Seconds, _help("seconds that moving work and cache to others may take after SIGTERM", "S")
+    ] = 30.0
     block_listen: Annotated[
         str | None,
         _help(

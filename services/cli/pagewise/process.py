@@ -50,13 +50,13 @@ class Service:
         """Process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def stop(self) -> None:
-        """Ask it to stop, and kill it if it does not within ``STOP_SECONDS``."""
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask it to stop by a signal, and kill it if it does not within ``STOP_SECONDS``."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(number)
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()

@@ -106,7 +106,8 @@ class _Fleet:
         """Stop all processes: executors first, so that they can say Goodbye."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(service.stop() for service in self._executors))
+        # Not SIGTERM, which would have them moved to one another first.
+        await asyncio.gather(*(service.stop(signal.SIGINT) for service in self._executors))
         await self._scheduler.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            drain_timeout=config.drain_timeout,
         )
         _run(service)
     except RefusedError as error:

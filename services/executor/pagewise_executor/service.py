@@ -21,6 +21,7 @@ from pagewise_shared.protocol import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    Leaving,
     Message,
     Refused,
     Rejoin,
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
+_SILENCE_WHILE_LEAVING = 3.0
 
 
 class RefusedError(Exception):
@@ -52,7 +54,14 @@ class ExecutorService:
     """
 
     def __init__(
-        self, worker: Worker, endpoint: str, executor_id: str, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        worker: Worker,
+        endpoint: str,
+        executor_id: str,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        drain_timeout: float = 30.0,
     ) -> None:
         info = worker.start()
         self._hello = Hello(
@@ -80,12 +89,14 @@ class ExecutorService:
         self._last_heard = monotonic()
         self._stop: asyncio.Event = asyncio.Event()
         self._stop_reason = ""
+        self._leaving = asyncio.Event()
+        self._drain_timeout = drain_timeout
         self._welcomed = asyncio.Event()
         self._hello_wanted = asyncio.Event()
         self.bad_frames = 0
 
     async def run(self) -> None:
-        """Serve until Shutdown, Drain, SIGTERM or SIGINT.
+        """Serve until Shutdown or SIGINT, or until SIGTERM and the Drain that follows.
 
         Raises:
             RefusedError: the scheduler does not let this executor in.
@@ -93,8 +104,9 @@ class ExecutorService:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
+            handler = self.leave if number == signal.SIGTERM else self.stop
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+                loop.add_signal_handler(number, handler, signal.Signals(number).name)
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
@@ -113,6 +125,7 @@ class ExecutorService:
                     self._keep_in_touch(),
                     self._greet(worker),
                     self._stop.wait(),
+                    self._leave(),
                     asyncio.wrap_future(worker.failed),
                 )
             ]
@@ -135,6 +148,25 @@ class ExecutorService:
         """Say Goodbye once the step in progress is answered, and end ``run``."""
         self._stop_reason = reason
         self._stop.set()
+
+    def leave(self, reason: str) -> None:
+        """Ask to be drained, and ``stop`` when that is done; at once when asked a second time, or not in the fleet."""
+        if self._welcome is None or self._leaving.is_set():
+            self.stop(reason)
+        else:
+            log.info("asking to be drained (%s)", reason)
+            self._leaving.set()
+
+    async def _leave(self) -> None:
+        """Go on until the scheduler lets this executor go, or is gone itself, or takes too long."""
+        await self._leaving.wait()
+        until = monotonic() + self._drain_timeout
+        if self._welcome is not None:
+            await self._send(Leaving(self._welcome.epoch, int(self._drain_timeout * 1000)))
+        while monotonic() < min(until, self._last_heard + _SILENCE_WHILE_LEAVING):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        self.stop("it was not drained in time")
+        await asyncio.Event().wait()
 
     # ---- talking to the scheduler --------------------------------------------------------------------
 

@@ -19,7 +19,18 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "spoiled", "copied")
+MEMORY_EVENTS = (
+    "evicted",
+    "demoted",
+    "dropped",
+    "host_evicted",
+    "stored",
+    "loaded",
+    "spoiled",
+    "fetched",
+    "fetch_failed",
+    "copied",
+)
 """The fields of the core's ``MemoryCounters``."""
 
 RECOVERY_METHODS = ("device", "load", "recompute", "both")
@@ -72,7 +83,7 @@ class Metrics:
         return self._frames_dropped.labels(self._model_name, reason)
 
     def cached_tokens(self, source: str) -> Counter:
-        """The counter of tokens found in a cache: source is "device" or "host"."""
+        """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
         return self._cached_tokens.labels(self._model_name, source)
 
     def block_events(self, event: str) -> Counter:
@@ -127,7 +138,7 @@ class Metrics:
         self._recoveries = self._raw_counter(
             "recoveries", "Sequences that began with cached blocks or came back, by how they got their KV.", ("method",)
         )
-        for source in ("device", "host"):
+        for source in ("device", "host", "peer"):
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
@@ -136,6 +147,7 @@ class Metrics:
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
 

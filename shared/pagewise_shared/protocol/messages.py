@@ -175,9 +175,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The executor was told to stop: it asks to be drained, and goes on until ``Drain`` lets it go."""
+    """The executor was told to stop: it asks to be drained, and goes on until ``Drain`` lets it go, or for
+    ``patience_ms``."""
 
     epoch: int
+    patience_ms: int
 
 
 class Goodbye(Message, frozen=True):

@@ -61,7 +61,12 @@ class GivenBack:
     """Blocks that were lent are back: there may be room again."""
 
 
-EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack
+@dataclass(slots=True, frozen=True)
+class HandOver:
+    """Plan nothing more; once no step is in flight, let all requests go on elsewhere. The cache stays."""
+
+
+EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack | HandOver
 
 
 class ExecutorLink(Protocol):
@@ -79,8 +84,8 @@ class ExecutorLink(Protocol):
 class RequestSink(Protocol):
     """Where an engine that ends leaves what it could not finish."""
 
-    def give_back(self, requests: list[LiveRequest]) -> None:
-        """Let these requests go on elsewhere, from their tokens."""
+    def give_back(self, requests: list[LiveRequest], *, lost: bool = True) -> None:
+        """Let these requests go on elsewhere, from their tokens; ``lost``: the executor was lost under them."""
         ...
 
 
@@ -89,6 +94,7 @@ class Engine(Actor[EngineMessage]):
 
     ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when
     the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if none is in flight.
+    ``moved``: the requests that it has handed over, None before that.
     """
 
     def __init__(
@@ -108,6 +114,8 @@ class Engine(Actor[EngineMessage]):
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
+        self._leaving = False
+        self.moved: list[LiveRequest] | None = None
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
@@ -129,7 +137,10 @@ class Engine(Actor[EngineMessage]):
                 for message in await self.receive():
                     await self._handle(message)
                 if self._lost is None:
-                    await self._plan_ahead()
+                    if self._leaving:
+                        self._move_all()
+                    else:
+                        await self._plan_ahead()
                     await self._cancel_fetches()
                 self._watch.report()
         except Exception:
@@ -153,8 +164,26 @@ class Engine(Actor[EngineMessage]):
                 self.scheduler.peer_lost(endpoint)
             case GivenBack():
                 pass  # planning follows every round of messages
+            case HandOver():
+                self._leaving = True
+
+    def _move_all(self) -> None:
+        """Let all requests go on elsewhere, once what was computed for them has come back."""
+        if self.scheduler.num_in_flight or self.moved is not None:
+            return
+        self.scheduler.release_all()
+        self.moved, self._live = list(self._live.values()), {}
+        self.load = 0
+        self._sink.give_back(self.moved, lost=False)
+
+    async def send(self, frame: bytes) -> None:
+        """Send something to the executor beside the plans."""
+        await self._link.send(frame)
 
     def _serve(self, live: LiveRequest) -> None:
+        if self.moved is not None:
+            self._sink.give_back([live], lost=False)
+            return
         if live.done or live.abandoned:
             self.load -= live.request.num_sequences
             live.take_error("aborted", clock())

@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    Leaving,
     Message,
     Refused,
     Rejoin,
@@ -26,6 +27,7 @@ from pagewise_shared.protocol import (
     named_blocks,
 )
 
+from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
@@ -39,6 +41,8 @@ from pagewise_scheduler.metrics import Metrics
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+_MOST_PATIENCE, _SHARE_OF_PATIENCE = 600.0, 0.9
+"""Seconds that draining may take at most, and how much of what an executor grants is used."""
 _FETCH_BYTES_PER_SECOND = 1e9
 """What fetching from a peer is taken to reach until it has been tried."""
 MAX_BAD_FRAMES = 8
@@ -52,6 +56,7 @@ class Member:
     hello: Hello
     engine: Engine
     last_seen: float
+    leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -104,6 +109,7 @@ class Fleet:
         self._eviction: EvictionName = eviction
         self._members: dict[bytes, Member] = {}
         self._directory = Directory()
+        self._draining = Draining(router.tokenizer, self._staying, metrics)
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
@@ -153,6 +159,13 @@ class Fleet:
                 if epoch != member.engine.scheduler.epoch:
                     self._metrics.frames_dropped("stale_epoch").inc()
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
+            case Leaving(patience_ms=patience):
+                if not member.leaving:
+                    member.leaving = True
+                    log.info("executor %s is leaving: its work moves", member.hello.executor_id)
+                    self._router.tell(Left(member.engine))
+                    seconds = min(patience / 1000, _MOST_PATIENCE) * _SHARE_OF_PATIENCE
+                    tasks.create_task(self._draining.drain(member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
                 self._give_up(identity, f"it left ({reason or 'no reason given'})")
 
@@ -247,6 +260,11 @@ class Fleet:
         pool = scheduler.kv.pool
         log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
         return True
+
+    def _staying(self, leaving: Engine) -> list[Engine]:
+        """Engines of members that are not about to leave."""
+        engines = [member.engine for member in self._members.values() if not member.leaving]
+        return [engine for engine in engines if engine is not leaving and not engine.ended]
 
     def _let_lend(self, hello: Hello, engine: Engine) -> None:
         """Let others fetch blocks from this executor, and it from them."""

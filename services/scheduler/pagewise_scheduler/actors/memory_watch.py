@@ -50,7 +50,8 @@ class MemoryWatch:
         metrics, method = self._metrics, recovery.method
         metrics.recoveries(method).inc()
         metrics.cached_tokens("device").inc(recovery.device_tokens)
-        metrics.cached_tokens("host").inc(recovery.loaded_tokens)
+        if recovery.loaded_tokens:
+            metrics.cached_tokens("peer" if recovery.source.peer else "host").inc(recovery.loaded_tokens)
         estimate = recovery.estimate
         if estimate is not None:
             log.debug(

@@ -57,7 +57,7 @@ class Router(Actor[RouterMessage]):
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0) -> None:
         super().__init__("router")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._metrics = metrics
         self._max_waiting = max_waiting
         self._patience = patience
@@ -88,15 +88,15 @@ class Router(Actor[RouterMessage]):
             )
         if self.num_waiting + max(generation.n, generation.best_of) > self._max_waiting:
             raise AdmissionError("overloaded", f"{self.num_waiting} sequences are waiting already")
-        live = LiveRequest(generation, self._tokenizer, self._metrics, lambda live: self.tell(Abort(live)))
+        live = LiveRequest(generation, self.tokenizer, self._metrics, lambda live: self.tell(Abort(live)))
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         self.tell(Place(live))
         return live
 
-    def give_back(self, requests: list[LiveRequest]) -> None:
-        """Let requests of a lost engine go on elsewhere."""
+    def give_back(self, requests: list[LiveRequest], *, lost: bool = True) -> None:
+        """Let requests of an engine go on elsewhere."""
         for live in requests:
-            live.moves += 1
+            live.moves += lost
             self.tell(Place(live))
 
     def memory_reports(self, limit: int) -> list[MemoryReport]:

@@ -111,6 +111,11 @@ class PrefixTree:
         """The roots of all spaces of which anything is cached."""
         return list(self._roots.values())
 
+    def space_of(self, root: CachedBlock) -> str | None:
+        """The cache salt of a root."""
+        assert isinstance(root, _Root)
+        return root.space if isinstance(root.space, str) else None
+
     def find(self, space: Hashable, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
         """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
         path: list[CachedBlock] = []

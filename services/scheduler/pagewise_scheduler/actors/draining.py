@@ -1,0 +1,106 @@
+"""How an executor leaves in good order: its running work moves, and what it has cached is copied to others."""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from pagewise_shared.protocol import Drain as DrainMessage
+from pagewise_shared.protocol import encode
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_scheduler.actors.engine import Abort, Engine, HandOver
+from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.core.memory.worth import Chain, most_valuable_chains
+from pagewise_scheduler.core.scheduling.request import SequenceStatus
+from pagewise_scheduler.generation import GenerationRequest
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.05
+_MOST_CHAINS = 256
+_SHARE_OF_FREE = 0.5
+"""Of the free blocks of those who stay, what they take from one that leaves."""
+_LEAST_PRIORITY = 2**31 - 1
+
+
+class Draining:
+    """Lets executors go. ``others``: engines that stay, in any order. ``tokenizer``: for requests that copy caches."""
+
+    def __init__(self, tokenizer: Tokenizer, others: Callable[[Engine], Sequence[Engine]], metrics: Metrics) -> None:
+        self._tokenizer = tokenizer
+        self._others = others
+        self._metrics = metrics
+        self._quiet = Metrics("internal")  # what copies caches is nobody's request
+
+    async def drain(self, engine: Engine, patience: float) -> None:
+        """Let an engine's work and cache go to others; over after ``patience`` seconds at most.
+
+        The engine has been taken from the router. In the end its executor is told that it may leave.
+        """
+        deadline = clock() + patience
+        engine.tell(HandOver())
+        await _until(deadline, lambda: engine.moved is not None or engine.ended)
+        moved = engine.moved or []
+        copies = [] if engine.ended else self._copy_cache(engine)
+
+        def is_done() -> bool:
+            settled = all(_has_started(live) for live in moved) and all(live.done for live, _ in copies)
+            return settled and not engine.scheduler.kv.pool.num_lent
+
+        await _until(deadline, lambda: engine.ended or not self._others(engine) or is_done())
+        for live, target in copies:
+            if not live.done:
+                target.tell(Abort(live))
+        copied = sum(live.done for live, _ in copies)
+        log.info("%s has left %d requests and %d cached prefixes to others", engine.name, len(moved), copied)
+        self._metrics.executors_drained.inc()
+        await engine.send(encode(DrainMessage(engine.scheduler.epoch)))
+
+    def _copy_cache(self, engine: Engine) -> list[tuple[LiveRequest, Engine]]:
+        """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""
+        room = {
+            other: int(_SHARE_OF_FREE * other.scheduler.kv.pool.num_free)
+            for other in self._others(engine)
+            if other.scheduler.recoveries.endpoint and engine.scheduler.recoveries.endpoint
+        }
+        copies: list[tuple[LiveRequest, Engine]] = []
+        for chain in most_valuable_chains(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
+            target = max(room, key=lambda other: room[other])
+            if room[target] < chain.num_blocks + 1:
+                continue
+            room[target] -= chain.num_blocks
+            live = self._errand(chain)
+            copies.append((live, target))
+            target.assign(live)
+        return copies
+
+    def _errand(self, chain: Chain) -> LiveRequest:
+        # One token more than is cached: the last one of a prompt is always computed.
+        tokens = array("i", chain.tokens)
+        tokens.append(0)
+        generation = GenerationRequest(
+            request_id=f"copy-{uuid4().hex}",
+            prompt_token_ids=tokens,
+            max_tokens=0,
+            sampling=SamplingParams(temperature=0.0),
+            priority=_LEAST_PRIORITY,
+            cache_salt=chain.space,
+            arrival_time=clock(),
+        )
+        return LiveRequest(generation, self._tokenizer, self._quiet, lambda live: None)
+
+
+async def _until(deadline: float, holds: Callable[[], bool]) -> None:
+    """Look until something holds, or the time is over: rarely, and at what other actors do."""
+    while not holds() and clock() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _has_started(live: LiveRequest) -> bool:
+    """Whether another executor has taken it on, so that it has fetched or is fetching what it needs."""
+    sequences = live.request.sequences
+    return live.done or all(sequence.status is not SequenceStatus.WAITING for sequence in sequences)
