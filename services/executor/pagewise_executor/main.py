@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
+from pagewise_shared.curve import load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
 
@@ -32,12 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     try:
+        # Before the worker, which takes its time to load a model.
+        keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
         service = ExecutorService(
             Worker(lambda: build_runner(config)),
             config.scheduler,
             config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            keys=keys,
         )
         _run(service)
     except RefusedError as error:

@@ -9,6 +9,7 @@ from time import monotonic
 
 import zmq
 import zmq.asyncio
+from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -30,6 +31,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
+from pagewise_executor.handshakes import mind_handshakes
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,14 @@ class ExecutorService:
     """
 
     def __init__(
-        self, worker: Worker, endpoint: str, executor_id: str, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        worker: Worker,
+        endpoint: str,
+        executor_id: str,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        keys: Keys | None = None,
     ) -> None:
         info = worker.start()
         self._hello = Hello(
@@ -72,6 +81,7 @@ class ExecutorService:
         )
         self._worker = worker
         self._endpoint = endpoint
+        self._keys = keys
         self._welcome: Welcome | None = None
         self._last_heard = monotonic()
         self._stop: asyncio.Event = asyncio.Event()
@@ -85,6 +95,7 @@ class ExecutorService:
 
         Raises:
             RefusedError: the scheduler does not let this executor in.
+            ConfigError: it asks for a key, and there is none.
             Exception: what ended the worker, a broken device for instance. Only a new process can help.
         """
         loop = asyncio.get_running_loop()
@@ -98,6 +109,8 @@ class ExecutorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        if self._keys is not None:
+            self._keys.secure_client(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -108,6 +121,7 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
+                    mind_handshakes(self._socket, self._endpoint, self._keys),
                     self._stop.wait(),
                     asyncio.wrap_future(worker.failed),
                 )

@@ -1,6 +1,7 @@
 """The fleet: the socket executors connect to, and who of them is alive."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from itertools import count
 import msgspec
 import zmq
 import zmq.asyncio
+from pagewise_shared.curve import Gate, Keys, handshake_failures
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     Copied,
@@ -26,6 +29,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
+from pagewise_scheduler.actors.entry import Entry
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.memory.eviction import EvictionName
@@ -40,13 +44,18 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
+_QUEUED_FRAMES = 64
+_FRAMES_PER_TURN = 64
+
 
 @dataclass(slots=True)
 class Member:
-    """An executor that has joined."""
+    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``."""
 
     hello: Hello
     engine: Engine
+    key: str
+    joined: float
     last_seen: float
 
 
@@ -60,7 +69,8 @@ class _Link:
 
     async def send(self, frame: bytes) -> bool:
         try:
-            await self.socket.send_multipart([self.identity, frame])
+            # Never waits: one that does not read must not hold up the others.
+            await self.socket.send_multipart([self.identity, frame], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -88,6 +98,7 @@ class Fleet:
         step_timeout: float,
         recovery: RecoveryMode = "auto",
         eviction: EvictionName = "cost",
+        keys: Keys | None = None,
     ) -> None:
         self._router = router
         self._metrics = metrics
@@ -100,6 +111,8 @@ class Fleet:
         self._eviction: EvictionName = eviction
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
+        self._complaints = BoundedLog(log)
+        self._entry = Entry(keys)
         self._fingerprint: str | None = None
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
@@ -110,6 +123,12 @@ class Fleet:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(executor_timeout * 1000))
+        # What a sender may have queued here; what it sends beyond that waits on its own side.
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
+            self._gate.secure_server(self._socket)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -118,43 +137,71 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
-                while True:
-                    identity, *frames = await self._socket.recv_multipart()
-                    await self._take(identity, frames[-1] if frames else b"", tasks)
+                tasks.create_task(self._count_failed_handshakes(), name="fleet handshakes")
+                for number in count(1):
+                    identity, *frames = await self._socket.recv_multipart(copy=False)
+                    frame = frames[-1] if frames else zmq.Frame()
+                    await self._take(identity.bytes, frame.bytes, self._key_of(frame), tasks)
+                    if number % _FRAMES_PER_TURN == 0:  # receiving what is there already gives nobody else a turn
+                        await asyncio.sleep(0)
         finally:
+            if self._gate is not None:
+                self._gate.close()
             self._socket.close()
             self._context.term()
 
-    async def _take(self, identity: bytes, frame: bytes, tasks: asyncio.TaskGroup) -> None:
+    def _key_of(self, frame: zmq.Frame) -> str:
+        """The public key that the connection of this frame has proved to own."""
+        return str(frame.get("User-Id")) if self._gate is not None else ""
+
+    async def _count_failed_handshakes(self) -> None:
+        refused = self._metrics.connections_refused("handshake")
+        async with contextlib.aclosing(handshake_failures(self._socket)) as failures:
+            async for failure in failures:
+                if not failure.refused:  # those are counted by the gate
+                    refused.inc()
+                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+
+    async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
         try:
             message = decode_from_executor(frame)
         except ProtocolError as error:
             self._drop(identity, "undecodable", str(error))
             return
-        if isinstance(message, Hello):
-            await self._admit(identity, message, tasks)
-            return
         member = self._members.get(identity)
+        if member is not None and member.key != key:
+            self._metrics.frames_dropped("wrong_key").inc()
+            self._complaints.warning("dropped a frame (wrong_key): not that of %s", member.hello.executor_id)
+            return
+        if isinstance(message, Hello):
+            if self._entry.in_time(key, member.joined if member else None, clock()):
+                await self._admit(identity, message, key, tasks)
+            else:
+                self._metrics.frames_dropped("too_many_hellos").inc()
+            return
         if member is None:
             self._drop(identity, "unknown_sender", "not a member")
             if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
                 await self._send(identity, Rejoin())
             return
-        member.last_seen = clock()
+        if not isinstance(message, Goodbye):
+            if message.epoch == member.engine.scheduler.epoch:
+                member.last_seen = clock()
+            else:  # of an earlier life: no sign of this one
+                self._metrics.frames_dropped("stale_epoch").inc()
         match message:
             case StepResult() | Copied():
-                member.engine.tell(message)
-            case Heartbeat(epoch):
-                if epoch != member.engine.scheduler.epoch:
-                    self._metrics.frames_dropped("stale_epoch").inc()
+                if message.epoch == member.engine.scheduler.epoch:
+                    member.engine.tell(message)
+            case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Goodbye(reason=reason):
-                self._give_up(identity, f"it left ({reason or 'no reason given'})")
+                self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})")
 
-    async def _admit(self, identity: bytes, hello: Hello, tasks: asyncio.TaskGroup) -> None:
-        refusal = self._refusal(hello)
+    async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
+        refusal = self._refusal(identity, hello, key)
         if refusal is not None:
-            log.error("executor %s refused: %s", hello.executor_id, refusal)
+            self._complaints.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
             self._metrics.frames_dropped("refused").inc()
             await self._send(identity, Refused(refusal))
             return
@@ -185,7 +232,8 @@ class Fleet:
             eviction=self._eviction,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
-        self._members[identity] = Member(hello, engine, clock())
+        now = clock()
+        self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
         await self._send(identity, engine.welcome())
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
@@ -207,14 +255,12 @@ class Fleet:
             del self._members[identity]
             await self._send(identity, Rejoin())
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         if hello.protocol_major != PROTOCOL_MAJOR:
             return f"it speaks protocol {hello.protocol_major}, this scheduler speaks {PROTOCOL_MAJOR}"
-        if (
-            min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-            or hello.num_host_blocks < 0
-        ):
-            return "it offers no blocks, or a block, model length or vocabulary of no tokens"
+        others = [(member.hello, member.key) for other, member in self._members.items() if other != identity]
+        if (refusal := self._entry.refusal(hello, key, others)) is not None:
+            return refusal
         # A fleet that is empty may come back with another model; a live one is of one model.
         if self._members and self._fingerprint != hello.model_fingerprint:
             return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
@@ -233,7 +279,7 @@ class Fleet:
             self._bad_frames.clear()
         self._bad_frames[identity] = seen
         if seen == 1:
-            log.warning("dropped a frame (%s): %s", reason, detail)
+            self._complaints.warning("dropped a frame (%s): %s", reason, detail)
         if seen == MAX_BAD_FRAMES and identity in self._members:
             self._give_up(identity, "it keeps sending frames that cannot be decoded")
 
@@ -247,6 +293,8 @@ class Fleet:
                     self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
                 elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
                     self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
+                elif self._entry.revoked(member.key):
+                    self._give_up(identity, "its key was revoked")
                 elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
                     self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
 
