@@ -15,7 +15,7 @@ import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler"
 """Name of the scheduler's key; every other name is an executor's."""
+EXECUTOR = "executor"
+"""Name of the key that executors use unless told otherwise."""
+PUBLIC = "public"
+"""Name of the folder of public keys."""
 
 _ZAP_DOMAIN = b"pagewise"
 _LOOPBACK_NAMES = ("localhost", "lo")
@@ -88,7 +92,7 @@ class Keys:
     def _refresh(self) -> None:
         """Read the allow-list again if its files have changed. What cannot be listed is taken to be as it was."""
         try:
-            files = _stat_keys(self._directory / "public")
+            files = _stat_keys(self._directory / PUBLIC)
         except OSError as error:
             self._complaints.warning("the allow-list cannot be read and stays as it was: %s", error)
             return
@@ -166,7 +170,7 @@ class HandshakeFailure(NamedTuple):
     no_common_mechanism: bool
 
 
-async def handshake_failures(socket: zmq.asyncio.Socket) -> AsyncIterator[HandshakeFailure]:
+async def handshake_failures(socket: zmq.asyncio.Socket) -> AsyncGenerator[HandshakeFailure, None]:
     """Every handshake on ``socket`` that fails, as it does, until the iterator is closed."""
     monitor = socket.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -218,7 +222,7 @@ def leaves_host(endpoint: str) -> bool:
 
 def public_file(directory: Path, name: str) -> Path:
     """Where the public key of ``name`` lies."""
-    return directory / "public" / f"{name}.key"
+    return directory / PUBLIC / f"{name}.key"
 
 
 def secret_file(directory: Path, name: str) -> Path:

@@ -42,7 +42,7 @@ async def mind_handshakes(socket: zmq.asyncio.Socket, endpoint: str, keys: Keys 
                 socket.connect(endpoint)
             else:
                 complaints.warning(
-                    "the handshake with the scheduler at %s failed: it went away, speaks plain text, or its key is not %s",
+                    "no handshake with the scheduler at %s: it went away, speaks plain text, or its key is not %s",
                     endpoint,
                     keys.scheduler.decode(),
                 )
