@@ -45,7 +45,6 @@ MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
 _QUEUED_FRAMES = 64
-_FRAMES_PER_TURN = 64
 
 
 @dataclass(slots=True)
@@ -138,12 +137,10 @@ class Fleet:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
                 tasks.create_task(self._count_failed_handshakes(), name="fleet handshakes")
-                for number in count(1):
+                while True:
                     identity, *frames = await self._socket.recv_multipart(copy=False)
                     frame = frames[-1] if frames else zmq.Frame()
                     await self._take(identity.bytes, frame.bytes, self._key_of(frame), tasks)
-                    if number % _FRAMES_PER_TURN == 0:  # receiving what is there already gives nobody else a turn
-                        await asyncio.sleep(0)
         finally:
             if self._gate is not None:
                 self._gate.close()
