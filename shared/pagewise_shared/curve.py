@@ -15,7 +15,7 @@ import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,22 +170,29 @@ class HandshakeFailure(NamedTuple):
     no_common_mechanism: bool
 
 
-async def handshake_failures(socket: zmq.asyncio.Socket) -> AsyncGenerator[HandshakeFailure, None]:
-    """Every handshake on ``socket`` that fails, as it does, until the iterator is closed."""
-    monitor = socket.get_monitor_socket(
-        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
-    try:
-        while True:
-            message = await recv_monitor_message(monitor)
-            event = message["event"]
-            mismatch = message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-            yield HandshakeFailure(
-                event == zmq.EVENT_HANDSHAKE_FAILED_AUTH, event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch
-            )
-    finally:
-        socket.disable_monitor()
-        monitor.close()
+class Handshakes:
+    """Watches the handshakes on ``socket``. Made before bind or connect, closed before the socket."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+
+    async def failure(self) -> HandshakeFailure:
+        """The next one that fails, when it does."""
+        message = await recv_monitor_message(self._monitor)
+        event = message["event"]
+        mismatch = message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        return HandshakeFailure(
+            refused=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            no_common_mechanism=event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch,
+        )
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._socket.disable_monitor()
+        self._monitor.close()
 
 
 def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) -> Keys | None:

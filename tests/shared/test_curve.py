@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Gate, Keys, handshake_failures, leaves_host, load_keys, public_file, secret_file
+from pagewise_shared.curve import Gate, Handshakes, Keys, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
 from zmq.auth import create_certificates
@@ -180,13 +180,11 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
             dealer.linger = 0
             if client is not None:
                 client.secure_client(dealer, server_key)
-            failures = handshake_failures(dealer)
-            first = asyncio.ensure_future(anext(failures))
-            await asyncio.sleep(0)
+            handshakes = Handshakes(dealer)
             dealer.connect(f"tcp://127.0.0.1:{port}")
             async with asyncio.timeout(10):
-                found = await first
-            await failures.aclose()
+                found = await handshakes.failure()
+            handshakes.close()
             dealer.close()
             return found
 

@@ -9,7 +9,7 @@ from time import monotonic
 
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Keys
+from pagewise_shared.curve import Handshakes, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -111,6 +111,7 @@ class ExecutorService:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         if self._keys is not None:
             self._keys.secure_client(self._socket)
+        handshakes = Handshakes(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -121,7 +122,7 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
-                    mind_handshakes(self._socket, self._endpoint, self._keys),
+                    mind_handshakes(handshakes, self._socket, self._endpoint, self._keys),
                     self._stop.wait(),
                     asyncio.wrap_future(worker.failed),
                 )
@@ -138,6 +139,7 @@ class ExecutorService:
             if self._welcome is not None:
                 with contextlib.suppress(zmq.ZMQError):
                     await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
+            handshakes.close()
             self._socket.close()
             context.term()
 

@@ -336,6 +336,7 @@ async def test_one_that_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
         assert not sent[-1]
     finally:
         raw.close()
+        stack.fleet._handshakes.close()
         stack.fleet._socket.close()
         stack.fleet._context.term()
 

@@ -1,7 +1,6 @@
 """The fleet: the socket executors connect to, and who of them is alive."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from itertools import count
 import msgspec
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Gate, Keys, handshake_failures
+from pagewise_shared.curve import Gate, Handshakes, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
@@ -128,6 +127,7 @@ class Fleet:
         if keys is not None:
             self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
             self._gate.secure_server(self._socket)
+        self._handshakes = Handshakes(self._socket)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -144,6 +144,7 @@ class Fleet:
         finally:
             if self._gate is not None:
                 self._gate.close()
+            self._handshakes.close()
             self._socket.close()
             self._context.term()
 
@@ -153,11 +154,10 @@ class Fleet:
 
     async def _count_failed_handshakes(self) -> None:
         refused = self._metrics.connections_refused("handshake")
-        async with contextlib.aclosing(handshake_failures(self._socket)) as failures:
-            async for failure in failures:
-                if not failure.refused:  # those are counted by the gate
-                    refused.inc()
-                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+        while True:
+            if not (await self._handshakes.failure()).refused:  # those are counted by the gate
+                refused.inc()
+                self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
 
     async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
         try:
