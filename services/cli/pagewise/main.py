@@ -53,7 +53,7 @@ def _serve(arguments: Sequence[str]) -> int:
 
 def _replay(arguments: Sequence[str]) -> int:
     """The scheduler's own replay, as a process: this package never imports the services' insides."""
-    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603
+    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
