@@ -246,8 +246,9 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(fol
         await asyncio.sleep(0.1)
         thief = RawExecutor(folder, Keys(folder, "two"), identity=b"the same")
         async with asyncio.timeout(10):
-            while stack.dropped("wrong_key") < 3:
+            while stack.dropped("wrong_key") < 30:
                 await thief.send(Heartbeat(epoch))
+                await thief.send(b"\xc1")
                 await thief.send(hello())
                 await asyncio.sleep(0.02)
         await stack.ready(0)  # silent, as it is gone: forged heartbeats did not keep it alive
@@ -339,6 +340,17 @@ async def test_one_that_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
         stack.fleet._handshakes.close()
         stack.fleet._socket.close()
         stack.fleet._context.term()
+
+
+async def test_a_message_is_one_frame(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.socket.send_multipart([b"", encode(hello())])
+        async with asyncio.timeout(5):
+            while stack.dropped("undecodable") < 1:
+                await asyncio.sleep(0.01)
+        assert stack.router.capacity() is None
+        raw.close()
 
 
 async def test_a_flood_of_frames_leaves_turns_to_others(tmp_path: Path) -> None:

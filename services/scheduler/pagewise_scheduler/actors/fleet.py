@@ -109,7 +109,7 @@ class Fleet:
         self._eviction: EvictionName = eviction
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
-        self._complaints = BoundedLog(log)
+        self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
         self._entry = Entry(keys)
         self._fingerprint: str | None = None
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
@@ -139,8 +139,9 @@ class Fleet:
                 tasks.create_task(self._count_failed_handshakes(), name="fleet handshakes")
                 while True:
                     identity, *frames = await self._socket.recv_multipart(copy=False)
-                    frame = frames[-1] if frames else zmq.Frame()
-                    await self._take(identity.bytes, frame.bytes, self._key_of(frame), tasks)
+                    # A message is one frame; another number of them is none.
+                    content = frames[0].bytes if len(frames) == 1 else b""
+                    await self._take(identity.bytes, content, self._key_of(identity), tasks)
         finally:
             if self._gate is not None:
                 self._gate.close()
@@ -160,15 +161,15 @@ class Fleet:
                 self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
 
     async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
-        try:
-            message = decode_from_executor(frame)
-        except ProtocolError as error:
-            self._drop(identity, "undecodable", str(error))
-            return
         member = self._members.get(identity)
         if member is not None and member.key != key:
             self._metrics.frames_dropped("wrong_key").inc()
             self._complaints.warning("dropped a frame (wrong_key): not that of %s", member.hello.executor_id)
+            return
+        try:
+            message = decode_from_executor(frame)
+        except ProtocolError as error:
+            self._drop(identity, "undecodable", str(error))
             return
         if isinstance(message, Hello):
             if self._entry.in_time(key, member.joined if member else None, clock()):
@@ -198,7 +199,7 @@ class Fleet:
     async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
         refusal = self._refusal(identity, hello, key)
         if refusal is not None:
-            self._complaints.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
+            self._refusals.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
             self._metrics.frames_dropped("refused").inc()
             await self._send(identity, Refused(refusal))
             return
