@@ -15,7 +15,7 @@ import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,15 +74,14 @@ class Keys:
         self._allowed = _AllowList({}, frozenset())
         self._refresh()
 
-    def owner(self, public_key: str) -> str | None:
-        """The executor that a public key (Z85 text) belongs to; None: it is not on the allow-list now."""
+    def allowed(self) -> Mapping[str, str]:
+        """The allow-list as it is now: names of executors by public key (Z85 text)."""
         self._refresh()
-        return self._allowed.names.get(public_key)
+        return self._allowed.names
 
-    def is_executor(self, name: str) -> bool:
-        """Whether the allow-list has a key of this name now."""
-        self._refresh()
-        return name in self._allowed.names.values()
+    def owner(self, public_key: str) -> str | None:
+        """The executor that a public key belongs to; None: it is not on the allow-list now."""
+        return self.allowed().get(public_key)
 
     def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
         """Have ``socket`` talk to the owner of ``server_key`` (by default the scheduler) alone. Before connect."""

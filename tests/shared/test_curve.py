@@ -78,7 +78,7 @@ def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCapt
     assert keys.owner(one) == "one"
     assert keys.owner(scheduler) is None, "the scheduler is no executor"
     two = Keys(make(tmp_path, "two"), "two").public.decode()
-    assert (keys.owner(two), keys.is_executor("two")) == ("two", True)
+    assert dict(keys.allowed()) == {one: "one", two: "two"}
     # Another key under an old name.
     public_file(tmp_path, "one").write_bytes(public_file(tmp_path, "two").read_bytes())
     public_file(tmp_path, "two").unlink()

@@ -1,6 +1,7 @@
 """Who may join the fleet, how often, and with what: everything an executor says of itself has a bound."""
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 from pagewise_shared.curve import Keys
@@ -41,9 +42,9 @@ class Entry:
         self._allowance[key] = max(0.0, left - 1.0), now
         return left >= 1.0
 
-    def revoked(self, key: str) -> bool:
-        """Whether ``key`` is not on the allow-list any more."""
-        return self._keys is not None and self._keys.owner(key) is None
+    def revoked(self, keys: Iterable[str]) -> set[str]:
+        """Those of ``keys`` that are not on the allow-list any more."""
+        return set() if self._keys is None else set(keys) - self._keys.allowed().keys()
 
     def refusal(self, hello: Hello, key: str, others: list[tuple[Hello, str]]) -> str | None:
         """Why the owner of ``key`` may not join as it says beside ``others`` (their Hellos and keys); None: it may."""
@@ -62,10 +63,10 @@ class Entry:
         """Whether it takes the name of an executor with another key."""
         if self._keys is None:
             return None
-        owner = self._keys.owner(key)
-        if owner is None:
+        allowed = self._keys.allowed()
+        if (owner := allowed.get(key)) is None:
             return "its key was revoked"
-        if hello.executor_id != owner and self._keys.is_executor(hello.executor_id):
+        if hello.executor_id != owner and hello.executor_id in allowed.values():
             return f"the name {hello.executor_id} belongs to the key {hello.executor_id}, and its key is {owner}"
         if any(other.executor_id == hello.executor_id and other_key != key for other, other_key in others):
             return f"an executor {hello.executor_id} with another key is in already"

@@ -286,12 +286,13 @@ class Fleet:
         while True:
             await asyncio.sleep(min(1.0, self._executor_timeout / 4))
             now = clock()
+            revoked = self._entry.revoked(member.key for member in self._members.values())
             for identity, member in list(self._members.items()):
                 if now - member.last_seen > self._executor_timeout:
                     self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
                 elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
                     self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
-                elif self._entry.revoked(member.key):
+                elif member.key in revoked:
                     self._give_up(identity, "its key was revoked")
                 elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
                     self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
