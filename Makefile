@@ -38,10 +38,12 @@ test-gpu: setup ## Tests that need a CUDA device
 test-compose: setup ## Build and try the containers (needs Docker with Compose v2)
 	$(PY) -m pytest -m compose $(ARGS)
 
-lint: setup ## ruff, import rules
+lint: setup ## ruff, import rules, bandit, known vulnerabilities of what is pinned
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/bandit --quiet --recursive --configfile pyproject.toml services shared kernels
+	@$(PY) .ci/audit.py $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format json
 
 format: setup ## Put the code into shape
 	$(VENV)/bin/ruff check --fix .

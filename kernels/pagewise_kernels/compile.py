@@ -109,7 +109,7 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
         file.write(ptx)
         file.flush()
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={wanted[1]}", file.name, "-o", os.devnull]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr  # noqa: S603
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr  # noqa: S603  # nosec B603 # no shell
     registers = re.search(r"Used (\d+) registers", report)
     stores = re.search(r"(\d+) bytes spill stores", report)
     assert registers is not None

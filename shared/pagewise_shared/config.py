@@ -68,6 +68,7 @@ _GROUPS = {
         "step_timeout",
         "log_level",
     ),
+    "security": ("keys", "key_name", "plaintext"),
 }
 """What belongs together in the help."""
 
@@ -128,6 +129,10 @@ Deterministic = Annotated[
 CudaGraphs = Annotated[bool, _help("record decode steps as CUDA graphs when the executor starts")]
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
+KeysFolder = Annotated[
+    str | None, _help("folder of keys that encrypt and authenticate executors' connections (see pagewise keys)", "DIR")
+]
+Plaintext = Annotated[bool, _help("let executors connect from other hosts without keys, unencrypted")]
 Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
 
 
@@ -169,6 +174,8 @@ class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):
     listen: Annotated[str, _help("ZeroMQ endpoint executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
         "tcp://127.0.0.1:5757"
     )
+    keys: KeysFolder = None
+    plaintext: Plaintext = False
 
 
 class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
@@ -208,6 +215,9 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     ] = None
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
     executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
+    keys: KeysFolder = None
+    key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"
+    plaintext: Plaintext = False
 
 
 class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
@@ -237,6 +247,8 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     listen: Annotated[
         str | None, _help("ZeroMQ endpoint for executors (default: a private ipc socket)", "ENDPOINT")
     ] = None
+    keys: KeysFolder = None
+    plaintext: Plaintext = False
 
 
 def parse_config(

@@ -129,6 +129,22 @@ def test_an_executor_is_healthy_only_while_it_is_connected(stack: Stack) -> None
         )
 
 
+def test_each_service_holds_its_own_key_and_no_other(stack: Stack) -> None:
+    for service, own, other in (("scheduler", "scheduler", "executor"), ("executor", "executor", "scheduler")):
+        mode = stack.compose("exec", "-T", service, "stat", "-c", "%a %u", f"/keys/{own}/{own}.key_secret")
+        assert mode == "600 10001"
+        stack.compose("exec", "-T", service, "test", "!", "-e", f"/keys/{other}/{other}.key_secret")
+
+
+def test_an_executor_without_a_key_is_refused(stack: Stack) -> None:
+    plain = ["-e", "PAGEWISE_KEYS=", "-e", "PAGEWISE_PLAINTEXT=1", "executor", "pagewise-executor", "--simulate"]
+    with pytest.raises(AssertionError, match="asks for a key and there is none"):
+        stack.compose("run", "--rm", "-T", "--no-deps", *plain)
+    with urllib.request.urlopen(f"http://127.0.0.1:{stack.port}/metrics", timeout=5) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if "connections_refused_total{" in line]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) >= 1
+
+
 def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
     containers = stack.compose("ps", "--quiet").split()
     stack.compose("stop", "--timeout", "20")

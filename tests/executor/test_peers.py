@@ -15,9 +15,10 @@ from pagewise_executor import peers
 from pagewise_executor.block_store import BlockStore
 from pagewise_executor.kv_pool import KVPool
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.peers import BlockServer, PeerLinks
+from pagewise_executor.peers import BlockServer, PeerLinks, Peers
 from pagewise_scheduler.core.recovery.sources import Directory
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_shared.curve import Keys, public_file
 from pagewise_shared.protocol import (
     Blocks,
     Copied,
@@ -34,6 +35,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.test_greedy_equality import reference
 from tests.executor.test_recovery import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
+from tests.shared.test_curve import make
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def on_loopback(store: BlockStore) -> Peers:
+    return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
+
+
 @pytest.fixture(scope="module")
 def runners(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    both = build_runner(model_path, lend=True), build_runner(model_path, lend=True)
+    both = build_runner(model_path, exchange=on_loopback), build_runner(model_path, exchange=on_loopback)
     yield both
     for runner in both:
         runner.close()
@@ -105,13 +111,13 @@ def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
 class Exchange:
     """Two pools of 64 blocks and the way between them. ``done``: what was reported."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, lender: Keys | None = None, borrower: Keys | None = None) -> None:
         shapes = [(2, 16)] * 2
         self.source, self.target = (KVPool(shapes, 64, 4, torch.float32, torch.device("cpu")) for _ in range(2))
         self.content = np.random.default_rng(1).integers(0, 256, (64, self.source.bytes_per_block), np.uint8)
         self.source.scatter(np.arange(64, dtype=np.int32), self.content)
-        self.server = BlockServer(BlockStore(self.source, None), f"ipc://{tmp_path}/blocks", "")
-        self.links = PeerLinks(BlockStore(self.target, None))
+        self.server = BlockServer(BlockStore(self.source, None), f"ipc://{tmp_path}/blocks", "", lender)
+        self.links = PeerLinks(BlockStore(self.target, None), borrower)
         self.done: list[Copied] = []
         self.reported = threading.Event()
         self.links.report = self._report
@@ -120,10 +126,10 @@ class Exchange:
         self.done.append(copied)
         self.reported.set()
 
-    def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "") -> None:
+    def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "", key: str = "") -> None:
         triples = [value for block in blocks for value in (0, block, 63 - block)]
         plan = StepPlan(epoch=1, step=step)
-        self.links.fetch(plan, Fetch(peer or self.server.endpoint, epoch, 3, pack_int32s(triples)))
+        self.links.fetch(plan, Fetch(peer or self.server.endpoint, epoch, 3, pack_int32s(triples), key))
 
     def wait(self, seconds: float = 20.0) -> Copied:
         assert self.reported.wait(seconds)
@@ -189,6 +195,22 @@ def test_nothing_is_written_after_a_reset(exchange: Exchange, tmp_path: Path) ->
     exchange.fetch([4], step=2, peer=f"ipc://{tmp_path}/nobody")
     exchange.links.reset()
     assert len(exchange.done) == 2
+
+
+def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_SILENCE_SECONDS", 1.0)
+    make(tmp_path, "scheduler", "lender", "borrower", "stranger")
+    lender, borrower, stranger = (Keys(tmp_path, name) for name in ("lender", "borrower", "stranger"))
+    public_file(tmp_path, "stranger").unlink()
+    for keys, arrives in ((borrower, True), (stranger, False), (None, False)):
+        exchange = Exchange(tmp_path, lender, keys)
+        exchange.server.begun(7, 3)
+        exchange.fetch([1], key=lender.public.decode())
+        assert (exchange.wait().bad == b"") == arrives
+        exchange.server.close()
+        exchange.links.close()
 
 
 @pytest.mark.parametrize("spoil", ["content", "length", "number", "garbage"])

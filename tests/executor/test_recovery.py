@@ -11,6 +11,7 @@ import torch
 import transformers
 from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.peers import MakePeers
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
@@ -34,7 +35,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_runner(
-    path: Path, device: str = "cpu", lend: bool = False, host_folder: Path | None = None, **options: object
+    path: Path,
+    device: str = "cpu",
+    exchange: MakePeers | None = None,
+    host_folder: Path | None = None,
+    **options: object,
 ) -> ModelRunner:
     settings = {
         "block_size": BLOCK_SIZE,
@@ -45,7 +50,7 @@ def build_runner(
     }
     return ModelRunner(
         ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
-        lend=lend,
+        exchange=exchange,
         host_folder=host_folder,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pagewise_shared.config import ServeConfig, parse_config
 from pagewise_shared.logs import configure_logging
 
+from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
 from pagewise.serve import serve
 
@@ -17,6 +18,7 @@ commands:
   serve [MODEL]   start a scheduler and executors on this machine and serve MODEL over HTTP
   vmstat [S]      print what KV memory is doing, every S seconds
   pmap REQUEST    print the blocks of a request and what happened to them
+  keys VERB       make, list and revoke the keys of the scheduler and its executors
   replay TRACE    run a request trace through the scheduler under a virtual clock
 
 `pagewise COMMAND --help` tells a command's options."""
@@ -51,13 +53,14 @@ def _serve(arguments: Sequence[str]) -> int:
 
 def _replay(arguments: Sequence[str]) -> int:
     """The scheduler's own replay, as a process: this package never imports the services' insides."""
-    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603
+    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "vmstat": vmstat,
     "pmap": pmap,
+    "keys": keys,
     "replay": _replay,
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
+from pagewise_shared.curve import Keys, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
 
@@ -33,13 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     try:
+        # Before the worker, which takes its time to load a model.
+        keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
         service = ExecutorService(
-            Worker(lambda: build_runner(config)),
+            Worker(lambda: build_runner(config, keys)),
             config.scheduler,
             config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             drain_timeout=config.drain_timeout,
+            keys=keys,
         )
         _run(service)
     except RefusedError as error:
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_runner(config: ExecutorConfig) -> Runner:
+def build_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     """The runner that ``config`` asks for. Torch is imported only if a model is run.
 
     Raises:
@@ -68,9 +72,12 @@ def build_runner(config: ExecutorConfig) -> Runner:
         return SimulatedRunner(config)
     log.info("starting torch")
     from pagewise_executor.model_runner import ModelRunner
+    from pagewise_executor.peers import Peers, block_listener
 
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
-    return ModelRunner(config, lend=config.lend_blocks, host_folder=folder)
+    if not config.lend_blocks:
+        return ModelRunner(config, host_folder=folder)
+    return ModelRunner(config, exchange=lambda store: Peers(store, *block_listener(config), keys), host_folder=folder)
 
 
 def _run(service: ExecutorService) -> None:

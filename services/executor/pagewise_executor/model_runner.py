@@ -24,7 +24,7 @@ from pagewise_executor.host_tier import STAGING_BYTES, HostTier, make_host_tier
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, pool_size
 from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.peers import Peers, block_listener
+from pagewise_executor.peers import MakePeers, Peers
 from pagewise_executor.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.profile import largest_step, measure_costs
 from pagewise_executor.rows import Chunk, Int64s, Row, RowTable, StepWork
@@ -84,14 +84,17 @@ class IssuedStep:
 class ModelRunner:
     """One model, its KV pool, and the rows that use it.
 
-    ``lend``: exchange blocks with other executors. ``host_folder``: where host memory outlives the process.
+    ``exchange``: how blocks go to other executors and come from them. ``host_folder``: where host memory outlives the
+    process.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
 
     info: RunnerInfo
 
-    def __init__(self, config: ExecutorConfig, *, lend: bool = False, host_folder: Path | None = None) -> None:
+    def __init__(
+        self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
+    ) -> None:
         use_cpu_well(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
@@ -125,8 +128,8 @@ class ModelRunner:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
-        if lend:
-            self._peers = Peers(BlockStore(self._pool, self._host), *block_listener(config))
+        if exchange is not None:
+            self._peers = exchange(BlockStore(self._pool, self._host))
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import zmq
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
@@ -39,18 +40,11 @@ _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
 
-Secure = Callable[["zmq.Socket[bytes]"], None]
-"""Sets a socket's keys before it is bound or connected."""
-
-
-def no_keys(socket: "zmq.Socket[bytes]") -> None:
-    """Leaves a socket in the clear."""
-
 
 class BlockServer:
     """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it."""
 
-    def __init__(self, store: BlockStore, listen: str, advertised_host: str, secure: Secure = no_keys) -> None:
+    def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
         self._store = store
         self._begun = threading.Condition()
         self._epoch = self._step = -1
@@ -60,7 +54,10 @@ class BlockServer:
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4 * _WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _PIECE_BYTES)
-        secure(self._socket)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys, lambda: None)  # it logs whom it turns away
+            self._gate.secure_server(self._socket)
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
@@ -72,6 +69,9 @@ class BlockServer:
         """Answer nobody any more."""
         self._closed = True
         self._thread.join()
+        self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy(linger=0)
 
     def begun(self, epoch: int, step: int) -> None:
@@ -176,10 +176,10 @@ class _Piece:
 class PeerLinks:
     """Fetches blocks from other executors, on a thread for each. ``report``: called there when a job is done."""
 
-    def __init__(self, store: BlockStore, secure: Secure = no_keys) -> None:
+    def __init__(self, store: BlockStore, keys: Keys | None = None) -> None:
         self.report: Callable[[Copied], None] = lambda message: None
         self._store = store
-        self._secure = secure
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lock = threading.Condition()
         self._links: dict[str, _Link] = {}
@@ -301,7 +301,8 @@ class _Link:
             self.socket = self.owner._context.socket(zmq.DEALER)
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES + self.owner._store.bytes_per_block)
-            self.owner._secure(self.socket)
+            if self.owner._keys is not None:
+                self.owner._keys.secure_client(self.socket, job.fetch.key.encode())
             self.socket.connect(self.peer)
         self.number += 1
         request = ReadBlocks(self.number, job.fetch.epoch, job.fetch.step, job.places[part].tobytes())
@@ -333,9 +334,9 @@ class _Link:
 class Peers:
     """Both directions: what this executor lends, and what it fetches."""
 
-    def __init__(self, store: BlockStore, listen: str, advertised_host: str, secure: Secure = no_keys) -> None:
-        self._server = BlockServer(store, listen, advertised_host, secure)
-        self._links = PeerLinks(store, secure)
+    def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
+        self._server = BlockServer(store, listen, advertised_host, keys)
+        self._links = PeerLinks(store, keys)
         self.endpoint = self._server.endpoint
 
     @property
@@ -366,3 +367,7 @@ class Peers:
     def cancel(self, epoch: int, step: int, peer: str) -> None:
         """What that step fetches from there is not wanted any more."""
         self._links.cancel(epoch, step, peer)
+
+
+MakePeers = Callable[[BlockStore], Peers]
+"""Makes the exchange with other executors for what a store holds."""

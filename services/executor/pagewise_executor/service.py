@@ -10,6 +10,7 @@ from time import monotonic
 import msgspec
 import zmq
 import zmq.asyncio
+from pagewise_shared.curve import Handshakes, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -33,6 +34,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
+from pagewise_executor.handshakes import mind_handshakes
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class ExecutorService:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         drain_timeout: float = 30.0,
+        keys: Keys | None = None,
     ) -> None:
         info = worker.start()
         self._hello = Hello(
@@ -85,6 +88,7 @@ class ExecutorService:
         )
         self._worker = worker
         self._endpoint = endpoint
+        self._keys = keys
         self._welcome: Welcome | None = None
         self._last_heard = monotonic()
         self._stop: asyncio.Event = asyncio.Event()
@@ -100,6 +104,7 @@ class ExecutorService:
 
         Raises:
             RefusedError: the scheduler does not let this executor in.
+            ConfigError: it asks for a key, and there is none.
             Exception: what ended the worker, a broken device for instance. Only a new process can help.
         """
         loop = asyncio.get_running_loop()
@@ -114,6 +119,9 @@ class ExecutorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys is not None:
+            self._keys.secure_client(self._socket)
+        handshakes = Handshakes(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -124,6 +132,7 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
+                    mind_handshakes(handshakes, self._socket, self._endpoint, self._keys),
                     self._stop.wait(),
                     self._leave(),
                     asyncio.wrap_future(worker.failed),
@@ -141,6 +150,7 @@ class ExecutorService:
             if self._welcome is not None:
                 with contextlib.suppress(zmq.ZMQError):
                     await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
+            handshakes.close()
             self._socket.close()
             context.term()
 

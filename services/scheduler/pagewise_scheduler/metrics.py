@@ -69,6 +69,13 @@ class Metrics:
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors that were not applied, by reason.", ("reason",)
         )
+        self._connections_refused = self._raw_counter(
+            "wire_connections_refused",
+            "Connections to the executors' socket that were refused, by reason.",
+            ("reason",),
+        )
+        for reason in ("unknown_key", "handshake"):
+            self.connections_refused(reason)
         build = Gauge("pagewise_build_info", "The version that runs; always 1.", ("version",), registry=self.registry)
         build.labels(package_version()).set(1)
         ProcessCollector(registry=self.registry)
@@ -81,6 +88,10 @@ class Metrics:
     def frames_dropped(self, reason: str) -> Counter:
         """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""
         return self._frames_dropped.labels(self._model_name, reason)
+
+    def connections_refused(self, reason: str) -> Counter:
+        """The counter of connections to the executors' socket that failed: reason is "unknown_key" or "handshake"."""
+        return self._connections_refused.labels(self._model_name, reason)
 
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is "device", "host" or "peer"."""

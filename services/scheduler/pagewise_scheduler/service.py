@@ -7,6 +7,7 @@ import signal
 
 from aiohttp import web
 from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.curve import SCHEDULER, load_keys
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_scheduler.actors.fleet import Fleet
@@ -30,6 +31,7 @@ async def serve(config: SchedulerConfig) -> None:
 
     Raises:
         ModelError: the model's tokenizer cannot be found or read.
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
         OSError, zmq.ZMQError: an address cannot be bound.
     """
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
@@ -47,6 +49,7 @@ async def serve(config: SchedulerConfig) -> None:
         step_timeout=config.step_timeout,
         recovery=config.recovery,
         eviction=config.eviction,
+        keys=load_keys(config.keys, SCHEDULER, config.listen, config.plaintext),
     )
     runner = web.AppRunner(
         create_app(router, tokenizer, config, metrics),

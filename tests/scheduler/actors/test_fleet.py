@@ -21,6 +21,7 @@ from pagewise_scheduler.generation import AdmissionError, GenerationError, Gener
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.curve import Keys
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -48,7 +49,7 @@ TOKENIZER = Tokenizer.load(resolve_model("pagewise-demo"))
 class Stack:
     """A fleet and a router, and what a test wants to know of them."""
 
-    def __init__(self, path: Path, patience: float = 5.0) -> None:
+    def __init__(self, path: Path, patience: float = 5.0, keys: Keys | None = None) -> None:
         self.metrics = Metrics("m")
         self.router = Router(TOKENIZER, self.metrics, max_waiting=8, patience=patience)
         self.fleet = Fleet(
@@ -60,6 +61,7 @@ class Stack:
             max_model_len=None,
             executor_timeout=1.0,
             step_timeout=1.5,
+            keys=keys,
         )
 
     def dropped(self, reason: str) -> float:
@@ -88,8 +90,8 @@ class Stack:
 
 
 @asynccontextmanager
-async def running(path: Path, patience: float = 5.0) -> AsyncIterator[Stack]:
-    stack = Stack(path, patience)
+async def running(path: Path, patience: float = 5.0, keys: Keys | None = None) -> AsyncIterator[Stack]:
+    stack = Stack(path, patience, keys)
     tasks = [asyncio.create_task(stack.fleet.run()), asyncio.create_task(stack.router.run())]
     try:
         yield stack
@@ -100,10 +102,12 @@ async def running(path: Path, patience: float = 5.0) -> AsyncIterator[Stack]:
 
 
 @asynccontextmanager
-async def executor(path: Path, name: str = "e", step_seconds: float = 0.0) -> AsyncIterator["asyncio.Task[None]"]:
+async def executor(
+    path: Path, name: str = "e", step_seconds: float = 0.0, keys: Keys | None = None
+) -> AsyncIterator["asyncio.Task[None]"]:
     runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
     service = ExecutorService(
-        Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64
+        Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64, keys=keys
     )
     task = asyncio.create_task(service.run())
     try:
@@ -117,10 +121,14 @@ async def executor(path: Path, name: str = "e", step_seconds: float = 0.0) -> As
 class RawExecutor:
     """A socket that says whatever a test wants."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keys: Keys | None = None, identity: bytes = b"") -> None:
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if identity:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
+        if keys is not None:
+            keys.secure_client(self.socket)
         self.socket.connect(f"ipc://{path}/wire")
 
     async def send(self, message: Message | bytes) -> None:

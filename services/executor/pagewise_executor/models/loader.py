@@ -56,7 +56,9 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     for file in files:
         _check_safetensors(file)
     try:
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
+            path, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
     text = model_config.get_text_config(decoder=True)
@@ -65,7 +67,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     max_model_len = _max_model_len(config, text)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
             path,
             config=model_config,
             dtype=dtype,

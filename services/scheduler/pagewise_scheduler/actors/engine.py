@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
@@ -26,6 +27,7 @@ _RECENT = 256
 """Requests whose memory is remembered after they have ended."""
 _RECENT_LIMIT = 64
 """Sequences and events that are remembered of each."""
+_MAX_ERROR_TEXT = 1000
 
 
 @dataclass(slots=True, frozen=True)
@@ -237,7 +239,9 @@ class Engine(Actor[EngineMessage]):
             self._metrics.frames_dropped("stale_epoch").inc()
             return
         if result.error is not None:
-            await self._start_over(f"{result.error.kind}: {result.error.message}")
+            await self._start_over(
+                f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}"
+            )
             return
         try:
             output = self.scheduler.update(result)
@@ -266,7 +270,9 @@ class Engine(Actor[EngineMessage]):
         if message.epoch != self.scheduler.epoch:
             self._metrics.frames_dropped("stale_epoch").inc()
         elif message.error is not None:
-            await self._start_over(f"copies of step {message.step} failed: {message.error.message}", blame_step=False)
+            await self._start_over(
+                f"copies of step {message.step} failed: {printable(message.error.message)}", blame_step=False
+            )
         else:
             self._copies.pop((message.step, message.direction), None)
             try:

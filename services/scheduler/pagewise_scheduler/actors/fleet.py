@@ -9,7 +9,9 @@ from itertools import count
 import msgspec
 import zmq
 import zmq.asyncio
+from pagewise_shared.curve import Gate, Handshakes, Keys
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     Copied,
@@ -29,6 +31,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
+from pagewise_scheduler.actors.entry import Entry
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.memory.eviction import EvictionName
@@ -48,13 +51,17 @@ _FETCH_BYTES_PER_SECOND = 1e9
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
+_QUEUED_FRAMES = 64
+
 
 @dataclass(slots=True)
 class Member:
-    """An executor that has joined."""
+    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``."""
 
     hello: Hello
     engine: Engine
+    key: str
+    joined: float
     last_seen: float
     leaving: bool = False
 
@@ -69,7 +76,8 @@ class _Link:
 
     async def send(self, frame: bytes) -> bool:
         try:
-            await self.socket.send_multipart([self.identity, frame])
+            # Never waits: one that does not read must not hold up the others.
+            await self.socket.send_multipart([self.identity, frame], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -97,6 +105,7 @@ class Fleet:
         step_timeout: float,
         recovery: RecoveryMode = "auto",
         eviction: EvictionName = "cost",
+        keys: Keys | None = None,
     ) -> None:
         self._router = router
         self._metrics = metrics
@@ -111,6 +120,8 @@ class Fleet:
         self._directory = Directory()
         self._draining = Draining(router.tokenizer, self._staying, metrics)
         self._bad_frames: dict[bytes, int] = {}
+        self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
+        self._entry = Entry(keys)
         self._fingerprint: str | None = None
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
@@ -121,6 +132,13 @@ class Fleet:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(executor_timeout * 1000))
+        # What a sender may have queued here; what it sends beyond that waits on its own side.
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
+            self._gate.secure_server(self._socket)
+        self._handshakes = Handshakes(self._socket)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -129,35 +147,62 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
+                tasks.create_task(self._count_failed_handshakes(), name="fleet handshakes")
                 while True:
-                    identity, *frames = await self._socket.recv_multipart()
-                    await self._take(identity, frames[-1] if frames else b"", tasks)
+                    identity, *frames = await self._socket.recv_multipart(copy=False)
+                    # A message is one frame; another number of them is none.
+                    content = frames[0].bytes if len(frames) == 1 else b""
+                    await self._take(identity.bytes, content, self._key_of(identity), tasks)
         finally:
+            if self._gate is not None:
+                self._gate.close()
+            self._handshakes.close()
             self._socket.close()
             self._context.term()
 
-    async def _take(self, identity: bytes, frame: bytes, tasks: asyncio.TaskGroup) -> None:
+    def _key_of(self, frame: zmq.Frame) -> str:
+        """The public key that the connection of this frame has proved to own."""
+        return str(frame.get("User-Id")) if self._gate is not None else ""
+
+    async def _count_failed_handshakes(self) -> None:
+        refused = self._metrics.connections_refused("handshake")
+        while True:
+            if not (await self._handshakes.failure()).refused:  # those are counted by the gate
+                refused.inc()
+                self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+
+    async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
+        member = self._members.get(identity)
+        if member is not None and member.key != key:
+            self._metrics.frames_dropped("wrong_key").inc()
+            self._complaints.warning("dropped a frame (wrong_key): not that of %s", member.hello.executor_id)
+            return
         try:
             message = decode_from_executor(frame)
         except ProtocolError as error:
             self._drop(identity, "undecodable", str(error))
             return
         if isinstance(message, Hello):
-            await self._admit(identity, message, tasks)
+            if self._entry.in_time(key, member.joined if member else None, clock()):
+                await self._admit(identity, message, key, tasks)
+            else:
+                self._metrics.frames_dropped("too_many_hellos").inc()
             return
-        member = self._members.get(identity)
         if member is None:
             self._drop(identity, "unknown_sender", "not a member")
             if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
                 await self._send(identity, Rejoin())
             return
-        member.last_seen = clock()
+        if not isinstance(message, Goodbye):
+            if message.epoch == member.engine.scheduler.epoch:
+                member.last_seen = clock()
+            else:  # of an earlier life: no sign of this one
+                self._metrics.frames_dropped("stale_epoch").inc()
         match message:
             case StepResult() | Copied():
-                member.engine.tell(message)
-            case Heartbeat(epoch):
-                if epoch != member.engine.scheduler.epoch:
-                    self._metrics.frames_dropped("stale_epoch").inc()
+                if message.epoch == member.engine.scheduler.epoch:
+                    member.engine.tell(message)
+            case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Leaving(patience_ms=patience):
                 if not member.leaving:
@@ -167,12 +212,12 @@ class Fleet:
                     seconds = min(patience / 1000, _MOST_PATIENCE) * _SHARE_OF_PATIENCE
                     tasks.create_task(self._draining.drain(member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
-                self._give_up(identity, f"it left ({reason or 'no reason given'})")
+                self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})")
 
-    async def _admit(self, identity: bytes, hello: Hello, tasks: asyncio.TaskGroup) -> None:
-        refusal = self._refusal(hello)
+    async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
+        refusal = self._refusal(identity, hello, key)
         if refusal is not None:
-            log.error("executor %s refused: %s", hello.executor_id, refusal)
+            self._refusals.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
             self._metrics.frames_dropped("refused").inc()
             await self._send(identity, Refused(refusal))
             return
@@ -203,8 +248,9 @@ class Fleet:
             eviction=self._eviction,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
-        self._let_lend(hello, engine)
-        self._members[identity] = Member(hello, engine, clock())
+        self._let_lend(hello, engine, key)
+        now = clock()
+        self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
         await self._send(identity, engine.welcome(keeps_blocks=self._take_over(hello, scheduler)))
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
@@ -227,14 +273,12 @@ class Fleet:
             del self._members[identity]
             await self._send(identity, Rejoin())
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         if hello.protocol_major != PROTOCOL_MAJOR:
             return f"it speaks protocol {hello.protocol_major}, this scheduler speaks {PROTOCOL_MAJOR}"
-        if (
-            min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-            or hello.num_host_blocks < 0
-        ):
-            return "it offers no blocks, or a block, model length or vocabulary of no tokens"
+        others = [(member.hello, member.key) for other, member in self._members.items() if other != identity]
+        if (refusal := self._entry.refusal(hello, key, others)) is not None:
+            return refusal
         # A fleet that is empty may come back with another model; a live one is of one model.
         if self._members and self._fingerprint != hello.model_fingerprint:
             return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
@@ -266,13 +310,13 @@ class Fleet:
         engines = [member.engine for member in self._members.values() if not member.leaving]
         return [engine for engine in engines if engine is not leaving and not engine.ended]
 
-    def _let_lend(self, hello: Hello, engine: Engine) -> None:
+    def _let_lend(self, hello: Hello, engine: Engine, key: str) -> None:
         """Let others fetch blocks from this executor, and it from them."""
         endpoint, scheduler = hello.block_endpoint, engine.scheduler
         if not endpoint or endpoint in self._directory.lenders:
             return
         block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
-        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()))
+        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()), key)
         self._directory.lenders[endpoint] = lender
         scheduler.recoveries.directory, scheduler.recoveries.endpoint = self._directory, endpoint
 
@@ -291,7 +335,7 @@ class Fleet:
             self._bad_frames.clear()
         self._bad_frames[identity] = seen
         if seen == 1:
-            log.warning("dropped a frame (%s): %s", reason, detail)
+            self._complaints.warning("dropped a frame (%s): %s", reason, detail)
         if seen == MAX_BAD_FRAMES and identity in self._members:
             self._give_up(identity, "it keeps sending frames that cannot be decoded")
 
@@ -300,11 +344,14 @@ class Fleet:
         while True:
             await asyncio.sleep(min(1.0, self._executor_timeout / 4))
             now = clock()
+            revoked = self._entry.revoked(member.key for member in self._members.values())
             for identity, member in list(self._members.items()):
                 if now - member.last_seen > self._executor_timeout:
                     self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
                 elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
                     self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
+                elif member.key in revoked:
+                    self._give_up(identity, "its key was revoked")
                 elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
                     self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
 

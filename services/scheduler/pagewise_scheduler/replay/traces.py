@@ -81,7 +81,7 @@ def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed:
                 if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
                     requests = _azure(reader)
                 elif {"num_prefill_tokens", "num_decode_tokens"} <= names:
-                    requests = _sharegpt(reader, rate, random.Random(seed))  # noqa: S311
+                    requests = _sharegpt(reader, rate, random.Random(seed))  # noqa: S311  # nosec B311 # no secret
                 else:
                     raise TraceError(f"{path}: neither a known CSV nor JSON lines, it begins with {first[:80]!r}")
             taken: list[TraceRequest] = []

@@ -219,12 +219,13 @@ class Recoveries:
 
     def _fetch(self, peer: str, transfer: Transfer) -> Fetch:
         assert self.directory is not None
-        lending = self.directory.lenders[peer].scheduler
+        lender = self.directory.lenders[peer]
+        lending = lender.scheduler
         triples: list[int] = []
         for _, places, blocks in transfer.parts:
             for place, block in zip(places, blocks, strict=True):
                 triples += (place.tier, place.block, block)
-        return Fetch(peer, lending.epoch, lending.last_step, pack_int32s(triples))
+        return Fetch(peer, lending.epoch, lending.last_step, pack_int32s(triples), lender.key)
 
     def _next_piece(self, recovery: Recovery) -> int:
         piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS

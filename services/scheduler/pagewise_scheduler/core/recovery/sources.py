@@ -81,12 +81,14 @@ class Lender:
     """An executor whose blocks others may fetch.
 
     ``endpoint``: where. ``block_format``: of what is fetched; equal ones fit. ``wake``: tells it that blocks came back.
+    ``key``: its public key (Z85 text), empty where connections have none.
     """
 
     endpoint: str
     block_format: Hashable
     scheduler: Lending
     wake: Callable[[], None]
+    key: str = ""
 
 
 @dataclass(slots=True)

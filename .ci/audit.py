@@ -1,0 +1,40 @@
+"""Look the pinned dependencies up in the database of known vulnerabilities (pip-audit, over the network).
+
+A vulnerability fails. What could not be looked up, all or some of it, is said and does not: a machine without network
+can run the rest of ``make lint``.
+"""
+
+import json
+import subprocess
+import sys
+
+UNREACHABLE = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "ServiceError", "HTTPError")
+"""What the last line of pip-audit names when it did not get an answer."""
+
+
+def main(command: list[str]) -> int:
+    """Run pip-audit; returns the exit code."""
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - what the Makefile gives
+    if not done.stdout.strip():
+        last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+        if any(name in last for name in UNREACHABLE):
+            print(f"pip-audit: NOTHING WAS AUDITED, the vulnerability service cannot be reached: {last}")
+            return 0
+        print(f"pip-audit failed: {done.stderr.strip()}")
+        return 1
+    packages = json.loads(done.stdout)["dependencies"]
+    skipped = [package for package in packages if "skip_reason" in package]
+    found = [(package, each) for package in packages for each in package.get("vulns", [])]
+    for package, each in found:
+        fixed = ", ".join(each["fix_versions"]) or "none yet"
+        print(f"pip-audit: {package['name']} {package['version']} has {each['id']}; fixed in: {fixed}")
+    print(
+        f"pip-audit: {len(packages) - len(skipped)} of {len(packages)} packages audited, {len(found)} vulnerabilities"
+    )
+    if skipped:
+        print(f"pip-audit: {len(skipped)} WERE NOT AUDITED, the first: {skipped[0]['skip_reason']}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

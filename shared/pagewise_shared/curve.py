@@ -1,0 +1,262 @@
+"""CURVE between processes: key pairs in a folder, an allow-list of executors, and who was turned away.
+
+``pagewise keys`` makes the folder. A process needs ``public/`` and the folder of its own name, nothing else of it::
+
+    keys/
+        public/scheduler.key        the scheduler's public key
+        public/NAME.key             public key of an executor: the allow-list
+        NAME/NAME.key_secret        key pair of NAME, readable by its owner alone
+
+Files are ZeroMQ certificates (``zmq.auth``). The allow-list is read again when files come, go or change, so that adding
+and revoking a key needs no restart.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.asyncio
+from zmq.auth import load_certificate
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog
+
+log = logging.getLogger(__name__)
+
+SCHEDULER = "scheduler"
+"""Name of the scheduler's key; every other name is an executor's."""
+EXECUTOR = "executor"
+"""Name of the key that executors use unless told otherwise."""
+PUBLIC = "public"
+"""Name of the folder of public keys."""
+
+_ZAP_DOMAIN = b"pagewise"
+_LOOPBACK_NAMES = ("localhost", "lo")
+
+
+class _AllowList(NamedTuple):
+    """Names of executors by public key, and what the files looked like that they were read from."""
+
+    names: dict[str, str]
+    files: frozenset[tuple[str, int, int, int]]
+
+
+class Keys:
+    """One process's key pair, and the public keys of those it talks to. May be used from any thread.
+
+    ``name``: whose pair it is. ``public``, ``secret``: the pair in Z85 text, as ZeroMQ takes it.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Read the pair of ``name`` and the public keys.
+
+        Raises:
+            ConfigError: a file is missing or is no certificate; the text names it.
+        """
+        self.name = name
+        self._directory = directory
+        path = secret_file(directory, name)
+        self.public, secret = _load(path, name)
+        if secret is None:
+            raise ConfigError(f"{path} holds no secret key")
+        if path.stat().st_mode & 0o004:
+            log.warning("%s can be read by everybody on this machine: chmod 600 it", path)
+        self.secret = secret
+        self.scheduler = _load(public_file(directory, SCHEDULER), SCHEDULER)[0]
+        self._complaints = BoundedLog(log)
+        self._allowed = _AllowList({}, frozenset())
+        self._refresh()
+
+    def allowed(self) -> Mapping[str, str]:
+        """The allow-list as it is now: names of executors by public key (Z85 text)."""
+        self._refresh()
+        return self._allowed.names
+
+    def owner(self, public_key: str) -> str | None:
+        """The executor that a public key belongs to; None: it is not on the allow-list now."""
+        return self.allowed().get(public_key)
+
+    def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
+        """Have ``socket`` talk to the owner of ``server_key`` (by default the scheduler) alone. Before connect."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = server_key or self.scheduler
+
+    def _refresh(self) -> None:
+        """Read the allow-list again if its files have changed. What cannot be listed is taken to be as it was."""
+        try:
+            files = _stat_keys(self._directory / PUBLIC)
+        except OSError as error:
+            self._complaints.warning("the allow-list cannot be read and stays as it was: %s", error)
+            return
+        if files == self._allowed.files:
+            return
+        names: dict[str, str] = {}
+        for file, *_ in files:
+            name = file.removesuffix(".key")
+            if name == SCHEDULER:
+                continue
+            try:
+                names[_load(public_file(self._directory, name), name)[0].decode()] = name
+            except ConfigError as error:
+                self._complaints.warning("not on the allow-list: %s", error)
+        # One assignment: threads see the old list or the new one.
+        self._allowed = _AllowList(names, files)
+
+
+class Gate:
+    """Lets the executors of an allow-list, and nobody else, in to the server sockets of one ZeroMQ context.
+
+    ``on_refused`` is called for every connection whose key is not on the list, on a thread of its own. A context has
+    one gate at most. Without one, secured sockets accept nobody.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
+        self._keys = keys
+        self._authenticator = _Authenticator(context, keys, on_refused)
+        self._authenticator.start()
+
+    def secure_server(self, socket: "zmq.Socket[Any]") -> None:
+        """Have ``socket`` accept executors of the allow-list only. Before bind."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+        socket.zap_domain = _ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def close(self) -> None:
+        """Stop; before the context is terminated."""
+        self._authenticator.stop()
+
+
+class _Authenticator(ThreadAuthenticator):
+    """pyzmq's, which asks ``Keys`` about every key. The User-Id of a message is its sender's public key (Z85 text)."""
+
+    def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
+        super().__init__(context)
+        self._keys, self._on_refused = keys, on_refused
+        self._address = ""
+        self._complaints = BoundedLog(log)
+        self.configure_curve_callback(_ZAP_DOMAIN.decode(), self)
+
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer one question of ZeroMQ, whether a key may come in."""
+        self._address = msg[3].decode(errors="replace") if len(msg) > 3 else ""
+        await super().handle_zap_message(msg)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of ``key`` (Z85) is allowed."""
+        if self._keys.owner(key.decode()) is not None:
+            return True
+        self._complaints.warning("refused a connection from %s: unknown key %s", self._address, key.decode())
+        self._on_refused()
+        return False
+
+
+class HandshakeFailure(NamedTuple):
+    """A connection that did not come about.
+
+    ``refused``: a key was turned away. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
+    end that noticed; both are false if the peer hung up or answered to another key.
+    """
+
+    refused: bool
+    no_common_mechanism: bool
+
+
+class Handshakes:
+    """Watches the handshakes on ``socket``. Made before bind or connect, closed before the socket."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+
+    async def failure(self) -> HandshakeFailure:
+        """The next one that fails, when it does."""
+        message = await recv_monitor_message(self._monitor)
+        event = message["event"]
+        mismatch = message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        return HandshakeFailure(
+            refused=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            no_common_mechanism=event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch,
+        )
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+
+
+def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) -> Keys | None:
+    """The keys that a process named ``name`` uses on ``endpoint``; None: it talks in plain text.
+
+    Raises:
+        ConfigError: keys cannot be read, or there are none, the endpoint leaves this host, and plain text was not
+            asked for.
+    """
+    if directory is not None:
+        return Keys(Path(directory), name)
+    if not leaves_host(endpoint):
+        return None
+    if not plaintext:
+        raise ConfigError(
+            f"{endpoint} leaves this machine and there are no keys: make some with `pagewise keys init` and give "
+            "--keys, or say --plaintext if nobody else can reach that network"
+        )
+    log.warning("%s is plain text: whoever reaches that network can join, read prompts, and forge outputs", endpoint)
+    return None
+
+
+def leaves_host(endpoint: str) -> bool:
+    """Whether traffic of a ZeroMQ endpoint can come from or go to another machine."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme in ("ipc", "inproc"):
+        return False
+    host = rest.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host not in _LOOPBACK_NAMES
+
+
+def public_file(directory: Path, name: str) -> Path:
+    """Where the public key of ``name`` lies."""
+    return directory / PUBLIC / f"{name}.key"
+
+
+def secret_file(directory: Path, name: str) -> Path:
+    """Where the key pair of ``name`` lies."""
+    return directory / name / f"{name}.key_secret"
+
+
+def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a certificate."""
+    if not path.exists():
+        raise ConfigError(f"there is no key of {name!r}: no file {path}")
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a key: {error}") from error
+    for key in (public, secret):
+        if key is not None and len(key) != 40:
+            raise ConfigError(f"{path} holds no CURVE key: 40 characters are one, not {len(key)}")
+    return public, secret
+
+
+def _stat_keys(directory: Path) -> frozenset[tuple[str, int, int, int]]:
+    """Name, inode, size and time of change of each public key."""
+    with os.scandir(directory) as entries:
+        found = []
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                if entry.name.endswith(".key"):
+                    stat = entry.stat()
+                    found.append((entry.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return frozenset(found)

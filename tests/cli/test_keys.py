@@ -1,0 +1,84 @@
+"""``pagewise keys``: what it makes, and that it never overwrites or lets in by accident."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pagewise.keys import keys
+from pagewise_shared.curve import Keys, public_file, secret_file
+from zmq.auth import load_certificate
+
+
+def run(directory: Path, *arguments: str) -> int:
+    return keys(["--keys", str(directory), *arguments])
+
+
+def test_init_makes_a_pair_for_the_scheduler_and_one_for_executors(tmp_path: Path) -> None:
+    assert run(tmp_path, "init") == 0
+    for name in ("scheduler", "executor"):
+        secret = secret_file(tmp_path, name)
+        assert secret.stat().st_mode & 0o777 == 0o600
+        assert secret.parent.stat().st_mode & 0o777 == 0o700
+        assert load_certificate(secret)[0] == load_certificate(public_file(tmp_path, name))[0]
+        assert load_certificate(public_file(tmp_path, name))[1] is None, "no secret in the public folder"
+    pair = Keys(tmp_path, "executor")
+    assert Keys(tmp_path, "scheduler").owner(pair.public.decode()) == "executor"
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "init") == 0
+    assert run(tmp_path, "add", "gpu-7") == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.key*")}
+    assert len(before) == 9
+    assert run(tmp_path, "init") == 0
+    assert "is there already" in capsys.readouterr().out
+    assert run(tmp_path, "add", "gpu-7") == 1
+    assert "is there already" in capsys.readouterr().err
+    assert run(tmp_path, "add", "gpu-8", "gpu-7") == 1, "all or none"
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.key*")}
+
+
+def test_half_a_pair_is_not_completed_with_another_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    public_file(tmp_path, "executor").unlink()
+    assert run(tmp_path, "init") == 1
+    assert "only one half of the key executor" in capsys.readouterr().err
+
+
+def test_a_key_that_is_revoked_is_gone_and_its_name_is_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    run(tmp_path, "add", "gpu-7")
+    old = Keys(tmp_path, "gpu-7")
+    assert run(tmp_path, "revoke", "gpu-7") == 0
+    assert not (tmp_path / "gpu-7").exists()
+    assert Keys(tmp_path, "scheduler").owner(old.public.decode()) is None
+    assert run(tmp_path, "revoke", "gpu-7") == 1
+    assert "no key 'gpu-7'" in capsys.readouterr().err
+    assert run(tmp_path, "add", "gpu-7") == 0
+    assert Keys(tmp_path, "gpu-7").public != old.public
+
+
+def test_names_are_listed_with_their_public_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    capsys.readouterr()
+    assert run(tmp_path, "list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["executor", "scheduler"]
+    assert Keys(tmp_path, "executor").public.decode() in lines[0]
+    assert Keys(tmp_path, "executor").secret.decode() not in lines[0]
+
+
+@pytest.mark.parametrize("name", ["scheduler", "public", "../x", "a/b", "", ".hidden", "a b"])
+def test_names_that_are_none_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    assert run(tmp_path, "add", name) == 1
+    assert "cannot be a key's name" in capsys.readouterr().err
+
+
+def test_the_folder_comes_from_the_environment_too(tmp_path: Path) -> None:
+    environ = os.environ | {"PAGEWISE_KEYS": str(tmp_path / "mine")}
+    command = [sys.executable, "-m", "pagewise.main", "keys", "init"]
+    assert subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode == 0
+    assert (tmp_path / "mine" / "public" / "scheduler.key").exists()

@@ -1,0 +1,217 @@
+"""Keys and the gate on real sockets: who gets in, who does not, and that changes count at once."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from pagewise_shared.curve import Gate, Handshakes, Keys, leaves_host, load_keys, public_file, secret_file
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog, printable
+from zmq.auth import create_certificates
+
+
+def make(directory: Path, *names: str) -> Path:
+    for name in names:
+        secret_file(directory, name).parent.mkdir()
+        public, _ = create_certificates(secret_file(directory, name).parent, name)
+        secret_file(directory, name).chmod(0o600)
+        public_file(directory, name).parent.mkdir(exist_ok=True)
+        public_file(directory, name).write_bytes(Path(public).read_bytes())
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "leaves"),
+    [
+        ("ipc:///tmp/x", False),
+        ("tcp://127.0.0.1:5757", False),
+        ("tcp://127.3.2.1:5757", False),
+        ("tcp://localhost:5757", False),
+        ("tcp://[::1]:5757", False),
+        ("tcp://lo:5757", False),
+        ("tcp://0.0.0.0:5757", True),
+        ("tcp://*:5757", True),
+        ("tcp://[::]:5757", True),
+        ("tcp://eth0:5757", True),
+        ("tcp://scheduler:5757", True),
+        ("tcp://192.0.2.1:5757", True),
+        ("tcp://192.0.2.1:0;127.0.0.1:5757", True),
+    ],
+)
+def test_which_endpoints_leave_the_host(endpoint: str, leaves: bool) -> None:
+    assert leaves_host(endpoint) is leaves
+
+
+def test_plain_text_leaves_the_host_only_if_asked_to(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_keys(None, "executor", "ipc:///x", plaintext=False) is None
+    with pytest.raises(ConfigError, match="leaves this machine and there are no keys"):
+        load_keys(None, "executor", "tcp://scheduler:5757", plaintext=False)
+    assert not caplog.records
+    assert load_keys(None, "executor", "tcp://scheduler:5757", plaintext=True) is None
+    assert "is plain text" in caplog.text
+
+
+def test_keys_that_are_missing_or_broken_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"no key of 'executor'.*executor/executor.key_secret"):
+        Keys(tmp_path, "executor")
+    make(tmp_path, "executor")
+    with pytest.raises(ConfigError, match=r"public/scheduler.key"):
+        Keys(tmp_path, "executor")
+    make(tmp_path, "scheduler")
+    assert not caplog.records
+    secret_file(tmp_path, "executor").chmod(0o644)
+    Keys(tmp_path, "executor")
+    assert "can be read by everybody" in caplog.text
+    secret_file(tmp_path, "executor").write_text('public-key = "short"\n')
+    with pytest.raises(ConfigError, match="holds no CURVE key"):
+        Keys(tmp_path, "executor")
+
+
+def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys(make(tmp_path, "scheduler", "one"), "scheduler")
+    one, scheduler = Keys(tmp_path, "one").public.decode(), keys.public.decode()
+    assert keys.owner(one) == "one"
+    assert keys.owner(scheduler) is None, "the scheduler is no executor"
+    two = Keys(make(tmp_path, "two"), "two").public.decode()
+    assert dict(keys.allowed()) == {one: "one", two: "two"}
+    # Another key under an old name.
+    public_file(tmp_path, "one").write_bytes(public_file(tmp_path, "two").read_bytes())
+    public_file(tmp_path, "two").unlink()
+    assert (keys.owner(one), keys.owner(two)) == (None, "one")
+    public_file(tmp_path, "one").write_text("nothing\n")
+    assert keys.owner(two) is None
+    assert "not on the allow-list" in caplog.text
+    # A folder that is away for a moment cuts nobody off.
+    two = Keys(make(tmp_path, "three"), "three").public.decode()
+    assert keys.owner(two) == "three"
+    (tmp_path / "public").rename(tmp_path / "away")
+    assert keys.owner(two) == "three"
+    assert "stays as it was" in caplog.text
+
+
+class Refused:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.happened = threading.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.happened.set()
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    with zmq.Context() as context:
+        yield context
+
+
+def served(
+    context: "zmq.Context[zmq.Socket[bytes]]", server: Keys, client: Keys | None, server_key: bytes | None = None
+) -> tuple[bytes | None, str, int]:
+    """What a plain ROUTER got from a client, the sender's User-Id, and how many were refused."""
+    refused = Refused()
+    gate = Gate(context, server, refused)
+    with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        try:
+            for socket in (router, dealer):
+                socket.linger = 0
+            gate.secure_server(router)
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+            if client is not None:
+                client.secure_client(dealer, server_key)
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            dealer.send(b"hello")
+            if not router.poll(5000 if client is not None else 500):
+                return None, "", refused.count
+            frame = router.recv_multipart(copy=False)[-1]
+            return frame.bytes, str(frame.get("User-Id")), refused.count
+        finally:
+            gate.close()
+
+
+def test_an_executor_may_be_a_server_for_executors(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    make(tmp_path, "scheduler", "one", "two")
+    one, two = Keys(tmp_path, "one"), Keys(tmp_path, "two")
+    assert served(context, one, two, one.public) == (b"hello", two.public.decode(), 0)
+
+
+def test_a_client_without_keys_is_not_heard(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    make(tmp_path, "scheduler")
+    assert served(context, Keys(tmp_path, "scheduler"), None) == (None, "", 0)
+
+
+def test_without_its_gate_a_secured_socket_accepts_nobody(
+    tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    make(tmp_path, "scheduler", "one")
+    gate = Gate(context, Keys(tmp_path, "scheduler"), Refused())
+    gate.close()
+    with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        for socket in (router, dealer):
+            socket.linger = 0
+        gate.secure_server(router)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        Keys(tmp_path, "one").secure_client(dealer)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send(b"hello")
+        assert not router.poll(500)
+
+
+async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> None:
+    make(tmp_path, "scheduler", "one", "gone")
+    server, one, gone = (Keys(tmp_path, name) for name in ("scheduler", "one", "gone"))
+    public_file(tmp_path, "gone").unlink()
+    refused = Refused()
+    with zmq.asyncio.Context() as context:
+        gate = Gate(context, server, refused)
+        router = context.socket(zmq.ROUTER)
+        gate.secure_server(router)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        async def failure(client: Keys | None, server_key: bytes | None) -> tuple[bool, bool]:
+            dealer = context.socket(zmq.DEALER)
+            dealer.linger = 0
+            if client is not None:
+                client.secure_client(dealer, server_key)
+            handshakes = Handshakes(dealer)
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            async with asyncio.timeout(10):
+                found = await handshakes.failure()
+            handshakes.close()
+            dealer.close()
+            return found
+
+        try:
+            assert await failure(gone, None) == (True, False)
+            assert refused.count == 1
+            assert await failure(one, one.public) == (False, False)
+            assert await failure(None, None) == (False, True)
+            assert refused.count == 1
+        finally:
+            gate.close()
+            router.close()
+
+
+def test_warnings_that_others_cause_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    bounded = BoundedLog(logging.getLogger("x"), burst=2, seconds=0.2)
+    for number in range(10):
+        bounded.warning("line %d", number)
+    assert [record.getMessage() for record in caplog.records] == ["line 0", "line 1"]
+    threading.Event().wait(0.3)
+    bounded.warning("later")
+    assert [record.getMessage() for record in caplog.records][2:] == [
+        "8 lines like the next one were left out",
+        "later",
+    ]
+
+
+def test_text_of_others_fits_into_a_line() -> None:
+    assert printable("a\nb\x1b[31mc") == "a?b?[31mc"
+    assert printable("x" * 1000, 3) == "xxx"
