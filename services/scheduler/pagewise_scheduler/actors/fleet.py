@@ -25,6 +25,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
+from pagewise_scheduler.actors.checks import MAX_MEMBERS, flaw_of_copies, flaw_of_offer, flaw_of_result
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
@@ -143,7 +144,13 @@ class Fleet:
         member.last_seen = clock()
         match message:
             case StepResult() | Copied():
-                member.engine.tell(message)
+                hello = member.hello
+                flaw = flaw_of_result(message, hello) if isinstance(message, StepResult) else flaw_of_copies(message)
+                if flaw is None:
+                    member.engine.tell(message)
+                else:
+                    self._metrics.frames_dropped("impossible").inc()
+                    self._give_up(identity, f"it told of {flaw}")
             case Heartbeat(epoch):
                 if epoch != member.engine.scheduler.epoch:
                     self._metrics.frames_dropped("stale_epoch").inc()
@@ -154,7 +161,7 @@ class Fleet:
     async def _admit(self, identity: bytes, hello: Hello, tasks: asyncio.TaskGroup) -> None:
         refusal = self._refusal(hello)
         if refusal is not None:
-            log.error("executor %s refused: %s", hello.executor_id, refusal)
+            log.error("executor %.256r refused: %s", hello.executor_id, refusal)
             self._metrics.frames_dropped("refused").inc()
             await self._send(identity, Refused(refusal))
             return
@@ -210,14 +217,15 @@ class Fleet:
     def _refusal(self, hello: Hello) -> str | None:
         if hello.protocol_major != PROTOCOL_MAJOR:
             return f"it speaks protocol {hello.protocol_major}, this scheduler speaks {PROTOCOL_MAJOR}"
-        if (
-            min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-            or hello.num_host_blocks < 0
-        ):
-            return "it offers no blocks, or a block, model length or vocabulary of no tokens"
+        if (flaw := flaw_of_offer(hello)) is not None:
+            return flaw
+        if len(self._members) >= MAX_MEMBERS:
+            return f"the fleet has {MAX_MEMBERS} executors, which is the most"
         # A fleet that is empty may come back with another model; a live one is of one model.
         if self._members and self._fingerprint != hello.model_fingerprint:
             return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
+        if any(member.hello.vocab_size != hello.vocab_size for member in self._members.values()):
+            return f"its vocabulary of {hello.vocab_size} is not the fleet's"
         return None
 
     def _give_up(self, identity: bytes, reason: str) -> None:
