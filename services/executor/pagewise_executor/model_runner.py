@@ -167,6 +167,7 @@ class ModelRunner:
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
             host_blocks=self.info.num_host_blocks,
+            vocab_size=self.info.vocab_size,
         )
         self._attention.reset(self._table)
         if self._host is not None:
