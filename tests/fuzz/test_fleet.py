@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import AdmissionError, GenerationError
@@ -28,6 +28,7 @@ from pagewise_shared.protocol import (
 )
 
 from tests.fuzz import messages
+from tests.fuzz.effort import examples
 from tests.scheduler.actors.test_fleet import RawExecutor, Stack, executor, hello, running
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ async def check(background: Background) -> None:
     assert len(stack.fleet._bad_frames) <= 10_001
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(moves=MOVES, beam=st.booleans())
 def test_a_hostile_executor_disturbs_nobody(
     background: Background, moves: list[Message | bytes | str], beam: bool

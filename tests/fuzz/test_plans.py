@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
@@ -18,6 +18,7 @@ from pagewise_shared.sampling import SamplingParams
 
 from tests import model_builders
 from tests.fuzz import messages
+from tests.fuzz.effort import examples
 
 ROWS, BLOCKS, HOST_BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB = 3, 8, 4, 4, 14, model_builders.VOCAB_SIZE
 """The model's length is no multiple of the block size."""
@@ -111,7 +112,7 @@ def new_table() -> RowTable:
     )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(400)
 @given(STEPS)
 def test_what_the_row_table_takes_stays_inside_the_pool(plans: list[StepPlan]) -> None:
     table = new_table()
@@ -154,7 +155,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return runner
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(80)
 @given(STEPS)
 def test_a_model_computes_what_is_taken(runner: ModelRunner, plans: list[StepPlan]) -> None:
     runner.reset(Welcome(1, ROWS, 64))
