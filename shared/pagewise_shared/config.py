@@ -46,6 +46,9 @@ _GROUPS = {
         "host_memory",
         "host_bandwidth",
         "verify_copies",
+        "lend_blocks",
+        "block_listen",
+        "advertise",
         "recovery",
         "eviction",
     ),
@@ -102,6 +105,7 @@ HostBandwidth = Annotated[
     str | None, _help("hold copies to and from the host to SIZE bytes per second each way, for experiments", "SIZE")
 ]
 VerifyCopies = Annotated[bool, _help("keep checksums of blocks on the host and check what comes back")]
+LendBlocks = Annotated[bool, _help("let other executors fetch blocks from this one, and fetch from them")]
 Profile = Annotated[bool, _help("measure what steps and copies cost before joining, about a second")]
 Recovery = Annotated[
     Literal["auto", "swap", "recompute", "both"],
@@ -180,6 +184,16 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
+    lend_blocks: LendBlocks = True
+    block_listen: Annotated[
+        str | None,
+        _help(
+            "ZeroMQ endpoint where others fetch blocks (default: a free port of the address that leads to --scheduler)"
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None, _help("host name others find this executor under (default: its address towards --scheduler)")
+    ] = None
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
     executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
 
@@ -204,6 +218,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
+    lend_blocks: LendBlocks = True
     executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
     listen: Annotated[
         str | None, _help("ZeroMQ endpoint for executors (default: a private ipc socket)", "ENDPOINT")

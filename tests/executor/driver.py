@@ -6,7 +6,8 @@ from collections import deque
 from time import monotonic
 
 from pagewise_executor.runner import PendingStep, Runner
-from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
@@ -23,8 +24,12 @@ def run_requests(
     max_num_batched_tokens: int = 64,
     arrive_every: int = 0,
     recovery: RecoveryMode = "auto",
+    directory: Directory | None = None,
 ) -> tuple[Scheduler, list[StepOutput]]:
-    """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once)."""
+    """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
+
+    ``directory``: of the executors that lend blocks, to which this one is added.
+    """
     scheduler = Scheduler(
         num_blocks=num_blocks or runner.info.num_blocks,
         block_size=runner.info.block_size,
@@ -33,6 +38,8 @@ def run_requests(
         num_host_blocks=runner.info.num_host_blocks,
         recovery=recovery,
     )
+    if directory is not None:
+        lend(scheduler, runner, directory)
     runner.reset(Welcome(1, max_num_seqs, max_num_batched_tokens))
     copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     runner.report_copies(copied.put)
@@ -58,6 +65,14 @@ def run_requests(
         elif not coming:
             return scheduler, outputs
         steps += 1
+
+
+def lend(scheduler: Scheduler, runner: Runner, directory: Directory) -> None:
+    """Let this executor lend its blocks to the others in ``directory``, and fetch theirs."""
+    endpoint = runner.info.block_endpoint
+    assert endpoint
+    directory.lenders[endpoint] = Lender(endpoint, runner.info.block_format, scheduler, lambda: None)
+    scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, endpoint
 
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:

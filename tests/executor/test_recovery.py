@@ -11,7 +11,7 @@ import torch
 import transformers
 from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.config import ExecutorConfig
@@ -33,7 +33,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build_runner(path: Path, device: str = "cpu", **options: object) -> ModelRunner:
+def build_runner(path: Path, device: str = "cpu", lend: bool = False, **options: object) -> ModelRunner:
     settings = {
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
@@ -42,7 +42,8 @@ def build_runner(path: Path, device: str = "cpu", **options: object) -> ModelRun
         "profile": False,
     }
     return ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options))  # type: ignore[arg-type]
+        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
+        lend=lend,
     )
 
 

@@ -14,6 +14,7 @@ from pagewise_executor.worker import Worker
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     Drain,
+    Fetch,
     FromExecutor,
     Goodbye,
     Heartbeat,
@@ -131,6 +132,8 @@ async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) 
         {"tables": pack_int32s([1, 1])},
         {"tables": b"abc"},
         {"memory": MemoryWork(copies=pack_int32s([0, 99]))},
+        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0, 8])),))},
+        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0])),))},
         {"chunks": ((0, 1),)},
         {"joined": (new(),), "chunks": ((0, 4),)},
         {"joined": (new(blocks=()),), "chunks": ((0, 3),)},

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
+    Blocks,
     FromExecutor,
     FromScheduler,
     Message,
+    ReadBlocks,
     decode_from_executor,
+    decode_from_peer,
     decode_from_scheduler,
     encode,
 )
@@ -20,7 +23,11 @@ from pagewise_shared.protocol import (
 from tests.fuzz.effort import examples
 from tests.fuzz.messages import LENGTHS, frames
 
-DIRECTIONS = ((decode_from_executor, FromExecutor), (decode_from_scheduler, FromScheduler))
+DIRECTIONS = (
+    (decode_from_executor, FromExecutor),
+    (decode_from_scheduler, FromScheduler),
+    (decode_from_peer, ReadBlocks | Blocks),
+)
 
 
 def decoded(decode: Any, frame: bytes) -> Message | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pagewise_shared.protocol import Copied, StepError, StepPlan, pack_int32s
 
@@ -140,6 +141,16 @@ class HostTier:
         """
         if len(pairs):
             self._inboxes["load"].put(_Job(plan.epoch, plan.step, pairs, after=self._last_store, ready=self._event()))
+
+    def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
+        """The content of host blocks [n, bytes_per_block], once the stores that were asked for before are done."""
+        if (last := self._last_store) is not None:
+            last.result()
+        rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
+        for row, slot in zip(rows, slots, strict=True):
+            held = self._slot(slot)
+            row[:] = held if isinstance(held, np.ndarray) else held.numpy()
+        return rows
 
     def _event(self) -> "torch.cuda.Event | None":
         if not self._cuda:

@@ -67,7 +67,7 @@ def build_runner(config: ExecutorConfig) -> Runner:
     log.info("starting torch")
     from pagewise_executor.model_runner import ModelRunner
 
-    return ModelRunner(config)
+    return ModelRunner(config, lend=config.lend_blocks)
 
 
 def _run(service: ExecutorService) -> None:

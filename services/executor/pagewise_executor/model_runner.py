@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import Copied, PromptLogprobs, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, PromptLogprobs, StepPlan, StepResult, Welcome
 
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
 from pagewise_executor.attention.torch_attention import TorchBackend
+from pagewise_executor.block_store import BlockStore
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import STAGING_BYTES, HostTier
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, free_memory, pool_size
 from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.peers import Peers, block_listener
 from pagewise_executor.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.profile import largest_step, measure_costs
 from pagewise_executor.rows import Chunk, Int64s, RowTable, StepWork
@@ -74,14 +76,14 @@ class IssuedStep:
 
 
 class ModelRunner:
-    """One model, its KV pool, and the rows that use it.
+    """One model, its KV pool, and the rows that use it. ``lend``: exchange blocks with other executors.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
 
     info: RunnerInfo
 
-    def __init__(self, config: ExecutorConfig) -> None:
+    def __init__(self, config: ExecutorConfig, *, lend: bool = False) -> None:
         use_cpu_well(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
@@ -92,6 +94,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._choose_backend(config, loaded)
         self._host: HostTier | None = None
+        self._peers: Peers | None = None
         kv_dtype = _kv_dtype(config, loaded)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         reserved = 0
@@ -110,6 +113,10 @@ class ModelRunner:
         if config.profile:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
+        if lend:
+            self._peers = Peers(BlockStore(self._pool, self._host), *block_listener(config))
+            form = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
+            self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=form)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """A KV pool for the layers, and what there is to say of it."""
@@ -158,6 +165,18 @@ class ModelRunner:
         """Tell ``report`` of every copy to and from the host that has been made, on a link's thread."""
         if self._host is not None:
             self._host.report = report
+        if self._peers is not None:
+            self._peers.report = report
+
+    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+        """What a step fetches is not wanted any more."""
+        if self._peers is not None:
+            self._peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
+
+    def close(self) -> None:
+        """Lend nothing any more."""
+        if self._peers is not None:
+            self._peers.close()
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for as many as the scheduler wants."""
@@ -170,6 +189,8 @@ class ModelRunner:
             vocab_size=self.info.vocab_size,
         )
         self._attention.reset(self._table)
+        if self._peers is not None:
+            self._peers.reset(welcome.epoch)
         if self._host is not None:
             self._host.reset(welcome.epoch)
         self._sampler = Sampler(self._drawing, self._penalties, self._measure)
@@ -197,6 +218,8 @@ class ModelRunner:
             self._pool.copy_blocks(work.copies)
         if self._host is not None:  # after the copies: they may read a block that is loaded into
             self._host.load(plan, work.loads)
+        if self._peers is not None:
+            self._peers.begin(plan)
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: WantedLogprobs | None = None
         prompts: list[tuple[int, WantedLogprobs]] = []

@@ -7,6 +7,7 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.errors import PagewiseError
+from pagewise_shared.protocol import Fetch
 from pagewise_shared.sampling import SamplingParams
 
 ANY_TOKEN = 2**31
@@ -53,6 +54,20 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidPlanError(f"top_k is {params.top_k}")
     if not all(0 <= (count or 0) <= _MOST_ALTERNATIVES for count in (params.logprobs, params.prompt_logprobs)):
         raise InvalidPlanError(f"a number of log-probabilities is not from 0 to {_MOST_ALTERNATIVES}")
+
+
+def check_fetches(fetches: Iterable[Fetch], pool_blocks: int) -> None:
+    """Look at where blocks of other executors are to go; what they have is theirs to check.
+
+    Raises:
+        InvalidPlanError: a block is outside the pool, or a list is not of triples.
+    """
+    for fetch in fetches:
+        if len(fetch.blocks) % 12:
+            raise InvalidPlanError("fetches come in triples of tier, block there and block here")
+        own = np.frombuffer(fetch.blocks, np.int32)[2::3]
+        if len(own) and not (own.min() >= 0 and own.max() < pool_blocks):
+            raise InvalidPlanError(f"a fetch goes outside the pool of {pool_blocks} blocks")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

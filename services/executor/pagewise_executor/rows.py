@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_sampling, check_tokens
+from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_fetches, check_sampling, check_tokens
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -120,6 +120,7 @@ class RowTable:
             self._skip(row, num_computed)
         if len({row for row, _ in plan.chunks}) < len(plan.chunks):
             raise InvalidPlanError("a row has two chunks in one step")
+        check_fetches(memory.fetches, self.pool_blocks)
         device, host = self.pool_blocks, self.host_blocks
         work = StepWork(
             decoding=order,

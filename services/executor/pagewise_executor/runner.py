@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import Copied, MeasuredCosts, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, MeasuredCosts, StepPlan, StepResult, Welcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -21,6 +21,8 @@ class RunnerInfo:
     dtype: str
     num_host_blocks: int = 0
     costs: MeasuredCosts | None = None
+    block_endpoint: str = ""
+    block_format: str = ""
 
 
 class PendingStep(Protocol):
@@ -42,7 +44,15 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of every copy to and from the host that has been made, on any thread."""
+        """Tell ``report`` of all copies to and from elsewhere that have been made, on any thread."""
+        ...
+
+    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+        """What a step fetches is not wanted any more; comes from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Nothing will be asked of it any more."""
         ...
 
     def reset(self, welcome: Welcome) -> None:

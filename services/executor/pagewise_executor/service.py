@@ -13,6 +13,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    CancelFetch,
     Copied,
     Drain,
     Goodbye,
@@ -70,6 +71,8 @@ class ExecutorService:
             dtype=info.dtype,
             num_host_blocks=info.num_host_blocks,
             costs=info.costs,
+            block_endpoint=info.block_endpoint,
+            block_format=info.block_format,
         )
         self._worker = worker
         self._endpoint = endpoint
@@ -223,6 +226,8 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     pass
+                case CancelFetch():
+                    worker.cancel_fetch(message)
                 case Drain():
                     self.stop("drained")
                 case Shutdown():

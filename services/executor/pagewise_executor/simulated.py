@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, StepPlan, StepResult, TokenLogprobs, Welcome, pack_int32s
+from pagewise_shared.protocol import CancelFetch, Copied, StepPlan, StepResult, TokenLogprobs, Welcome, pack_int32s
 
 from pagewise_executor.rows import RowTable
 from pagewise_executor.runner import FinishedStep, RunnerInfo
@@ -41,6 +41,12 @@ class SimulatedRunner:
     def report_copies(self, report: Callable[[Copied], None]) -> None:
         """Tell ``report`` of copies: they are made at once, for there is nothing to copy."""
         self._report = report
+
+    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+        """Nothing is ever fetched: it lends nothing, so nobody lends to it."""
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows."""

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from pagewise_shared.protocol import Copied, StepError, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, StepError, StepPlan, StepResult, Welcome
 
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
@@ -61,6 +61,10 @@ class Worker:
         """Leave work for the thread."""
         self._inbox.put(message)
 
+    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+        """Pass it on at once: what is fetched does not wait for steps."""
+        self._runner.cancel_fetch(cancelled)
+
     def stop(self) -> None:
         """Let the thread finish what it has, and wait for it."""
         self._inbox.put(None)
@@ -76,6 +80,7 @@ class Worker:
         self._built.set_result(self._runner.info)
         try:
             self._work()
+            self._runner.close()
         except BaseException as error:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for it any more
                 self.failed.set_exception(error)

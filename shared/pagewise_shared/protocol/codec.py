@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol.messages import FromExecutor, FromScheduler, Message
+from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Message, ReadBlocks
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the wire format is little-endian int32; this machine is big-endian")
@@ -19,6 +19,8 @@ _encoder = msgspec.msgpack.Encoder()
 # mypy takes a union of types for no type.
 _from_executor: msgspec.msgpack.Decoder[FromExecutor] = msgspec.msgpack.Decoder(FromExecutor)
 _from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
+
+_from_peer: msgspec.msgpack.Decoder[ReadBlocks | Blocks] = msgspec.msgpack.Decoder(ReadBlocks | Blocks)
 
 
 def encode(message: Message) -> bytes:
@@ -42,6 +44,15 @@ def decode_from_scheduler(frame: bytes | memoryview) -> FromScheduler:
         ProtocolError: the frame is not one of the messages a scheduler may send.
     """
     return _decode(_from_scheduler, frame)
+
+
+def decode_from_peer(frame: bytes | memoryview) -> ReadBlocks | Blocks:
+    """The message another executor sent.
+
+    Raises:
+        ProtocolError: the frame is not one of the messages executors send each other.
+    """
+    return _decode(_from_peer, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:

@@ -12,7 +12,10 @@ from msgspec import Struct
 from pagewise_shared.sampling import SamplingParams
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+
+DEVICE_TIER, HOST_TIER = 0, 1
+"""What a tier is called where a block of another executor is meant."""
 
 
 class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
@@ -56,6 +59,8 @@ class Hello(Message, frozen=True):
         max_num_seqs, max_num_batched_tokens: what the executor has prepared room for; 0: as the Welcome says.
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
         num_host_blocks: blocks in the host pool; 0: there is none. costs: what it has measured of itself, if anything.
+        block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
+            with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
     """
 
     protocol_major: int
@@ -73,6 +78,28 @@ class Hello(Message, frozen=True):
     dtype: str = ""
     num_host_blocks: int = 0
     costs: MeasuredCosts | None = None
+    block_endpoint: str = ""
+    block_format: str = ""
+    inventory: "Inventory | None" = None
+
+
+class Inventory(Piece, frozen=True):
+    """Full blocks whose content an executor knows, parents before their children.
+
+    Fields:
+        roots: hashes with which the chains begin (``block_hash.root_hash``).
+        parents: of each block (int32 bytes), the index of an earlier one, or -1 - i if it begins a chain of root i.
+        device, host: where it lies in either pool (int32 bytes), -1: not there.
+        tokens: of all blocks one after the other (int32 bytes), ``Hello.block_size`` each.
+        hashes: of all blocks one after the other, 32 bytes each.
+    """
+
+    roots: tuple[bytes, ...]
+    parents: bytes
+    device: bytes
+    host: bytes
+    tokens: bytes
+    hashes: bytes
 
 
 class TokenLogprobs(Piece, frozen=True):
@@ -128,25 +155,33 @@ class StepResult(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """The copies between host and device that a step asked for have been made, all of one direction.
+    """The copies that a step asked for have been made, all of one direction, and of one peer if they are fetches.
 
     Fields:
-        direction: "store" (to the host) or "load" (from the host).
+        direction: "store" (to the host), "load" (from the host) or "fetch" (from ``peer``, its block endpoint).
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
-        bad: host blocks whose content is not what was stored in them (int32 bytes); found in checksum mode only.
+        bad: of a load, host blocks whose content is not what was stored in them; of a fetch, device blocks that did
+            not arrive whole (int32 bytes).
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 
     epoch: int
     step: int
-    direction: Literal["store", "load"]
+    direction: Literal["store", "load", "fetch"]
     elapsed_us: int = 0
     bad: bytes = b""
     error: StepError | None = None
+    peer: str = ""
 
 
 class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin."""
+
+    epoch: int
+
+
+class Leaving(Message, frozen=True):
+    """The executor was told to stop: it asks to be drained, and goes on until ``Drain`` lets it go."""
 
     epoch: int
 
@@ -165,12 +200,15 @@ class Welcome(Message, frozen=True):
     """The executor is in. Whatever it held under another epoch is void: all rows are emptied.
 
     Sent again with a higher epoch to reset an executor whose step failed.
+
+    ``keeps_blocks``: what the Hello's inventory offered stays valid; else nothing in the pools is.
     """
 
     epoch: int
     max_num_seqs: int
     max_num_batched_tokens: int
     heartbeat_ms: int = 1000
+    keeps_blocks: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -198,6 +236,7 @@ class NewSequence(Piece, frozen=True):
         num_prompt_tokens: how many of them are the prompt's.
         num_computed_tokens: how many of them have their K and V in ``blocks`` already.
         blocks: the block table so far (int32 bytes).
+        root: hash with which its chain of block hashes begins.
     """
 
     row: int
@@ -206,6 +245,22 @@ class NewSequence(Piece, frozen=True):
     num_computed_tokens: int
     blocks: bytes
     sampling: SamplingParams
+    root: bytes = b""
+
+
+class Fetch(Piece, frozen=True):
+    """Copies of blocks of another executor.
+
+    Fields:
+        peer: its block endpoint. epoch: its epoch; under another one it refuses.
+        step: the last step it was sent when this was planned: it answers once it has begun that one.
+        blocks: triples of tier (DEVICE_TIER or HOST_TIER) and block there, and own device block (int32 bytes).
+    """
+
+    peer: str
+    epoch: int
+    step: int
+    blocks: bytes
 
 
 class MemoryWork(Piece, frozen=True):
@@ -220,12 +275,14 @@ class MemoryWork(Piece, frozen=True):
             reads or writes the device blocks until ``Copied`` has confirmed them. A load waits for earlier stores into
             the same host block.
         skips: (row, n): the row's first n tokens have their K and V now, computed or loaded.
+        fetches: from other executors, at most one of each; otherwise like loads.
     """
 
     stores: bytes = b""
     copies: bytes = b""
     loads: bytes = b""
     skips: tuple[tuple[int, int], ...] = ()
+    fetches: tuple[Fetch, ...] = ()
 
 
 class StepPlan(Message, frozen=True):
@@ -254,6 +311,14 @@ class StepPlan(Message, frozen=True):
     chunks: tuple[tuple[int, int], ...] = ()
 
 
+class CancelFetch(Message, frozen=True):
+    """What a step fetches from ``peer`` is not wanted any more, or will not come: confirm it now, the rest as bad."""
+
+    epoch: int
+    step: int
+    peer: str
+
+
 class Drain(Message, frozen=True):
     """No more work will come under this epoch; the executor says Goodbye once its last step is answered."""
 
@@ -264,5 +329,28 @@ class Shutdown(Message, frozen=True):
     """The scheduler stops for good: the executor exits."""
 
 
-FromExecutor = Hello | StepResult | Copied | Heartbeat | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | Drain | Shutdown
+FromExecutor = Hello | StepResult | Copied | Heartbeat | Leaving | Goodbye
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFetch | Drain | Shutdown
+
+# ---- executor -> executor -----------------------------------------------------------------------------
+
+
+class ReadBlocks(Message, frozen=True):
+    """Send me the content of these blocks: answered by one ``Blocks`` frame and, if there is no error, the bytes.
+
+    ``number``: the asker's, repeated in the answer. ``epoch``, ``step``: as in ``Fetch``. ``blocks``: pairs tier, block
+    (int32 bytes).
+    """
+
+    number: int
+    epoch: int
+    step: int
+    blocks: bytes
+
+
+class Blocks(Message, frozen=True):
+    """What was asked for follows in the next frame: the blocks one after the other. ``checksum``: xxh3_64 of it."""
+
+    number: int
+    checksum: int = 0
+    error: str = ""

@@ -5,7 +5,7 @@ from itertools import count
 
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.sampling import SamplingParams

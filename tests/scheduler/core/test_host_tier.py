@@ -4,7 +4,7 @@ from math import isnan
 
 import pytest
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery import Method, Recovery, RecoveryMode
+from pagewise_scheduler.core.recovery.ways import Method, Recovery, RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
@@ -212,12 +212,12 @@ def test_one_slow_load_does_not_end_loading_for_ever() -> None:
     scheduler, _ = after_eviction("auto", FAST_LINK)
     prefix = scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39)
     choose = scheduler.recoveries.choose
-    assert choose(prefix, 1.0)[0] == "load"
+    assert choose(prefix, 1.0).method == "load"
     for _ in range(20):
-        scheduler.costs.load_waited(10.0)
+        scheduler.costs.load_waited(scheduler.costs.load, 10.0)
         scheduler.costs.load.observe(10.0, 1, 9)
-    assert choose(prefix, 1.0)[0] != "load"
-    assert any(choose(prefix, 1.0)[0] == "load" for _ in range(1000))
+    assert choose(prefix, 1.0).method != "load"
+    assert any(choose(prefix, 1.0).method == "load" for _ in range(1000))
 
 
 def test_recoveries_share_the_link_one_after_the_other_and_know_it() -> None:

@@ -7,8 +7,8 @@ from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
 from pagewise_scheduler.core.scheduling.request import Request
-from pagewise_scheduler.core.scheduling.results import StepMismatchError
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.builders import create_request, create_scheduler

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Copied, MemoryWork, StepResult, Welcome, encode
+from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
-from pagewise_scheduler.core.scheduling.results import StepMismatchError
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,19 @@ class Lost:
     reason: str
 
 
-EngineMessage = Serve | Abort | StepResult | Copied | Lost
+@dataclass(slots=True, frozen=True)
+class PeerLost:
+    """The executor with this block endpoint lends no blocks any more."""
+
+    endpoint: str
+
+
+@dataclass(slots=True, frozen=True)
+class GivenBack:
+    """Blocks that were lent are back: there may be room again."""
+
+
+EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack
 
 
 class ExecutorLink(Protocol):
@@ -118,6 +130,7 @@ class Engine(Actor[EngineMessage]):
                     await self._handle(message)
                 if self._lost is None:
                     await self._plan_ahead()
+                    await self._cancel_fetches()
                 self._watch.report()
         except Exception:
             log.exception("%s failed; its requests move on", self.name)
@@ -136,6 +149,10 @@ class Engine(Actor[EngineMessage]):
                 await self._take_copied(message)
             case Lost(reason):
                 self._lost = reason
+            case PeerLost(endpoint):
+                self.scheduler.peer_lost(endpoint)
+            case GivenBack():
+                pass  # planning follows every round of messages
 
     def _serve(self, live: LiveRequest) -> None:
         if live.done or live.abandoned:
@@ -171,10 +188,17 @@ class Engine(Actor[EngineMessage]):
                 self._lost = "it cannot be reached"
                 return
 
+    async def _cancel_fetches(self) -> None:
+        """Tell the executor which fetches nobody waits for any more."""
+        cancelled = self.scheduler.recoveries.cancelled
+        while cancelled:
+            step, peer = cancelled.pop()
+            await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
+
     def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
         costs, pool = self.scheduler.costs, self.scheduler.kv.pool
         if work.loads:
-            seconds = costs.load_seconds(self.scheduler.recoveries.num_loading)
+            seconds = costs.load.seconds(costs.load.num_loading)
             self._copies[step, "load"] = now + 4 * seconds
         if work.stores:
             self._copies[step, "store"] = now + 4 * costs.store.predict(1, pool.host.num_storing)

@@ -26,18 +26,21 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.checks import MAX_MEMBERS, flaw_of_copies, flaw_of_offer, flaw_of_result
-from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
+from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery import RecoveryMode
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+_FETCH_BYTES_PER_SECOND = 1e9
+"""What fetching from a peer is taken to reach until it has been tried."""
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
@@ -100,6 +103,7 @@ class Fleet:
         self._recovery: RecoveryMode = recovery
         self._eviction: EvictionName = eviction
         self._members: dict[bytes, Member] = {}
+        self._directory = Directory()
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
@@ -192,6 +196,7 @@ class Fleet:
             eviction=self._eviction,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
+        self._let_lend(hello, engine)
         self._members[identity] = Member(hello, engine, clock())
         await self._send(identity, engine.welcome())
         tasks.create_task(self._live(identity, engine), name=engine.name)
@@ -210,6 +215,7 @@ class Fleet:
         """Run an engine; one that ended by itself takes its executor out of the fleet."""
         await engine.run()
         self._router.tell(Left(engine))
+        self._end_lending(engine)
         if (member := self._members.get(identity)) is not None and member.engine is engine:
             del self._members[identity]
             await self._send(identity, Rejoin())
@@ -232,7 +238,26 @@ class Fleet:
         member = self._members.pop(identity)
         log.warning("executor %s is gone: %s; its requests move on", member.hello.executor_id, reason)
         self._router.tell(Left(member.engine))
+        self._end_lending(member.engine)
         member.engine.tell(Lost(reason))
+
+    def _let_lend(self, hello: Hello, engine: Engine) -> None:
+        """Let others fetch blocks from this executor, and it from them."""
+        endpoint, scheduler = hello.block_endpoint, engine.scheduler
+        if not endpoint or endpoint in self._directory.lenders:
+            return
+        block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
+        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()))
+        self._directory.lenders[endpoint] = lender
+        scheduler.recoveries.directory, scheduler.recoveries.endpoint = self._directory, endpoint
+
+    def _end_lending(self, engine: Engine) -> None:
+        """Nobody fetches from this executor any more."""
+        endpoint = engine.scheduler.recoveries.endpoint
+        if endpoint and self._directory.lenders.pop(endpoint, None) is not None:
+            for member in self._members.values():
+                if member.engine is not engine:
+                    member.engine.tell(PeerLost(endpoint))
 
     def _drop(self, identity: bytes, reason: str, detail: str) -> None:
         self._metrics.frames_dropped(reason).inc()
@@ -266,4 +291,5 @@ def _costs(hello: Hello) -> Costs | None:
     """What the executor has measured, in seconds."""
     if hello.costs is None:
         return None
-    return Costs(**{name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()})
+    measured = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
+    return Costs(**measured, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)

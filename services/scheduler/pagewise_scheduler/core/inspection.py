@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
-from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
@@ -172,7 +172,7 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         preemptions=scheduler.num_preemptions,
         counters={name: getattr(pool.counters, name) for name in pool.counters.__slots__},
         costs=CostReport(
-            step, token, attention, context, setup, block, 1e6 * costs.load_wait, costs.prefill.error, costs.load.error
+            step, token, attention, context, setup, block, 1e6 * costs.load.wait, costs.prefill.error, costs.load.error
         ),
         requests=[_request_report(request, scheduler, now, room) for request in requests[:limit]],
         tree_blocks=pool.tree.num_blocks,
@@ -207,7 +207,11 @@ def _request_report(request: Request, scheduler: Scheduler, now: float, room: _R
     return RequestReport(
         request.request_id,
         request.priority,
-        {"device": request.num_cached_tokens - request.num_host_tokens, "host": request.num_host_tokens},
+        {
+            "device": request.num_cached_tokens - request.num_host_tokens - request.num_peer_tokens,
+            "host": request.num_host_tokens,
+            "peer": request.num_peer_tokens,
+        },
         sequences,
         cut,
     )

@@ -6,7 +6,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.simulation import Outcome, Served
 

@@ -97,7 +97,7 @@ class ReservingKVManager(KVCacheManager):
 
     def begin_with(self, space: Hashable, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
         """Nothing is shared."""
-        return _Reserved([], -1, 0, 0, [], space)
+        return _Reserved([], -1, 0, 0, space=space)
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """0 if the reservation fits, else more than there is."""

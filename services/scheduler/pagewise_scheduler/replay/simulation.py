@@ -14,7 +14,7 @@ from typing import Literal
 from pagewise_shared.protocol import Copied, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_scheduler.core.recovery.recovery import Recovery
+from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts

@@ -18,6 +18,8 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
+    ``num_lent``: references of other executors that read blocks.
+
     Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
     one that has to be evicted. What is evicted goes to ``host`` if that takes it, else it is dropped.
     """
@@ -32,6 +34,7 @@ class BlockPool:
         "counters",
         "host",
         "num_blocks",
+        "num_lent",
         "policy",
         "tree",
     )
@@ -57,6 +60,7 @@ class BlockPool:
         # A stack: the block freed last is used next, while the caches may still hold it.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_cached = 0
+        self.num_lent = 0
         self._evictable = EvictionQueue(policy, self._may_go)
         self._tick = 0
 
@@ -140,6 +144,16 @@ class BlockPool:
                     if node.host >= 0:
                         self.host.offer(node)
         self._evictable.shrink(self._num_cached)
+
+    def lend(self, block: int) -> None:
+        """Another executor reads this block: it stays, and stays as it is, until it is taken back."""
+        self.share((block,))
+        self.num_lent += 1
+
+    def take_back(self, blocks: list[int]) -> None:
+        """The counterpart of ``lend``, a sequence's last block first."""
+        self.num_lent -= len(blocks)
+        self.release(blocks)
 
     def remember(self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.

@@ -13,6 +13,7 @@ class MemoryCounters:
         host_evicted: lost their place on the host.
         stored, loaded: copies to and from the host that were confirmed.
         spoiled: came back from the host with another content than was stored; they are computed again.
+        fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
         copied: copied on the device because somebody had to write into a shared block.
     """
 
@@ -23,4 +24,6 @@ class MemoryCounters:
     stored: int = 0
     loaded: int = 0
     spoiled: int = 0
+    fetched: int = 0
+    fetch_failed: int = 0
     copied: int = 0

@@ -15,7 +15,8 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 class CachedPrefix:
     """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
 
-    ``num_tokens`` of them are on the device. The blocks ``on_host`` come after ``blocks``, and then nothing is partial.
+    ``num_tokens`` of them are on the device. Behind ``blocks`` come ``hole`` blocks that lie nowhere, and the blocks
+    ``on_host``; if there are any, nothing is partial.
     """
 
     blocks: list[CachedBlock]
@@ -23,6 +24,7 @@ class CachedPrefix:
     partial_tokens: int
     num_tokens: int
     on_host: list[CachedBlock] = field(default_factory=list)
+    hole: int = 0
 
 
 class KVCacheManager:
@@ -90,8 +92,10 @@ class KVCacheManager:
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
         if on_device < len(blocks):
-            on_host = list(takewhile(lambda node: node.host >= 0, blocks[on_device:]))
-            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, on_host)
+            away = blocks[on_device:]
+            hole = sum(1 for _ in takewhile(lambda node: node.host < 0, away))
+            on_host = list(takewhile(lambda node: node.host >= 0, away[hole:]))
+            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, on_host, hole)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
         if rest:
             last = blocks[-1] if blocks else self.pool.tree.root_of(space)
@@ -126,7 +130,7 @@ class KVCacheManager:
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.on_host)
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.on_host, prefix.hole)
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> tuple[int, int] | None:
         """Begin an empty table with a prefix, as far as it is on the device.
@@ -223,9 +227,12 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
 
     def forget(self) -> None:
-        """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks."""
+        """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks.
+
+        Those who still read blocks of it give them back to a pool that nobody uses any more.
+        """
         pool = self.pool
-        assert pool.num_in_use == 0
+        assert pool.num_in_use <= pool.num_lent
         fresh = BlockPool(
             pool.num_blocks,
             self.block_size,

@@ -17,6 +17,7 @@ _FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
 _MOST_SURPRISE = 4.0
 _FADE = 0.02
+_RESTS = 64
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
@@ -66,6 +67,43 @@ class OnlineLine:
                 row[:] = [value * (1e3 / trace) for value in row]
 
 
+class Link(OnlineLine):
+    """What copies from one place cost: from the host, or from a peer. Features: lists of copies, blocks.
+
+    ``num_loading``: blocks asked for that have not arrived. ``wait``: seconds that a load takes beside the link's own,
+    lately: behind a step in progress, and until the next one begins. ``rests``: choices for which it is left alone
+    because it has failed.
+    """
+
+    __slots__ = ("_first", "num_loading", "rests", "wait")
+
+    def __init__(self, setup: float, block: float) -> None:
+        super().__init__((setup, block), (1.0, 32.0))
+        self._first = setup, block
+        self.wait = 0.0
+        self.num_loading = 0
+        self.rests = 0
+
+    def seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
+        """Copying blocks behind ``queued_blocks`` others."""
+        return self.wait + self.predict(1, num_blocks + queued_blocks) if num_blocks > 0 else 0.0
+
+    def waited(self, seconds: float, least: float) -> None:
+        """A load has taken so much longer than the link itself; ``least``: what is no surprise."""
+        most = _MOST_SURPRISE * max(self.wait, least)
+        self.wait += 0.2 * (min(max(0.0, seconds), most) - self.wait)
+
+    def passed_over(self) -> None:
+        """It is not used, so nothing is learned of it: what is believed against it fades."""
+        self.wait -= _FADE * self.wait
+        for index, first in enumerate(self._first):
+            self.constants[index] += _FADE * min(0.0, first - self.constants[index])
+
+    def failed(self) -> None:
+        """What was asked for did not come."""
+        self.rests = _RESTS
+
+
 @dataclass(slots=True, frozen=True)
 class Costs:
     """Constants of one executor, in seconds.
@@ -74,7 +112,7 @@ class Costs:
         step: of any step. token: of computing one more. attention: of one token attending to one. context: of each
             token before the end of a chunk, which the chunk reads once.
         load_setup, load_block: of a copy list from the host, and of each block in it. store_setup, store_block:
-            the same towards the host.
+            the same towards the host. fetch_setup, fetch_block: the same from another executor.
     """
 
     step: float = 2e-3
@@ -85,6 +123,8 @@ class Costs:
     load_block: float = 1e-4
     store_setup: float = 1e-4
     store_block: float = 1e-4
+    fetch_setup: float = 2e-3
+    fetch_block: float = 1e-3
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,21 +139,21 @@ class Estimate:
 class CostModel:
     """Predicts, and learns from what it really took.
 
-    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load_wait``: seconds
-    that a load takes beside the link's, lately: behind a step in progress, and until the next one begins.
-    ``both_bias``: how much longer recovering from both ends takes than the two by themselves would.
+    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load``: the link to
+    the host; ``link`` gives those to peers. ``both_bias``: how much longer recovering from both ends takes than the two
+    by themselves would.
     """
 
-    __slots__ = ("_chunk", "_first_load", "block_size", "both_bias", "load", "load_wait", "prefill", "store")
+    __slots__ = ("_chunk", "_first_fetch", "_peers", "block_size", "both_bias", "load", "prefill", "store")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
         self.block_size = block_size
         self._chunk = chunk
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
-        self._first_load = costs.load_setup, costs.load_block
-        self.load = OnlineLine(self._first_load, (1.0, 32.0))
-        self.load_wait = 0.0
+        self._first_fetch = costs.fetch_setup, costs.fetch_block
+        self.load = Link(costs.load_setup, costs.load_block)
+        self._peers: dict[str, Link] = {}
         self.both_bias = 1.0
         self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
 
@@ -126,30 +166,47 @@ class CostModel:
         pairs = start * count + count * count / 2
         return self.prefill.predict(steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2))
 
-    def load_seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
-        """Loading blocks behind ``queued_blocks`` others."""
-        if num_blocks <= 0:
-            return 0.0
-        return self.load_wait + self.load.predict(1, num_blocks + queued_blocks)
+    def link(self, peer: str) -> Link:
+        """The link to a peer, "" for the host."""
+        if not peer:
+            return self.load
+        found = self._peers.get(peer)
+        if found is None:
+            found = self._peers[peer] = Link(*self._first_fetch)
+        return found
 
-    def load_waited(self, seconds: float) -> None:
+    def forget_link(self, peer: str) -> None:
+        """The peer is gone for good."""
+        self._peers.pop(peer, None)
+
+    def load_waited(self, link: Link, seconds: float) -> None:
         """A load has taken so much longer than its link."""
-        most = _MOST_SURPRISE * max(self.load_wait, self.prefill.predict(1, self._chunk, 0, 0))
-        self.load_wait += 0.2 * (min(max(0.0, seconds), most) - self.load_wait)
+        link.waited(seconds, self.prefill.predict(1, self._chunk, 0, 0))
 
-    def estimate(self, start: int, num_blocks: int, queued_blocks: int = 0, share: float = 1.0) -> Estimate:
-        """The ways to get ``num_blocks`` blocks back that follow ``start`` tokens on the device."""
-        tokens = num_blocks * self.block_size
-        load = self.load_seconds(num_blocks, queued_blocks)
+    def estimate(
+        self,
+        start: int,
+        num_blocks: int,
+        queued_blocks: int = 0,
+        share: float = 1.0,
+        link: Link | None = None,
+        hole: int = 0,
+    ) -> Estimate:
+        """The ways to get blocks back that follow ``start`` tokens on the device: first ``hole`` that lie nowhere and
+        have to be computed, then ``num_blocks`` that ``link`` can bring."""
+        link = link or self.load
+        tokens = (hole + num_blocks) * self.block_size
+        missing = self.compute_seconds(start, hole * self.block_size, share)
+        load = max(missing, link.seconds(num_blocks, queued_blocks))
         recompute = self.compute_seconds(start, tokens, share)
-        split = self.split(start, tokens, queued_blocks, share)
+        split = max(hole * self.block_size, self.split(start, tokens, queued_blocks, share, link))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
         # The front goes half of the way in each step until what is left is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,
-            self.load_seconds(num_blocks - split // self.block_size, queued_blocks) + empty_step,
+            link.seconds(hole + num_blocks - split // self.block_size, queued_blocks) + empty_step,
         )
         return Estimate(load, recompute, both)
 
@@ -162,21 +219,17 @@ class CostModel:
         """Another way was chosen: what is believed against both ends fades, so that they get another try."""
         self.both_bias += _FADE * (1.0 - self.both_bias)
 
-    def load_passed_over(self) -> None:
-        """Nothing is loaded, so nothing is learned of loads: what is believed against them fades."""
-        self.load_wait -= _FADE * self.load_wait
-        for index, first in enumerate(self._first_load):
-            self.load.constants[index] += _FADE * min(0.0, first - self.load.constants[index])
-
-    def split(self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0) -> int:
+    def split(
+        self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0, link: Link | None = None
+    ) -> int:
         """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,
         behind ``queued_blocks`` others, takes as long; whole blocks."""
         step, token, attention, context = self.prefill.constants
-        setup, block = self.load.constants
-        link = block / self.block_size
+        setup, block = (link or self.load).constants
+        per_token = block / self.block_size
         per_chunk = (step + context * (start + tokens / 2)) / max(1.0, share * self._chunk)
-        linear = token + attention * start + per_chunk + link
-        ahead = link * tokens + setup + block * queued_blocks
+        linear = token + attention * start + per_chunk + per_token
+        ahead = per_token * tokens + setup + block * queued_blocks
         if linear <= 0.0:
             return 0
         # attention / 2 · m² + linear · m = ahead; the stable form of the root also holds where attention is nearly 0.

@@ -1,94 +1,48 @@
 """Sequences that are getting their KV back, and the two pointers that bring it.
 
-A sequence that begins with blocks on the host recovers them by one mechanism: computing from the front and loading from
-the back, until the two meet. Loading alone and computing alone are its ends.
+A sequence that begins with blocks on the host, or at a peer, recovers them by one mechanism: computing from the front
+and loading from the back, until the two meet. Loading alone and computing alone are its ends.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
 
-from pagewise_shared.protocol import Copied, unpack_int32s
+from pagewise_shared.protocol import Copied, Fetch, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Estimate
+from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Estimate, Link
+from pagewise_scheduler.core.recovery.sources import BlockSource, Directory
+from pagewise_scheduler.core.recovery.ways import Asked, Method, Recovery, RecoveryMode, Transfer, Way, pairs_of
 from pagewise_scheduler.core.scheduling.request import Sequence
-
-Method = Literal["device", "load", "recompute", "both"]
-RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
+_FETCHED_BLOCKS = 128
 _WORTH_BOTH = 0.9
 _SMALL_PIECE = 8
-
-
-@dataclass(slots=True, eq=False)
-class Recovery:
-    """One sequence's way back.
-
-    Fields:
-        method: what was chosen. "device": everything that is cached is still there.
-        nodes: blocks that lay on the host when it began, in order; ``first``: the index of the first in the table.
-        back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
-        device_tokens: tokens found on the device. estimate: what each way was predicted to cost, None if there was
-            nothing on the host. resumed: it had run before.
-        began, ended: when it was admitted, and when everything that the host could have given was there, loaded or
-            computed; NaN until then, for good if it was preempted or aborted before.
-        loaded_tokens: tokens that came from the host. link_seconds: what the link took for its transfers.
-        behind_stores: copies to the host were under way when it began, which loads wait for.
-    """
-
-    sequence: Sequence
-    method: Method
-    nodes: list[CachedBlock]
-    first: int
-    back: int
-    device_tokens: int
-    estimate: Estimate | None
-    resumed: bool
-    began: float
-    loading: int = 0
-    ended: float = float("nan")
-    loaded_tokens: int = 0
-    link_seconds: float = 0.0
-    behind_stores: bool = False
-
-    @property
-    def predicted(self) -> float:
-        """Seconds the chosen way was predicted to take."""
-        if self.estimate is None or self.method == "device":
-            return 0.0
-        return {"load": self.estimate.load, "recompute": self.estimate.recompute, "both": self.estimate.both}[
-            self.method
-        ]
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """Blocks of one step's load list: whose they are, their nodes, and the device blocks they come to."""
-
-    parts: list[tuple[Recovery, list[CachedBlock], list[int]]] = field(default_factory=list)
-    num_blocks: int = 0
 
 
 class Recoveries:
     """All recoveries of one executor, and the loads that are under way for them.
 
-    ``reports``: recoveries that have ended or needed nothing, for whoever logs and counts them.
+    ``reports``: recoveries that have ended or needed nothing, for whoever logs and counts them. ``directory``: what
+    other executors hold, None: there are none; ``endpoint``: the own one there. ``cancelled``: fetches, as (step,
+    endpoint), that nobody waits for any more, for whoever tells the executor.
     """
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, mode: RecoveryMode = "auto") -> None:
         self.costs = costs
         self.mode = mode
+        self.directory: Directory | None = None
+        self.endpoint = ""
+        self.cancelled: list[tuple[int, str]] = []
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what the host has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[tuple[int, str], Transfer] = {}
         self._num_loading = 0
         self._stores: dict[int, int] = {}
 
@@ -97,34 +51,81 @@ class Recoveries:
         """Blocks whose load has been asked for and not confirmed."""
         return self._num_loading
 
-    @property
-    def _queued(self) -> int:
-        """Blocks that the link has before it: asked for, or likely to be by those that are under way."""
-        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in self._active.values())
-        return self._num_loading + wanted
+    def _queued(self, source: BlockSource) -> int:
+        """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
+        active = [one for one in self._active.values() if one.source.link is source.link]
+        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in active)
+        return source.link.num_loading + wanted
 
     # ---- choosing ------------------------------------------------------------------------------------
 
-    def choose(self, prefix: CachedPrefix, share: float) -> tuple[Method, Estimate | None]:
-        """How a sequence that begins with ``prefix`` gets what lies on the host.
+    def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> Way:
+        """How a sequence that begins with ``prefix`` gets what lies on the host, or further at a peer.
 
         ``share``: the part of a step's token budget that its computing would get.
         """
-        if not prefix.on_host:
-            return "device", None
-        estimate = self.costs.estimate(prefix.num_tokens, len(prefix.on_host), self._queued, share)
+        ways = self._ways(prefix, sequence)
+        if not ways:
+            return Way("device")
+        size = self._kv.block_size
+        end = max(way.end for way in ways)
+        best, least = Way("device"), float("inf")
+        for way in ways:
+            assert way.source is not None
+            queued = self._queued(way.source)
+            estimate = self.costs.estimate(
+                way.start * size, len(way.nodes), queued, share, way.source.link, way.first - way.start
+            )
+            rest = self.costs.compute_seconds(way.end * size, (end - way.end) * size, share)
+            way.method, way.estimate = self._method(estimate, way.source.link), estimate
+            if way.seconds + rest < least:
+                best, least = way, way.seconds + rest
+        return best
+
+    def _ways(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[Way]:
+        """Every source that has what comes after the device's part of the prefix."""
+        start = len(prefix.blocks)
+        ways: list[Way] = []
+        if prefix.on_host:
+            ways.append(Way("load", self._own_host(), prefix.on_host, start, start + prefix.hole))
+        if self.directory is not None and sequence is not None and sequence.sampling.prompt_logprobs is None:
+            size = self._kv.block_size
+            most = (sequence.num_tokens - 1) // size
+            found = None
+            if most > start and len(self.directory.lenders) > 1:
+                tokens = sequence.token_bytes()[: 4 * most * size]
+                space = sequence.request.cache_salt
+                found = self.directory.longest(self.endpoint, space, tokens, start, self._usable)
+            if found is not None:
+                lender, nodes = found
+                source = BlockSource(
+                    lender.endpoint, self.costs.link(lender.endpoint), lender.scheduler.kv.pool, lender.wake
+                )
+                ways.append(Way("load", source, nodes[start:], start, start))
+        return ways
+
+    def _usable(self, peer: str) -> bool:
+        """Whether a peer may be asked: one that failed is left alone for a while."""
+        link = self.costs.link(peer)
+        link.rests = max(0, link.rests - 1)
+        return link.rests == 0
+
+    def _own_host(self) -> BlockSource:
+        return BlockSource("", self.costs.load, self._kv.pool)
+
+    def _method(self, estimate: Estimate, link: Link) -> Method:
         if self.mode == "swap":
-            return "load", estimate
+            return "load"
         if self.mode != "auto":
-            return self.mode, estimate
+            return self.mode
         better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
         # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
         if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
-            return "both", estimate
+            return "both"
         self.costs.both_passed_over()
         if better == "recompute":
-            self.costs.load_passed_over()
-        return better, estimate
+            link.passed_over()
+        return better
 
     def worth_keeping(self, node: CachedBlock) -> bool:
         """Whether copies of the prefix that ends with ``node`` are worth what they cost, block by block on average.
@@ -143,31 +144,25 @@ class Recoveries:
 
     # ---- running -------------------------------------------------------------------------------------
 
-    def begin(
-        self, sequence: Sequence, prefix: CachedPrefix, choice: tuple[Method, Estimate | None], now: float
-    ) -> Recovery:
-        """The sequence has taken ``prefix``, and its table has room for what is on the host."""
-        method, estimate = choice
-        nodes = prefix.on_host if method in ("load", "both") else []
+    def begin(self, sequence: Sequence, prefix: CachedPrefix, way: Way, now: float) -> Recovery:
+        """The sequence has taken ``prefix``, and will have room for what comes by ``way``."""
+        loads = way.source is not None and way.method in ("load", "both")
+        places = way.source.pin(way.nodes) if way.source is not None and loads else []
         recovery = Recovery(
             sequence=sequence,
-            method=method,
-            nodes=nodes,
-            first=prefix.num_tokens // self._kv.block_size,
-            back=len(nodes),
+            way=way,
+            places=places,
+            back=len(places),
             device_tokens=prefix.num_tokens,
-            estimate=estimate,
             resumed=sequence.num_preemptions > 0,
             began=now,
             behind_stores=self._kv.pool.host.num_storing > 0,
         )
         sequence.history.append(recovery)
-        if nodes:
-            self._kv.pool.host.pin(nodes)
+        if places:
             self._active[sequence] = recovery
-        elif prefix.on_host:
-            end = prefix.num_tokens + len(prefix.on_host) * self._kv.block_size
-            self._recomputing[sequence] = recovery, min(end, sequence.num_tokens)
+        elif way.nodes:
+            self._recomputing[sequence] = recovery, min(way.end * self._kv.block_size, sequence.num_tokens)
         else:
             recovery.ended = now
             if prefix.num_tokens or recovery.resumed:
@@ -179,63 +174,72 @@ class Recoveries:
         recovery = self._active.get(sequence)
         if recovery is None:
             return None
-        if recovery.method == "load":
-            return 0
         size, start = self._kv.block_size, sequence.num_scheduled_tokens
+        hole = max(0, recovery.first * size - start)
+        if recovery.method == "load":
+            return hole
         gap = (recovery.first + recovery.back) * size - start
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
-        left = self.costs.split(start, gap, self._num_loading)
+        link = recovery.source.link
+        left = max(hole, self.costs.split(start, gap, link.num_loading, link=link))
         if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def ask(self, step: int) -> list[int]:
-        """The load list of ``step``: pairs (host block, device block), from the back of each recovery."""
+    def ask(self, step: int) -> Asked | None:
+        """What ``step`` brings in, from the back of each recovery."""
         if not self._active:
-            return []
-        pairs: list[int] = []
-        transfer = _Transfer()
-        # The link serves one after the other, in order of admission: shared among all, all of them would end last.
-        free = 2 * _PIECE_BLOCKS - self._num_loading
+            return None
+        asked: dict[str, Transfer] = {}
+        # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
-            if free <= 0:
-                break
-            count = min(free, self._next_piece(recovery))
-            if not count:
+            source = recovery.source
+            count = min(2 * _PIECE_BLOCKS - source.link.num_loading, self._next_piece(recovery))
+            if count <= 0:
                 continue
-            free -= count
             recovery.back -= count
-            nodes = recovery.nodes[recovery.back : recovery.back + count]
+            places = recovery.places[recovery.back : recovery.back + count]
             start = recovery.first + recovery.back
             blocks = recovery.sequence.table.blocks[start : start + count]
             # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
             self._kv.pool.share(blocks)
-            for node, block in zip(nodes, blocks, strict=True):
-                pairs += (node.host, block)
-            transfer.parts.append((recovery, nodes, blocks))
+            transfer = asked.setdefault(source.peer, Transfer(source))
+            transfer.parts.append((recovery, places, blocks))
             transfer.num_blocks += count
             recovery.loading += count
-        if pairs:
-            self._transfers[step] = transfer
-            self._num_loading += transfer.num_blocks
-        return pairs
+            source.link.num_loading += count
+            self._num_loading += count
+        self._transfers |= {(step, peer): transfer for peer, transfer in asked.items()}
+        if not asked:
+            return None
+        loads = pairs_of(asked.pop("")) if "" in asked else []
+        return Asked(loads, tuple(self._fetch(peer, transfer) for peer, transfer in asked.items()))
+
+    def _fetch(self, peer: str, transfer: Transfer) -> Fetch:
+        assert self.directory is not None
+        lending = self.directory.lenders[peer].scheduler
+        triples: list[int] = []
+        for _, places, blocks in transfer.parts:
+            for place, block in zip(places, blocks, strict=True):
+                triples += (place.tier, place.block, block)
+        return Fetch(peer, lending.epoch, lending.last_step, pack_int32s(triples))
 
     def _next_piece(self, recovery: Recovery) -> int:
-        if not recovery.back:
-            return 0
-        if recovery.method == "load":
-            return min(recovery.back, _PIECE_BLOCKS)
+        piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
+        if recovery.method == "load" or not recovery.back:
+            return min(recovery.back, piece)
         # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
         # it twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
         # whichever turns out to be the faster one.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
-        split = self.costs.split(start, left * self._kv.block_size, self._num_loading)
+        link = recovery.source.link
+        split = self.costs.split(start, left * self._kv.block_size, link.num_loading, link=link)
         behind = left - split // self._kv.block_size
         if behind + recovery.loading > _SMALL_PIECE:
             behind = (3 * (behind + recovery.loading) + 3) // 4 - recovery.loading
-        return max(0, min(behind, _PIECE_BLOCKS))
+        return max(0, min(behind, recovery.back, piece))
 
     def stores(self, step: int) -> list[int]:
         """The store list of ``step``: pairs (device block, host block) that evictions have asked for."""
@@ -248,42 +252,61 @@ class Recoveries:
     def copied(self, message: Copied) -> list[Sequence]:
         """Copies of a step have been made; returns sequences that must start over because blocks came bad."""
         seconds = message.elapsed_us * 1e-6
-        if message.direction == "load":
-            return self.arrived(message.step, seconds, unpack_int32s(message.bad))
+        if message.direction != "store":
+            return self._arrived((message.step, message.peer), seconds, unpack_int32s(message.bad))
         if count := self._stores.pop(message.step, 0):
             self._kv.pool.host.stored(count)
             self.costs.store.observe(seconds, 1, count)
         return []
 
-    def arrived(self, step: int, seconds: float, bad: Iterable[int]) -> list[Sequence]:
-        """The loads of ``step`` are done; returns sequences that must start over because blocks came ``bad``.
-
-        ``bad``: host blocks that do not hold what was stored in them.
-        """
-        transfer = self._transfers.pop(step, None)
+    def _arrived(self, key: tuple[int, str], seconds: float, bad: Iterable[int]) -> list[Sequence]:
+        """The loads of a step from one source are done; returns sequences that must start over because blocks came
+        ``bad``: host blocks that do not hold what was stored in them, or device blocks that a peer did not fill."""
+        transfer = self._transfers.pop(key, None)
         if transfer is None:
             return []
-        self._num_loading -= transfer.num_blocks
-        self._kv.pool.counters.loaded += transfer.num_blocks
-        self.costs.load.observe(seconds, 1, transfer.num_blocks)
-        host, wrong, failed = self._kv.pool.host, set(bad), []
-        for recovery, nodes, blocks in transfer.parts:
-            recovery.loading -= len(nodes)
-            spoiled = [node for node in nodes if node.host in wrong]
-            self._kv.pool.counters.spoiled += len(spoiled)
-            host.unpin(reversed(nodes))
-            self._kv.drop(blocks, None)
-            for node in spoiled:
-                if node.host >= 0:  # else it went with one above it
-                    host.drop(node)
+        wrong, failed = set(bad), []
+        self._end(transfer)
+        counters, from_peer = self._kv.pool.counters, bool(transfer.source.peer)
+        if not wrong:
+            transfer.source.link.observe(seconds, 1, transfer.num_blocks)
+        for recovery, places, blocks in transfer.parts:
+            came = zip(places, blocks, strict=True)
+            spoiled = [place for place, block in came if (block if from_peer else place.block) in wrong]
+            recovery.loading -= len(places)
+            if from_peer:
+                counters.fetched += len(places) - len(spoiled)
+                counters.fetch_failed += len(spoiled)
+            else:
+                counters.loaded += len(places)
+                counters.spoiled += len(spoiled)
+                for place in spoiled:
+                    if place.node.host >= 0:  # else it went with one above it
+                        self._kv.pool.host.drop(place.node)
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:
                 failed.append(recovery.sequence)
             else:
-                recovery.loaded_tokens += len(nodes) * self._kv.block_size
+                recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
+        if from_peer and failed:
+            transfer.source.link.failed()
         return failed
+
+    def _end(self, transfer: Transfer) -> None:
+        """A transfer is over: what it held is let go of."""
+        self._num_loading -= transfer.num_blocks
+        transfer.source.link.num_loading -= transfer.num_blocks
+        for _, places, blocks in transfer.parts:
+            transfer.source.unpin(reversed(places))
+            self._kv.drop(blocks, None)
+
+    def lose(self, peer: str) -> list[Sequence]:
+        """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
+        self.cancelled += [key for key in self._transfers if key[1] == peer]
+        self.costs.forget_link(peer)
+        return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
         """Recoveries whose pointers have met: (sequence, tokens it has now, computed and loaded)."""
@@ -293,15 +316,18 @@ class Recoveries:
             meeting = (recovery.first + recovery.back) * size
             if recovery.loading or sequence.num_scheduled_tokens < meeting:
                 continue
-            done.append((sequence, (recovery.first + len(recovery.nodes)) * size))
+            done.append((sequence, recovery.way.end * size))
             recovery.ended = now
             if recovery.method == "load" and not recovery.behind_stores:
-                self.costs.load_waited(now - recovery.began - recovery.link_seconds)
+                self.costs.load_waited(recovery.source.link, now - recovery.began - recovery.link_seconds)
             if recovery.method == "both" and not recovery.behind_stores:
                 self.costs.both_took(now - recovery.began, recovery.predicted)
             request = sequence.request
-            if not recovery.resumed and not request.num_host_tokens:
-                request.num_host_tokens = recovery.loaded_tokens
+            if not recovery.resumed and not request.num_host_tokens + request.num_peer_tokens:
+                if recovery.source.peer:
+                    request.num_peer_tokens = recovery.loaded_tokens
+                else:
+                    request.num_host_tokens = recovery.loaded_tokens
                 request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
             self._close(recovery)
         for sequence, (recovery, end) in list(self._recomputing.items()):
@@ -321,17 +347,21 @@ class Recoveries:
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
-        self._kv.pool.host.unpin(reversed(recovery.nodes[: recovery.back]))
+        recovery.source.unpin(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
+        if recovery.source.peer and recovery.loading:
+            self.cancelled += [
+                key
+                for key, transfer in self._transfers.items()
+                if key[1] and all(self._active.get(part[0].sequence) is not part[0] for part in transfer.parts)
+            ]
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
         for transfer in self._transfers.values():
-            for _, nodes, blocks in transfer.parts:
-                self._kv.pool.host.unpin(reversed(nodes))
-                self._kv.drop(blocks, None)
+            self._end(transfer)
         self._transfers.clear()
         self._stores.clear()
-        self._num_loading = 0
+        self.cancelled.clear()

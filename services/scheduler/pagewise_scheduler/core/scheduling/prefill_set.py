@@ -132,14 +132,16 @@ class PrefillSet:
         kv, table = self._kv, sequence.table
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
-        choice = self._recoveries.choose(prefix, share)
+        way = self._recoveries.choose(prefix, share, sequence)
+        if way.nodes:
+            prefix = kv.without_copy(prefix)
         if copy := kv.take(table, prefix):
             self._plan.copy(*copy)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of the host.
-        recovery = self._recoveries.begin(sequence, prefix, choice, now)
+        recovery = self._recoveries.begin(sequence, prefix, way, now)
         size = self._size(sequence, budget)
-        kv.grow(table, prefix.num_tokens + max(size, len(recovery.nodes) * kv.block_size))
+        kv.grow(table, max(prefix.num_tokens + size, way.end * kv.block_size if recovery.places else 0))
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
         sequence.num_scheduled_tokens += size

@@ -133,8 +133,9 @@ class Request:
 
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran,
-    ``num_host_tokens`` of them in the host's. ``beam``: search instead of sampling, ``search`` is how far it has come.
-    ``best_of``: sequences to sample, if more than n, of which the n likeliest are the outputs; else 0.
+    ``num_host_tokens`` of them in the host's and ``num_peer_tokens`` in another executor's. ``beam``: search instead of
+    sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
+    likeliest are the outputs; else 0.
     """
 
     request_id: str
@@ -152,6 +153,7 @@ class Request:
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
+    num_peer_tokens: int = 0
 
     def create_sequences(self) -> None:
         """Make its sequences, unless they are there already: a request that moves goes on with those it has."""

@@ -5,12 +5,7 @@ from collections.abc import Callable
 from pagewise_shared.protocol import StepResult, unpack_int32s
 
 from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.step import StepInFlight, StepOutput
-
-
-class StepMismatchError(Exception):
-    """A result does not belong to the oldest step in flight, or is not of its shape: the executor is out of step."""
-
+from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
 

@@ -7,7 +7,8 @@ from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, make_policy
-from pagewise_scheduler.core.recovery.recovery import Recoveries, RecoveryMode
+from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.ways import Asked, RecoveryMode
 from pagewise_scheduler.core.scheduling.choosing import Choosing
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
@@ -24,7 +25,7 @@ class Scheduler:
 
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
-    Pure: time is passed in, nothing is sent.
+    Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last.
 
     ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
     ``recovery``: how KV comes back from the host. ``kv``: another memory manager than the paged one, for comparison.
@@ -61,7 +62,7 @@ class Scheduler:
         self._choosing = Choosing(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[StepInFlight] = deque()
-        self._step = 0
+        self.last_step = 0
         self._now = 0.0
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Scheduler:
         self._choosing.clear()
         self._requests.clear()
         self._in_flight.clear()
-        self.kv.step_returned(self._step)
+        self.kv.step_returned(self.last_step)
         self._plan.clear()
         return requests
 
@@ -186,7 +187,7 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self._now = now
-        step = self._step + 1
+        step = self.last_step + 1
         for sequence in self._decoding.length_due(step):
             self._decoding.remove(sequence)
             self._leave_row(sequence)
@@ -203,10 +204,10 @@ class Scheduler:
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self._in_flight, now)
-        loads = self.recoveries.ask(step)
-        if not decoding and not chunks and not loads:
+        asked = self.recoveries.ask(step)
+        if not decoding and not chunks and not asked:
             return self._unblock(now)
-        return self._commit(step, decoding, chunks, loads)
+        return self._commit(step, decoding, chunks, asked)
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
@@ -226,7 +227,7 @@ class Scheduler:
             if sequence.row >= 0:
                 for index, _, block in replaced:
                     self._plan.set_blocks(sequence.row, index, [block])
-            self.kv.drop([own for _, own, _ in replaced], self._step if self._in_flight else None)
+            self.kv.drop([own for _, own, _ in replaced], self.last_step if self._in_flight else None)
 
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
@@ -240,7 +241,7 @@ class Scheduler:
         return self.schedule(now)
 
     def _commit(
-        self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], loads: list[int]
+        self, step: int, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], asked: Asked | None
     ) -> StepPlan:
         """Book the step and build its plan."""
         num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
@@ -260,12 +261,12 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
-        self._step = step
+        self.last_step = step
         sampled = decoding + completed if completed else decoding
         self._in_flight.append(
             StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention, context)
         )
-        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), loads)
+        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), asked)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
@@ -317,7 +318,12 @@ class Scheduler:
         if message.epoch != self.epoch:
             return
         for sequence in self.recoveries.copied(message):
-            self._preempt(sequence, "blocks came back from the host spoiled")
+            self._preempt(sequence, "blocks came spoiled, or not at all")
+
+    def peer_lost(self, peer: str) -> None:
+        """The executor at that block endpoint is gone: whoever waits for its blocks starts over."""
+        for sequence in self.recoveries.lose(peer):
+            self._preempt(sequence, "the executor that lent its blocks is gone")
 
     def fail(self, epoch: int, *, blame_step: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
@@ -335,7 +341,7 @@ class Scheduler:
         requests = self.release_all()
         self.kv.forget()
         self.epoch = epoch
-        self._step = 0
+        self.last_step = 0
         for request in requests:
             if request in failed:
                 for sequence in request.sequences:
@@ -351,7 +357,7 @@ class Scheduler:
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row = -1
-        sequence.last_step = self._step
+        sequence.last_step = self.last_step
 
     def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
@@ -366,7 +372,7 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         touched = self._in_flight and sequence.last_step >= self._in_flight[0].step
-        self.kv.free(sequence.table, self._step if touched else None, self._use(sequence, ends))
+        self.kv.free(sequence.table, self.last_step if touched else None, self._use(sequence, ends))
 
     def _use(self, sequence: Sequence, ends: bool) -> int | None:
         """What eviction learns from the sequence's end. The outputs of one request are one use of its prompt."""

@@ -6,7 +6,12 @@ from itertools import chain
 
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s, unpack_int32s
 
+from pagewise_scheduler.core.recovery.ways import Asked
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
+
+
+class StepMismatchError(Exception):
+    """A result does not belong to the oldest step in flight, or is not of its shape: the executor is out of step."""
 
 
 @dataclass(slots=True)
@@ -118,26 +123,28 @@ class PlanBuilder:
         """Compute the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def build(self, epoch: int, step: int, stores: list[int], loads: list[int]) -> StepPlan:
-        """The plan with everything collected so far, and these copies to and from the host; empties the builder."""
+    def build(self, epoch: int, step: int, stores: list[int], asked: Asked | None) -> StepPlan:
+        """The plan with everything collected so far, and these copies to and from elsewhere; empties the builder."""
         plan = StepPlan(
             epoch=epoch,
             step=step,
             left=tuple(self._left),
             joined=tuple(self._joined),
-            memory=self._memory_work(stores, loads),
+            memory=self._memory_work(stores, asked or Asked([], ())),
             tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
             chunks=tuple(self._chunks),
         )
         self.clear()
         return plan
 
-    def _memory_work(self, stores: list[int], loads: list[int]) -> MemoryWork | None:
-        if not (stores or loads or self._copies or self._skips):
+    def _memory_work(self, stores: list[int], asked: Asked) -> MemoryWork | None:
+        loads, fetches = asked
+        if not (stores or loads or fetches or self._copies or self._skips):
             return None
         return MemoryWork(
             stores=pack_int32s(stores) if stores else b"",
             copies=pack_int32s(self._copies) if self._copies else b"",
             loads=pack_int32s(loads) if loads else b"",
             skips=tuple(self._skips),
+            fetches=fetches,
         )

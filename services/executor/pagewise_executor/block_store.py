@@ -1,0 +1,94 @@
+"""The content of blocks by tier and id, as other executors and their links see it: bytes in host memory."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
+
+from pagewise_executor.host_tier import HostTier
+from pagewise_executor.kv_pool import KVPool
+from pagewise_executor.rows import Int32s
+
+Rows = npt.NDArray[np.uint8]
+"""[n, bytes_per_block]: blocks one after the other."""
+
+
+class BlockStore:
+    """Reads and writes whole blocks, beside the steps. Who calls sees to it that nobody else writes them meanwhile."""
+
+    def __init__(self, pool: KVPool, host: HostTier | None) -> None:
+        self.bytes_per_block = pool.bytes_per_block
+        self._pool, self._host = pool, host
+        self._cuda = pool.device.type == "cuda"
+
+    def has(self, places: Int32s) -> bool:
+        """Whether ``places`` [n, 2] (tier, block) are all in one of the pools."""
+        tiers, blocks = places[:, 0], places[:, 1]
+        sizes = np.array([self._pool.num_blocks, self._host.num_blocks if self._host is not None else 0])
+        if not np.isin(tiers, (DEVICE_TIER, HOST_TIER)).all():
+            return False
+        return bool(((blocks >= 0) & (blocks < sizes[tiers])).all())
+
+    def read(self, places: Int32s) -> Rows:
+        """The content of ``places`` [n, 2] (tier, block). Waits for copies to the host that have been asked for."""
+        rows = np.empty((len(places), self.bytes_per_block), np.uint8)
+        on_device = places[:, 0] == DEVICE_TIER
+        if on_device.any():
+            with torch.inference_mode(), self._stream():
+                gathered: Any = self._pool.gather(places[on_device, 1])
+                rows[on_device] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
+        if not on_device.all():
+            assert self._host is not None
+            rows[~on_device] = self._host.read(places[~on_device, 1].tolist())
+        return rows
+
+    def write(self, blocks: Int32s, rows: Rows, after: "torch.cuda.Event | None" = None) -> None:
+        """Fill device blocks [n], once what the device was given before ``after`` is done."""
+        if not self._cuda:
+            self._pool.scatter(blocks, rows)
+            return
+        with torch.inference_mode(), self._stream() as stream:
+            if after is not None:
+                stream.wait_event(after)
+            self._pool.scatter(blocks, torch.from_numpy(rows).to(self._pool.device))
+            stream.synchronize()
+
+    def event(self) -> "torch.cuda.Event | None":
+        """A mark behind whatever the device has been given; None where it does everything at once."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _stream(self) -> Any:
+        return _OwnStream(self._pool.device if self._cuda else None)
+
+
+class _OwnStream:
+    """A stream of the calling thread's own, on a GPU; waits for it at the end."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def __enter__(self) -> Any:
+        if self._device is None:
+            return None
+        torch.cuda.set_device(self._device)  # a thread begins on the first device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        if self._device is not None:
+            self._stream.synchronize()
+            self._context.__exit__(*error)
+
+
+def checksum(content: Any) -> int:
+    """xxh3_64 of bytes, or of an array's."""
+    return int(xxhash.xxh3_64_intdigest(content))

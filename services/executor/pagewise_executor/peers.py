@@ -1,0 +1,367 @@
+"""Blocks for other executors and from them: pieces of about a megabyte over ZeroMQ, asked for by who needs them.
+
+What is lent is pinned by the scheduler, so it is read beside the steps. Who fetches keeps a few pieces asked for, so
+that the link never waits, and stops asking when nobody wants the rest any more.
+"""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import zmq
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
+
+from pagewise_executor.block_store import BlockStore, checksum
+from pagewise_executor.rows import Int32s
+
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**20
+_MOST_BYTES = 64 * 2**20
+"""Most that one request may ask for."""
+_WINDOW = 4
+"""Pieces that are asked for at a time."""
+_BEHIND_SECONDS = 2.0
+_SILENCE_SECONDS = 5.0
+_IDLE_SECONDS = 60.0
+_LOOK_UP_MS = 50
+
+Secure = Callable[["zmq.Socket[bytes]"], None]
+"""Sets a socket's keys before it is bound or connected."""
+
+
+def no_keys(socket: "zmq.Socket[bytes]") -> None:
+    """Leaves a socket in the clear."""
+
+
+class BlockServer:
+    """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it."""
+
+    def __init__(self, store: BlockStore, listen: str, advertised_host: str, secure: Secure = no_keys) -> None:
+        self._store = store
+        self._begun = threading.Condition()
+        self._epoch = self._step = -1
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 4 * _WINDOW)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _PIECE_BYTES)
+        secure(self._socket)
+        self._socket.bind(listen)
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="block server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._closed = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def begun(self, epoch: int, step: int) -> None:
+        """This step has been issued, so what it stores is on its way."""
+        with self._begun:
+            self._epoch, self._step = epoch, step
+            self._begun.notify_all()
+
+    def _run(self) -> None:
+        while not self._closed:
+            if not self._socket.poll(_LOOK_UP_MS):
+                continue
+            try:
+                identity, *frames = self._socket.recv_multipart()
+                request = decode_from_peer(frames[-1]) if frames else None
+            except ProtocolError as error:
+                log.warning("dropped a request for blocks: %s", error)
+                continue
+            if not isinstance(request, ReadBlocks):
+                continue
+            header, content = self._answer(request)
+            parts: list[Any] = [identity, encode(header), *content]
+            with contextlib.suppress(zmq.ZMQError):  # it has gone
+                self._socket.send_multipart(parts, copy=False)
+
+    def _answer(self, request: ReadBlocks) -> tuple[Blocks, list[Any]]:
+        try:
+            places = np.frombuffer(request.blocks, np.int32).reshape(-1, 2)
+        except ValueError:
+            return Blocks(request.number, error="places come in pairs of tier and block"), []
+        if not len(places) or len(places) * self._store.bytes_per_block > max(_MOST_BYTES, self._store.bytes_per_block):
+            return Blocks(request.number, error=f"{len(places)} blocks are none, or too many at once"), []
+        if not self._store.has(places):
+            return Blocks(request.number, error="there are no such blocks"), []
+        if not self._wait_for(request.epoch, request.step):
+            return Blocks(request.number, error=f"not in step {request.step} of epoch {request.epoch}"), []
+        try:
+            rows = self._store.read(places)
+        except Exception as error:
+            log.exception("blocks could not be read for another executor")
+            return Blocks(request.number, error=str(error)[:200]), []
+        if self._epoch != request.epoch:
+            return Blocks(request.number, error="they were given up while they were read"), []
+        return Blocks(request.number, checksum(rows)), [rows.data.cast("B")]
+
+    def _wait_for(self, epoch: int, step: int) -> bool:
+        with self._begun:
+            self._begun.wait_for(
+                lambda: self._epoch > epoch or (self._epoch == epoch and self._step >= step), _BEHIND_SECONDS
+            )
+            return self._epoch == epoch and self._step >= step
+
+
+def block_listener(config: ExecutorConfig) -> tuple[str, str]:
+    """Where an executor listens for others that fetch blocks, and the host name they find it under.
+
+    Next to the way to the scheduler, if nothing else is said: on the address that leads there, or in the same folder.
+    """
+    listen, host = config.block_listen, config.advertise
+    if config.scheduler.startswith("ipc:"):
+        own = f"ipc://{config.scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
+        return listen or own, host or "127.0.0.1"
+    host = host or _address_towards(config.scheduler)
+    shown = f"[{host}]" if ":" in host else host
+    return listen or f"tcp://{shown}:*", shown
+
+
+def _address_towards(endpoint: str) -> str:
+    """The address of this machine from which a tcp endpoint is reached."""
+    url = urlsplit(endpoint)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        log.warning("%s does not resolve yet (%s): taking this machine's own name for its address", endpoint, error)
+        return socket.gethostbyname(socket.gethostname())
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What one step fetches from one peer: ``places`` [n, 2] (tier, block) there, into own device ``blocks`` [n]."""
+
+    epoch: int
+    step: int
+    fetch: Fetch
+    places: Int32s
+    blocks: Int32s
+    after: Any
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A part of a job that is asked for at once."""
+
+    number: int
+    part: slice
+
+
+class PeerLinks:
+    """Fetches blocks from other executors, on a thread for each. ``report``: called there when a job is done."""
+
+    def __init__(self, store: BlockStore, secure: Secure = no_keys) -> None:
+        self.report: Callable[[Copied], None] = lambda message: None
+        self._store = store
+        self._secure = secure
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._lock = threading.Condition()
+        self._links: dict[str, _Link] = {}
+        self._jobs: set[_Job] = set()
+
+    def fetch(self, plan: StepPlan, fetch: Fetch) -> None:
+        """Begin a step's copies from one peer. They come after whatever the device has been given so far."""
+        triples = np.frombuffer(fetch.blocks, np.int32).reshape(-1, 3)
+        job = _Job(plan.epoch, plan.step, fetch, triples[:, :2].copy(), triples[:, 2].copy(), self._store.event())
+        with self._lock:
+            self._jobs.add(job)
+            link = self._links.get(fetch.peer)
+            if link is None:
+                link = self._links[fetch.peer] = _Link(fetch.peer, self)
+                threading.Thread(target=link.run, name=f"fetch {fetch.peer}", daemon=True).start()
+            link.inbox.put(job)
+
+    def cancel(self, epoch: int, step: int, peer: str) -> None:
+        """What that step fetches from there is not wanted any more: it is confirmed soon, what is missing as bad."""
+        with self._lock:
+            for job in self._jobs:
+                if (job.epoch, job.step, job.fetch.peer) == (epoch, step, peer):
+                    job.cancelled = True
+
+    def reset(self) -> None:
+        """Nothing is wanted any more. When this returns, nothing is written any more."""
+        with self._lock:
+            for job in self._jobs:
+                job.cancelled = True
+            self._lock.wait_for(lambda: not self._jobs)
+
+    def close(self) -> None:
+        """Fetch nothing any more."""
+        self.reset()
+        with self._lock:
+            for link in self._links.values():
+                link.inbox.put(None)
+            self._lock.wait_for(lambda: not self._links)
+        self._context.destroy(linger=0)
+
+    def _done(self, job: _Job, elapsed: float, bad: list[int]) -> None:
+        with self._lock:
+            self._jobs.discard(job)
+            self._lock.notify_all()
+        self.report(Copied(job.epoch, job.step, "fetch", int(elapsed * 1e6), pack_int32s(bad), peer=job.fetch.peer))
+
+    def _retire(self, link: "_Link") -> bool:
+        """A link that has been idle ends, unless it was given something this moment."""
+        with self._lock:
+            if not link.inbox.empty():
+                return False
+            link.disconnect()
+            del self._links[link.peer]
+            self._lock.notify_all()
+            return True
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """The way to one peer, and the thread that serves it."""
+
+    peer: str
+    owner: PeerLinks
+    inbox: "queue.SimpleQueue[_Job | None]" = field(default_factory=queue.SimpleQueue)
+    socket: Any = None
+    number: int = 0
+
+    def run(self) -> None:
+        """Do one job after the other; end after a while without any."""
+        while True:
+            job = None
+            with contextlib.suppress(queue.Empty):
+                job = self.inbox.get(timeout=_IDLE_SECONDS)
+            if job is None:
+                if self.owner._retire(self):
+                    return
+                continue
+            began = time.perf_counter()
+            missing = set(job.blocks.tolist())
+            try:
+                self._do(job, missing)
+            except Exception as error:  # whatever it was, the scheduler has to hear that the blocks have not come
+                log.warning("blocks from %s: %s", self.peer, error)
+            if missing:
+                self.disconnect()  # answers that are still under way must not meet the next job
+            self.owner._done(job, time.perf_counter() - began, sorted(missing))
+
+    def _do(self, job: _Job, missing: set[int]) -> None:
+        """Fetch a job's blocks; takes those that have arrived out of ``missing``.
+
+        Raises:
+            ProtocolError: the peer refuses, sends something else, or nothing.
+        """
+        store, count = self.owner._store, len(job.blocks)
+        per_piece = max(1, _PIECE_BYTES // max(1, store.bytes_per_block))
+        waiting = deque(slice(start, min(count, start + per_piece)) for start in range(0, count, per_piece))
+        asked: deque[_Piece] = deque()
+        heard = time.monotonic()
+        while waiting or asked:
+            if job.cancelled:
+                return
+            while waiting and len(asked) < _WINDOW:
+                asked.append(self._ask(job, waiting.popleft()))
+            if not self.socket.poll(_LOOK_UP_MS):
+                if time.monotonic() - heard > _SILENCE_SECONDS:
+                    raise ProtocolError(f"nothing heard for {_SILENCE_SECONDS:g} s")
+                continue
+            heard = time.monotonic()
+            piece = asked.popleft()
+            rows = self._take(piece, store.bytes_per_block)
+            if job.cancelled:  # the blocks may be somebody else's soon
+                return
+            blocks = job.blocks[piece.part]
+            store.write(blocks, rows, job.after)
+            missing.difference_update(blocks.tolist())
+
+    def _ask(self, job: _Job, part: slice) -> _Piece:
+        if self.socket is None:
+            self.socket = self.owner._context.socket(zmq.DEALER)
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES + self.owner._store.bytes_per_block)
+            self.owner._secure(self.socket)
+            self.socket.connect(self.peer)
+        self.number += 1
+        request = ReadBlocks(self.number, job.fetch.epoch, job.fetch.step, job.places[part].tobytes())
+        self.socket.send(encode(request))
+        return _Piece(self.number, part)
+
+    def _take(self, piece: _Piece, bytes_per_block: int) -> Any:
+        """The next answer: what ``piece`` asked for, [n, bytes_per_block]."""
+        header, *content = self.socket.recv_multipart(copy=False)
+        answer = decode_from_peer(header.buffer)
+        if not isinstance(answer, Blocks) or answer.number != piece.number:
+            raise ProtocolError("it answered something else than was asked")
+        if answer.error or len(content) != 1:
+            raise ProtocolError(answer.error or "it sent no content")
+        count = piece.part.stop - piece.part.start
+        if len(content[0]) != count * bytes_per_block:
+            raise ProtocolError(f"it sent {len(content[0])} bytes for {count} blocks of {bytes_per_block}")
+        if checksum(content[0].buffer) != answer.checksum:
+            raise ProtocolError("what it sent does not match its checksum")
+        return np.frombuffer(content[0].buffer, np.uint8).reshape(count, bytes_per_block)
+
+    def disconnect(self) -> None:
+        """Forget what was asked for and not answered."""
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+
+
+class Peers:
+    """Both directions: what this executor lends, and what it fetches."""
+
+    def __init__(self, store: BlockStore, listen: str, advertised_host: str, secure: Secure = no_keys) -> None:
+        self._server = BlockServer(store, listen, advertised_host, secure)
+        self._links = PeerLinks(store, secure)
+        self.endpoint = self._server.endpoint
+
+    @property
+    def report(self) -> Callable[[Copied], None]:
+        """Called on any thread when a step's copies from a peer are done."""
+        return self._links.report
+
+    @report.setter
+    def report(self, report: Callable[[Copied], None]) -> None:
+        self._links.report = report
+
+    def close(self) -> None:
+        """Lend and fetch nothing any more."""
+        self._server.close()
+        self._links.close()
+
+    def reset(self, epoch: int) -> None:
+        """Whatever was lent or asked for under an older epoch is void."""
+        self._server.begun(epoch, 0)
+        self._links.reset()
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step is being issued: its copies to the host are on their way, its fetches begin."""
+        self._server.begun(plan.epoch, plan.step)
+        for fetch in plan.memory.fetches if plan.memory is not None else ():
+            self._links.fetch(plan, fetch)
+
+    def cancel(self, epoch: int, step: int, peer: str) -> None:
+        """What that step fetches from there is not wanted any more."""
+        self._links.cancel(epoch, step, peer)

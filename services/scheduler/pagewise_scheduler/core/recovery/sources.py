@@ -1,0 +1,135 @@
+"""Where blocks come from that a sequence needs and the device does not hold: the executor's own host, or a peer.
+
+Together the prefix trees of all executors are the directory: they say exactly which content lies where. A peer's blocks
+are pinned in its own pool while they are being fetched, so that they neither move nor change.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
+
+from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.cost_model import Link
+
+
+class Place(NamedTuple):
+    """Where a pinned block lies: the tier (DEVICE_TIER or HOST_TIER), and its id in that tier's pool."""
+
+    node: CachedBlock
+    tier: int
+    block: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockSource:
+    """One way for blocks to come in.
+
+    Fields:
+        peer: the block endpoint of the executor that lends them; empty: they come from the own host.
+        link: what it costs. pool: whose blocks they are. wake: called when some were given back.
+    """
+
+    peer: str
+    link: Link
+    pool: BlockPool
+    wake: Callable[[], None] = lambda: None
+
+    def pin(self, nodes: Iterable[CachedBlock]) -> list[Place]:
+        """Keep these blocks where they are until they are unpinned; a peer's device is read before its host."""
+        places = []
+        for node in nodes:
+            if self.peer and node.block >= 0:
+                self.pool.lend(node.block)
+                places.append(Place(node, DEVICE_TIER, node.block))
+            else:
+                self.pool.host.pin((node,))
+                places.append(Place(node, HOST_TIER, node.host))
+        return places
+
+    def unpin(self, places: Iterable[Place]) -> None:
+        """The counterpart of ``pin``, the last block first."""
+        lent: list[int] = []
+        for place in places:
+            if place.tier == DEVICE_TIER:
+                lent.append(place.block)
+            else:
+                self.pool.host.unpin((place.node,))
+        if lent:
+            self.pool.take_back(lent)
+        if self.peer:
+            self.wake()
+
+
+class Lending(Protocol):
+    """The scheduler of an executor that lends blocks."""
+
+    kv: KVCacheManager
+    epoch: int
+
+    @property
+    def last_step(self) -> int:
+        """The step that was planned last."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Lender:
+    """An executor whose blocks others may fetch.
+
+    ``endpoint``: where. ``block_format``: of what is fetched; equal ones fit. ``wake``: tells it that blocks came back.
+    """
+
+    endpoint: str
+    block_format: Hashable
+    scheduler: Lending
+    wake: Callable[[], None]
+
+
+@dataclass(slots=True)
+class Directory:
+    """All lenders of a fleet, by their endpoints."""
+
+    lenders: dict[str, Lender] = field(default_factory=dict)
+
+    def longest(
+        self, asker: str, space: Hashable, tokens: bytes, more_than: int, usable: Callable[[str], bool]
+    ) -> tuple[Lender, list[CachedBlock]] | None:
+        """The lender that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
+
+        ``asker``: the endpoint of who asks; it gets blocks of its own format only. ``usable``: whether an endpoint may
+        be asked. Costs nothing for executors that do not hold the first block, and a look-up per block for others.
+        """
+        own = self.lenders.get(asker)
+        if own is None:
+            return None
+        best: tuple[Lender, list[CachedBlock]] | None = None
+        keys: list[bytes] = []
+        for lender in self.lenders.values():
+            if lender is own or lender.block_format != own.block_format or not usable(lender.endpoint):
+                continue
+            tree = lender.scheduler.kv.pool.tree
+            node = tree.root_of(space)
+            if node is None:
+                continue
+            if not keys:  # cut once: a bytes object remembers its hash
+                size = 4 * lender.scheduler.kv.block_size
+                keys = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+            nodes = _held(node, keys)
+            if len(nodes) > max(more_than, len(best[1]) if best else 0):
+                best = lender, nodes
+        return best
+
+
+def _held(node: CachedBlock | None, keys: list[bytes]) -> list[CachedBlock]:
+    """The blocks below a root that spell ``keys``, as far as they lie somewhere."""
+    nodes: list[CachedBlock] = []
+    for key in keys:
+        node = node.children.get(key) if node is not None else None
+        if node is None or (node.block < 0 and node.host < 0):
+            break
+        nodes.append(node)
+    return nodes

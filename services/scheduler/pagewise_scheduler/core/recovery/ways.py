@@ -1,0 +1,123 @@
+"""A way for a sequence to get its KV back, and how far it has come on it."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pagewise_shared.protocol import Fetch
+
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.cost_model import Estimate
+from pagewise_scheduler.core.recovery.sources import BlockSource, Place
+from pagewise_scheduler.core.scheduling.request import Sequence
+
+Method = Literal["device", "load", "recompute", "both"]
+RecoveryMode = Literal["auto", "swap", "recompute", "both"]
+
+
+class Asked(NamedTuple):
+    """What a step brings in: ``loads``, pairs (host block, device block), and ``fetches``."""
+
+    loads: list[int]
+    fetches: tuple[Fetch, ...]
+
+
+@dataclass(slots=True)
+class Way:
+    """A way to get blocks back: ``nodes`` of ``source``, of which ``first`` is the index of the first in the table.
+
+    ``start``: blocks on the device. What lies between them and ``first`` lies nowhere and has to be computed.
+    """
+
+    method: Method
+    source: BlockSource | None = None
+    nodes: list[CachedBlock] = field(default_factory=list)
+    start: int = 0
+    first: int = 0
+    estimate: Estimate | None = None
+
+    @property
+    def end(self) -> int:
+        """Blocks that the sequence has afterwards."""
+        return self.first + len(self.nodes)
+
+    @property
+    def seconds(self) -> float:
+        """What it is predicted to take."""
+        if self.estimate is None or self.method == "device":
+            return 0.0
+        return {"load": self.estimate.load, "recompute": self.estimate.recompute, "both": self.estimate.both}[
+            self.method
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Recovery:
+    """One sequence's way back.
+
+    Fields:
+        way: what was chosen. method "device": everything that is cached is still there.
+        places: where its blocks are pinned, if any of them are loaded.
+        back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
+        device_tokens: tokens found on the device. resumed: it had run before.
+        began, ended: when it was admitted, and when everything that the source could have given was there, loaded or
+            computed; NaN until then, for good if it was preempted or aborted before.
+        loaded_tokens: tokens that came from the source. link_seconds: what the link took for its transfers.
+        behind_stores: copies to the host were under way when it began, which loads wait for.
+    """
+
+    sequence: Sequence
+    way: Way
+    places: list[Place]
+    back: int
+    device_tokens: int
+    resumed: bool
+    began: float
+    loading: int = 0
+    ended: float = float("nan")
+    loaded_tokens: int = 0
+    link_seconds: float = 0.0
+    behind_stores: bool = False
+
+    @property
+    def method(self) -> Method:
+        """What was chosen."""
+        return self.way.method
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What each way was predicted to cost; None if there was nothing to get."""
+        return self.way.estimate
+
+    @property
+    def predicted(self) -> float:
+        """Seconds the chosen way was predicted to take."""
+        return self.way.seconds
+
+    @property
+    def first(self) -> int:
+        """Index in the table of the first block that the source has."""
+        return self.way.first
+
+    @property
+    def source(self) -> BlockSource:
+        """Where blocks come from, if any do."""
+        assert self.way.source is not None
+        return self.way.source
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Blocks of one step that come from one source: whose they are, their places, and the device blocks they go to."""
+
+    source: BlockSource
+    parts: list[tuple[Recovery, list[Place], list[int]]] = field(default_factory=list)
+    num_blocks: int = 0
+
+
+def pairs_of(transfer: Transfer) -> list[int]:
+    """Pairs (host block, device block) of a load."""
+    pairs: list[int] = []
+    for _, places, blocks in transfer.parts:
+        for place, block in zip(places, blocks, strict=True):
+            pairs += (place.block, block)
+    return pairs

@@ -1,0 +1,208 @@
+"""Blocks that one executor computed and another fetched give the tokens that transformers gives."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import zmq
+from pagewise_executor import peers
+from pagewise_executor.block_store import BlockStore
+from pagewise_executor.kv_pool import KVPool
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.peers import BlockServer, PeerLinks
+from pagewise_scheduler.core.recovery.sources import Directory
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_shared.protocol import (
+    Blocks,
+    Copied,
+    Fetch,
+    ReadBlocks,
+    StepPlan,
+    decode_from_peer,
+    encode,
+    pack_int32s,
+    unpack_int32s,
+)
+
+from tests.executor.driver import request, run_requests
+from tests.executor.test_greedy_equality import reference
+from tests.executor.test_recovery import build_runner
+from tests.model_builders import VOCAB_SIZE, build_model
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model("llama", path, seed=5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runners(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
+    both = build_runner(model_path, lend=True), build_runner(model_path, lend=True)
+    yield both
+    for runner in both:
+        runner.close()
+
+
+@pytest.mark.parametrize("mode", ["swap", "both", "recompute", "auto"])
+@pytest.mark.parametrize("lender_blocks", [400, 22])
+def test_what_a_peer_has_computed_is_used(
+    model_path: Path, runners: tuple[ModelRunner, ModelRunner], mode: RecoveryMode, lender_blocks: int
+) -> None:
+    lender, borrower = runners
+    rng = random.Random(3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64)]
+    more = [[*prompt, 5, 6, 7] for prompt in prompts]
+    expected = reference(model, prompts + more, [8] * 6, "cpu")
+    directory = Directory()
+    first = [request(prompt, 8, name=f"a{i}") for i, prompt in enumerate(prompts)]
+    # With 22 blocks some of them are on the lender's host by then.
+    theirs, _ = run_requests(lender, first, num_blocks=lender_blocks, recovery="swap", directory=directory)
+    again = [request(prompt, 8, name=f"b{i}") for i, prompt in enumerate(more)]
+    scheduler, _ = run_requests(borrower, again, recovery=mode, directory=directory)
+    for served, tokens in zip(first + again, expected, strict=True):
+        assert served.sequences[0].output_token_ids == tokens
+    counters = scheduler.kv.pool.counters
+    if mode == "swap":
+        assert counters.fetched == 12 + 5 + 8
+        assert [one.num_peer_tokens for one in again] == [96, 40, 64]
+    elif mode == "recompute":
+        assert counters.fetched == 0
+    assert counters.fetch_failed == 0
+    assert theirs.kv.pool.num_lent == theirs.kv.pool.num_in_use == 0
+    assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
+
+
+def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
+    model_path: Path, runners: tuple[ModelRunner, ModelRunner]
+) -> None:
+    lender, borrower = runners
+    prompt = list(range(3, 90))
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    (expected,) = reference(model, [prompt], [8], "cpu")
+    directory = Directory()
+    theirs, _ = run_requests(lender, [request(prompt, 8)], directory=directory)
+    theirs.epoch += 1  # the executor has not heard of it: as if it had been reset on the way
+    again = request(prompt, 8, name="again")
+    scheduler, _ = run_requests(borrower, [again], recovery="swap", directory=directory)
+    assert again.sequences[0].output_token_ids == expected
+    assert scheduler.kv.pool.counters.fetch_failed == 10
+    assert again.sequences[0].num_preemptions == 1, "tried once, then computed"
+    assert theirs.kv.pool.num_lent == 0
+
+
+# ---- the mechanism by itself -------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Two pools of 64 blocks and the way between them. ``done``: what was reported."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        shapes = [(2, 16)] * 2
+        self.source, self.target = (KVPool(shapes, 64, 4, torch.float32, torch.device("cpu")) for _ in range(2))
+        self.content = np.random.default_rng(1).integers(0, 256, (64, self.source.bytes_per_block), np.uint8)
+        self.source.scatter(np.arange(64, dtype=np.int32), self.content)
+        self.server = BlockServer(BlockStore(self.source, None), f"ipc://{tmp_path}/blocks", "")
+        self.links = PeerLinks(BlockStore(self.target, None))
+        self.done: list[Copied] = []
+        self.reported = threading.Event()
+        self.links.report = self._report
+
+    def _report(self, copied: Copied) -> None:
+        self.done.append(copied)
+        self.reported.set()
+
+    def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "") -> None:
+        triples = [value for block in blocks for value in (0, block, 63 - block)]
+        plan = StepPlan(epoch=1, step=step)
+        self.links.fetch(plan, Fetch(peer or self.server.endpoint, epoch, 3, pack_int32s(triples)))
+
+    def wait(self, seconds: float = 20.0) -> Copied:
+        assert self.reported.wait(seconds)
+        self.reported.clear()
+        return self.done[-1]
+
+
+@pytest.fixture
+def exchange(tmp_path: Path) -> Iterator[Exchange]:
+    exchange = Exchange(tmp_path)
+    yield exchange
+    exchange.server.close()
+    exchange.links.close()
+
+
+def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PIECE_BYTES", 3 * exchange.source.bytes_per_block)
+    exchange.server.begun(7, 3)
+    exchange.fetch(list(range(40)))
+    copied = exchange.wait()
+    assert (copied.direction, copied.step, copied.bad, copied.peer) == ("fetch", 1, b"", exchange.server.endpoint)
+    arrived = exchange.target.gather(np.arange(63, 23, -1, dtype=np.int32))
+    assert (arrived == exchange.content[:40]).all()
+
+
+def test_a_lender_answers_when_it_has_begun_the_step(exchange: Exchange) -> None:
+    exchange.server.begun(7, 2)
+    exchange.fetch([1, 2])
+    assert not exchange.reported.wait(0.3)
+    exchange.server.begun(7, 3)
+    assert exchange.wait().bad == b""
+
+
+@pytest.mark.parametrize(("blocks", "epoch"), [([1, 2], 6), ([1, 2], 8), ([1, 64], 7), ([-1], 7)])
+def test_what_is_not_there_is_refused(
+    exchange: Exchange, blocks: list[int], epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 0.2)
+    exchange.server.begun(7, 3)
+    exchange.fetch(blocks, epoch=epoch)
+    assert sorted(unpack_int32s(exchange.wait().bad)) == sorted(63 - block for block in blocks)
+    exchange.fetch([5], step=2)
+    assert exchange.wait().bad == b"", "the next one is served"
+
+
+def test_a_peer_that_is_silent_is_given_up(exchange: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_SILENCE_SECONDS", 0.3)
+    exchange.fetch([1, 2, 3], peer=f"ipc://{tmp_path}/nobody")
+    assert len(unpack_int32s(exchange.wait().bad)) == 3
+
+
+def test_a_fetch_is_cancelled(exchange: Exchange, tmp_path: Path) -> None:
+    peer = f"ipc://{tmp_path}/nobody"
+    exchange.fetch([1, 2, 3], peer=peer)
+    began = time.monotonic()
+    exchange.links.cancel(1, 1, peer)
+    assert len(unpack_int32s(exchange.wait().bad)) == 3
+    assert time.monotonic() - began < 2, "long before the peer would have been given up for its silence"
+
+
+def test_nothing_is_written_after_a_reset(exchange: Exchange, tmp_path: Path) -> None:
+    exchange.fetch([1, 2, 3], peer=f"ipc://{tmp_path}/nobody")
+    exchange.fetch([4], step=2, peer=f"ipc://{tmp_path}/nobody")
+    exchange.links.reset()
+    assert len(exchange.done) == 2
+
+
+@pytest.mark.parametrize("spoil", ["content", "length", "number", "garbage"])
+def test_a_peer_that_sends_rubbish_fills_no_block(exchange: Exchange, tmp_path: Path, spoil: str) -> None:
+    endpoint = f"ipc://{tmp_path}/liar"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        liar.bind(endpoint)
+        exchange.fetch([1], peer=endpoint)
+        identity, frame = liar.recv_multipart()
+        asked = decode_from_peer(frame)
+        assert isinstance(asked, ReadBlocks)
+        content = bytes(exchange.source.bytes_per_block)
+        header = encode(Blocks(asked.number + (spoil == "number"), peers.checksum(content) + (spoil == "content")))
+        frames = [b"?" if spoil == "garbage" else header, content[: -1 if spoil == "length" else None]]
+        liar.send_multipart([identity, *frames])
+        assert unpack_int32s(exchange.wait().bad).tolist() == [62]
+        assert not exchange.target.gather(np.array([62], np.int32)).any()
