@@ -7,12 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "deploy").rglob("*.md"),
-        *(ROOT / "examples").rglob("*.md"),
-    ]
+    [*ROOT.glob("*.md"), *(path for folder in ("docs", "deploy", "examples") for path in (ROOT / folder).rglob("*.md"))]
 )
 
 
