@@ -28,8 +28,10 @@ from pagewise_shared.protocol import (
 )
 
 from tests.fuzz import messages
-from tests.fuzz.effort import examples
+from tests.fuzz.effort import EFFORT, examples
 from tests.scheduler.actors.test_fleet import RawExecutor, Stack, executor, hello, running
+
+pytestmark = pytest.mark.timeout(300 * EFFORT)
 
 T = TypeVar("T")
 
@@ -69,18 +71,20 @@ class Background:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self.loop.run_until_complete, args=(self._serve(),))
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         self.expected = self.do(self.stack.generate(PROMPT))
 
     async def _serve(self) -> None:
         self._over = asyncio.Event()
         async with running(self.path) as self.stack, executor(self.path, "honest"):
+            # On a busy machine the honest executor must not be given up for being slow.
+            self.stack.fleet._executor_timeout = self.stack.fleet._step_timeout = 60.0
             await self.stack.ready(1)
             self._ready.set()
             await self._over.wait()
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self._over.set)
@@ -138,7 +142,7 @@ async def fight(stack: Stack, raw: RawExecutor, moves: list[Message | bytes | st
         await make(raw, move)
     await raw.send(Heartbeat(1))
     await raw.send(Goodbye(1, "enough"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for victim in victims:
             with suppress(GenerationError, AdmissionError):
                 await victim
@@ -149,7 +153,7 @@ async def fight(stack: Stack, raw: RawExecutor, moves: list[Message | bytes | st
 async def check(background: Background) -> None:
     """The honest executor is still there, gives the same tokens, and every block is accounted for."""
     stack = background.stack
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await stack.generate(PROMPT) == background.expected
         (engine,) = stack.router.engines
         while engine.scheduler.kv.num_available != BLOCKS:

@@ -19,6 +19,8 @@ from tests.e2e.server import Server, serving
 from tests.fuzz.effort import EFFORT, examples
 from tests.fuzz.narrowed import narrowed
 
+pytestmark = pytest.mark.timeout(300 * EFFORT)
+
 MODEL, VOCAB_SIZE = "pagewise-demo", 4096
 GROWTH = 64 * 2**20
 """Bytes that the scheduler may have more after fuzzing than before: far less than what went through it."""
@@ -59,10 +61,10 @@ def schemathesis(server: Server, document: Any, directory: Path, *options: str) 
     (directory / "openapi.json").write_text(json.dumps(document))
     seed = "1" if EFFORT == 1 else str(random.randrange(2**31))  # the suite tries the same each time
     command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url, "--seed", seed]
-    command += ["--continue-on-failure", "--request-timeout", "20", "--suppress-health-check", "all", "--no-color"]
+    command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check", "all", "--no-color"]
     # A request may be refused for what no schema can say: that fields exclude each other, for instance.
     command += ["--exclude-checks", "positive_data_acceptance", *options]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60 + 60 * EFFORT)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200 + 60 * EFFORT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
