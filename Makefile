@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-gpu test-compose lint format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,6 +31,11 @@ test: setup ## The whole suite (no GPU, no Docker)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m long $(ARGS)
+
+fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFORT=100
+	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)
+	@$(PY) -c 'import atheris' 2>/dev/null || { echo "Not guided by coverage: $(VENV)/bin/pip install atheris"; exit 0; }; \
+	  $(PY) -m tests.fuzz.guided -max_total_time=$$((3 * $(or $(FUZZ_EFFORT),20)))
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(path for folder in ("docs", "deploy", "examples") for path in (ROOT / folder).rglob("*.md"))]
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -26,6 +28,6 @@ def test_make_targets_that_are_named_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_that_are_named_exist(document: Path) -> None:
     for name in re.findall(
-        r"`((?:shared|services|kernels|tests|benchmarks|examples|docs)/[\w./-]+)`", document.read_text()
+        r"`((?:shared|services|kernels|tests|benchmarks|examples|docs|deploy)/[\w./-]+)`", document.read_text()
     ):
         assert (ROOT / name).exists(), f"{document.name} names {name}"

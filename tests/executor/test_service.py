@@ -14,6 +14,7 @@ from pagewise_executor.worker import Worker
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     Drain,
+    Fetch,
     FromExecutor,
     Goodbye,
     Heartbeat,
@@ -89,8 +90,9 @@ def plan(step: int, epoch: int = 5, **fields: object) -> StepPlan:
     return StepPlan(epoch=epoch, step=step, **fields)  # type: ignore[arg-type]
 
 
-def new(row: int = 0, blocks: tuple[int, ...] = (3,)) -> NewSequence:
-    return NewSequence(row, pack_int32s([1, 2, 3]), 3, 0, pack_int32s(blocks), SamplingParams(temperature=0))
+def new(row: int = 0, blocks: tuple[int, ...] = (3,), prompt: int = 3, **sampling: object) -> NewSequence:
+    params = SamplingParams(**({"temperature": 0} | sampling))  # type: ignore[arg-type]
+    return NewSequence(row, pack_int32s([1, 2, 3]), prompt, 0, pack_int32s(blocks), params)
 
 
 FIRST = {"joined": (new(),), "chunks": ((0, 3),)}
@@ -130,9 +132,21 @@ async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) 
         {"tables": pack_int32s([1, 1])},
         {"tables": b"abc"},
         {"memory": MemoryWork(copies=pack_int32s([0, 99]))},
+        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0, 8])),))},
+        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0])),))},
         {"chunks": ((0, 1),)},
         {"joined": (new(),), "chunks": ((0, 4),)},
         {"joined": (new(blocks=()),), "chunks": ((0, 3),)},
+        {"joined": (new(),), "chunks": ((0, 1), (0, 1))},
+        {"joined": (new(prompt=0),)},
+        {"joined": (new(prompt=4),)},
+        {"joined": (new(temperature=float("nan")),)},
+        {"joined": (new(repetition_penalty=0.0),)},
+        {"joined": (new(top_k=-1),)},
+        {"joined": (new(logprobs=2**40),)},
+        {"joined": (new(bad_words=((),)),)},
+        {"joined": (new(stop_token_ids=(-1,)),)},
+        {"joined": (new(logit_bias={2**40: 1.0}),)},
     ],
 )
 async def test_an_invalid_plan_fails_its_epoch_until_the_next_welcome(
@@ -149,6 +163,15 @@ async def test_an_invalid_plan_fails_its_epoch_until_the_next_welcome(
         await scheduler.send(Welcome(6, 4, 16))
         await scheduler.send(plan(1, epoch=6, **FIRST))
         assert (await scheduler.result()).error is None
+
+
+@pytest.mark.parametrize("welcome", [Welcome(6, 5, 16), Welcome(6, -1, 16), Welcome(6, 4, 17), Welcome(6, 4, 16, 0)])
+async def test_a_welcome_that_asks_for_more_than_there_is_is_dropped(tmp_path: Path, welcome: Welcome) -> None:
+    async with joined(tmp_path) as (scheduler, _, service):
+        await scheduler.send(welcome)
+        await scheduler.send(plan(1, **FIRST))
+        assert (await scheduler.result()).epoch == 5
+        assert service.bad_frames == 1
 
 
 async def test_heartbeats_go_on_while_a_step_runs(tmp_path: Path) -> None:

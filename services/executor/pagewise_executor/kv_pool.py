@@ -181,6 +181,23 @@ def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 
+def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, device: torch.device) -> torch.dtype:
+    """The type that ``--kv-dtype`` asks for, of a model in ``dtype`` that these kernels run.
+
+    Raises:
+        ModelError: it needs other kernels, or another GPU.
+    """
+    if config.kv_layout == "blocks" and kernels != "triton":
+        raise ModelError("--kv-layout blocks needs the Triton kernels")
+    if config.kv_dtype == "auto":
+        return dtype
+    if kernels != "triton":
+        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
+    return FP8
+
+
 def pool_size(
     config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
 ) -> int:

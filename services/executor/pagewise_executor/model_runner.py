@@ -1,6 +1,7 @@
 """Runs step plans on a real model: rows to tensors, one forward pass over a flat batch, sampling."""
 
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import CancelFetch, Copied, Inventory, PromptLogprobs, StepPlan, StepResult, Welcome
 
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
@@ -21,7 +21,7 @@ from pagewise_executor.block_store import BlockStore
 from pagewise_executor.cpu import use_cpu_well
 from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
 from pagewise_executor.host_tier import STAGING_BYTES, HostTier, make_host_tier
-from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block, pool_size
+from pagewise_executor.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.peers import MakePeers, Peers
@@ -106,7 +106,7 @@ class ModelRunner:
         self._choose_backend(config, loaded)
         self._host: HostTier | None = None
         self._peers: Peers | None = None
-        kv_dtype = _kv_dtype(config, loaded)
+        kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         reserved = 0
         if self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None:
@@ -114,6 +114,7 @@ class ModelRunner:
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
+        block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
         self._host = make_host_tier(config, self._pool, host_folder, content)
         self._keep_host_memory = config.keep_host_memory
@@ -209,6 +210,7 @@ class ModelRunner:
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
             host_blocks=self.info.num_host_blocks,
+            vocab_size=self.info.vocab_size,
         )
         self._table.on_leave = self._names.leaving
         if not welcome.keeps_blocks:
@@ -358,23 +360,6 @@ class ModelRunner:
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
-
-
-def _kv_dtype(config: ExecutorConfig, loaded: LoadedModel) -> torch.dtype:
-    """The type that ``--kv-dtype`` asks for.
-
-    Raises:
-        ModelError: it needs other kernels, or another GPU.
-    """
-    if config.kv_layout == "blocks" and loaded.kernels != "triton":
-        raise ModelError("--kv-layout blocks needs the Triton kernels")
-    if config.kv_dtype == "auto":
-        return loaded.dtype
-    if loaded.kernels != "triton":
-        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
-    if loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) < (8, 9):
-        raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
-    return FP8
 
 
 def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:

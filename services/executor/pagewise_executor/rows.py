@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.errors import PagewiseError
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
+
+from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_fetches, check_sampling, check_tokens
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 _NO_MEMORY_WORK = MemoryWork()
-
-
-class InvalidPlanError(PagewiseError):
-    """A plan contradicts what the executor holds; the text says how."""
 
 
 @dataclass(slots=True)
@@ -84,12 +81,20 @@ class RowTable:
 
     ``num_computed`` [rows]: tokens whose K and V are in the pool. ``tables`` [rows, max_blocks] int32, of which the
     first ``num_blocks`` [rows] entries count. ``on_leave``: told of a row that leaves, its blocks, and how many of its
-    tokens are in them.
+    tokens are in them. ``vocab_size``: tokens that plans may name.
     """
 
     def __init__(
-        self, *, num_rows: int, max_model_len: int, block_size: int, pool_blocks: int, host_blocks: int = 0
+        self,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        pool_blocks: int,
+        host_blocks: int = 0,
+        vocab_size: int = ANY_TOKEN,
     ) -> None:
+        self.vocab_size = vocab_size
         self.block_size = block_size
         self.pool_blocks = pool_blocks
         self.host_blocks = host_blocks
@@ -129,6 +134,9 @@ class RowTable:
         memory = plan.memory or _NO_MEMORY_WORK
         for row, num_computed in memory.skips:
             self._skip(row, num_computed)
+        if len({row for row, _ in plan.chunks}) < len(plan.chunks):
+            raise InvalidPlanError("a row has two chunks in one step")
+        check_fetches(memory.fetches, self.pool_blocks)
         device, host = self.pool_blocks, self.host_blocks
         work = StepWork(
             decoding=order,
@@ -182,6 +190,8 @@ class RowTable:
                 f"row {new.row} joins with {len(tokens)} tokens, {new.num_computed_tokens} of them computed; "
                 f"at most {self.max_model_len} fit"
             )
+        check_tokens(tokens, new.num_prompt_tokens, self.vocab_size)
+        check_sampling(new.sampling, self.vocab_size)
         self.rows[new.row] = Row(tokens, new.num_prompt_tokens, new.sampling, new.root)
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
@@ -227,7 +237,7 @@ class RowTable:
         return Chunk(row, start, size, completes=start + size == len(held.tokens))
 
     def _check_slots(self, order: Int64s) -> None:
-        short = self.num_computed[order] >= self.num_blocks[order] * self.block_size
+        short = self.num_computed[order] >= np.minimum(self.num_blocks[order] * self.block_size, self.max_model_len)
         if short.any():
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 

@@ -43,6 +43,7 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
+_LONGEST_HEARTBEAT_MS = 60_000
 
 
 class RefusedError(Exception):
@@ -223,6 +224,15 @@ class ExecutorService:
             else:
                 await self._send(Heartbeat(welcome.epoch))
 
+    def _offers(self, welcome: Welcome) -> bool:
+        """Whether a Welcome stays within what this executor has prepared room for."""
+        hello = self._hello
+        return (
+            1 <= welcome.max_num_seqs <= hello.max_num_seqs
+            and 1 <= welcome.max_num_batched_tokens <= hello.max_num_batched_tokens
+            and 1 <= welcome.heartbeat_ms <= _LONGEST_HEARTBEAT_MS
+        )
+
     def _rejoin(self) -> None:
         self._welcome = None
         self._welcomed.clear()
@@ -242,6 +252,9 @@ class ExecutorService:
             match message:
                 case StepPlan():
                     worker.put(message)
+                case Welcome() if not self._offers(message):
+                    self.bad_frames += 1
+                    log.error("dropped a Welcome that asks for more than this executor offers: %r", message)
                 case Welcome():
                     first = self._welcome is None
                     self._welcome = message

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
 
-from pagewise_executor.rows import InvalidPlanError
+from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from pagewise_shared.model_files import resolve_model
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.http import create_app
+from pagewise_scheduler.http.server_log import ServerLog
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ async def serve(config: SchedulerConfig) -> None:
         handler_cancellation=True,
         shutdown_timeout=SHUTDOWN_SECONDS,
         access_log=None,
+        logger=ServerLog(),
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -246,8 +246,10 @@ class Engine(Actor[EngineMessage]):
         try:
             output = self.scheduler.update(result)
         except (StepMismatchError, ProtocolError) as error:
+            # Not the request's fault, so it is not tried in smaller steps: the executor may join anew.
             self._metrics.frames_dropped("out_of_step").inc()
-            await self._start_over(str(error))
+            log.warning("%s is out of step: %s", self.name, error)
+            self._lost = "it is out of step"
             return
         now = clock()
         self.oldest_step_time = now if self.scheduler.num_in_flight else None

@@ -75,7 +75,7 @@ class Entry:
 
 def _unusable(hello: Hello) -> str | None:
     """What is wrong with the values of a Hello."""
-    for name in ("executor_id", "model_fingerprint", "device", "dtype"):
+    for name in ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format"):
         text = getattr(hello, name)
         if len(text) > MAX_TEXT or not text.isprintable():
             return f"its {name} is longer than {MAX_TEXT} characters, or has some that cannot be printed"

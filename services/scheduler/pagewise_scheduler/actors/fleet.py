@@ -29,6 +29,7 @@ from pagewise_shared.protocol import (
     named_blocks,
 )
 
+from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
 from pagewise_scheduler.actors.entry import Entry
@@ -201,7 +202,7 @@ class Fleet:
         match message:
             case StepResult() | Copied():
                 if message.epoch == member.engine.scheduler.epoch:
-                    member.engine.tell(message)
+                    self._pass_on(identity, member, message)
             case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Leaving(patience_ms=patience):
@@ -213,6 +214,15 @@ class Fleet:
                     tasks.create_task(self._draining.drain(member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
                 self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})")
+
+    def _pass_on(self, identity: bytes, member: Member, message: StepResult | Copied) -> None:
+        """Hand a result to the engine, unless it tells of what cannot be."""
+        flaw = flaw_of_result(message, member.hello) if isinstance(message, StepResult) else flaw_of_copies(message)
+        if flaw is None:
+            member.engine.tell(message)
+        else:
+            self._metrics.frames_dropped("impossible").inc()
+            self._give_up(identity, f"it told of {flaw}")
 
     async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
         refusal = self._refusal(identity, hello, key)
@@ -282,6 +292,8 @@ class Fleet:
         # A fleet that is empty may come back with another model; a live one is of one model.
         if self._members and self._fingerprint != hello.model_fingerprint:
             return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
+        if any(member.hello.vocab_size != hello.vocab_size for member in self._members.values()):
+            return f"its vocabulary of {hello.vocab_size} is not the fleet's"
         return None
 
     def _give_up(self, identity: bytes, reason: str) -> None:

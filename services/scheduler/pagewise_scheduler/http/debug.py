@@ -8,7 +8,7 @@ from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
 from pagewise_scheduler.http.context import Service
 from pagewise_scheduler.http.errors import InvalidRequestError, NotFoundError
 
-_DEFAULT_LIMIT, _MOST = 100, 10_000
+DEFAULT_LIMIT, MOST = 100, 10_000
 
 
 class MemoryReports(Struct):
@@ -35,7 +35,7 @@ async def debug_request(request: web.Request) -> web.Response:
 
 
 def _limit(request: web.Request) -> int:
-    text = request.query.get("limit", str(_DEFAULT_LIMIT))
-    if not (text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= _MOST):
-        raise InvalidRequestError(f"limit: a whole number from 1 to {_MOST}, not {text[:20]!r}", "limit")
+    text = request.query.get("limit", str(DEFAULT_LIMIT))
+    if not (text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= MOST):
+        raise InvalidRequestError(f"limit: a whole number from 1 to {MOST}, not {text[:20]!r}", "limit")
     return int(text)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from pagewise_scheduler.core.inspection import RequestReport
-from pagewise_scheduler.http.debug import MemoryReports
+from pagewise_scheduler.http.debug import DEFAULT_LIMIT, MOST, MemoryReports
 from pagewise_scheduler.http.errors import ErrorResponse
 from pagewise_scheduler.http.responses import (
     ChatChunk,
@@ -76,10 +76,12 @@ def _post(path: str) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
     responses = _good(_ref(answer))
     if event is not None:
-        # Each event is "data: " and this, as JSON; the last one is "data: [DONE]".
-        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": _ref(event)}
+        # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]" instead.
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
+        item = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
     responses |= {
-        str(status): {"description": text, "content": {"application/json": {"schema": _ref(ErrorResponse)}}}
+        str(status): _error(text)
         for status, text in _GENERATION_ERRORS.items()
         if event is not None or status in _READ_ERRORS
     }
@@ -93,12 +95,16 @@ def _get(path: str) -> dict[str, Any]:
     operation = _operation(summary, responses)
     if path == "/health":
         responses["503"] = responses["200"] | {"description": "No executor is ready."}
+    parameters: list[dict[str, Any]] = []
     if named := re.search(r"{(\w+)}", path):
-        responses["404"] = {
-            "description": "Nothing of that name.",
-            "content": {"application/json": {"schema": _ref(ErrorResponse)}},
-        }
-        operation["parameters"] = [{"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}}]
+        responses["404"] = _error("Nothing of that name.")
+        parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
+    if path.startswith("/debug/"):
+        responses["400"] = _error("limit is no number, or out of range.")
+        schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
+        parameters.append({"name": "limit", "in": "query", "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 
@@ -108,6 +114,10 @@ def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
 
 def _good(schema: dict[str, Any]) -> dict[str, Any]:
     return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _ref(ErrorResponse)}}}
 
 
 def _ref(kind: type) -> dict[str, str]:

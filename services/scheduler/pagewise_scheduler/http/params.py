@@ -120,7 +120,8 @@ def sampling_params(
     """
     stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     if not body.ignore_eos:
-        stop_ids = tuple(sorted({*stop_ids, *tokenizer.eos_token_ids}))
+        ends = (token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # others are never drawn
+        stop_ids = tuple(sorted({*stop_ids, *ends}))
     top_p = 1.0 if body.top_p is None else body.top_p
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature < _GREEDY_BELOW or top_p == 0.0:  # a nucleus of nothing but the best token

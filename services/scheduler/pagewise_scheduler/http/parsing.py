@@ -47,6 +47,9 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> Re
         raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit") from None
+    except web.RequestPayloadError as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequestError(f"the body cannot be read: {reason}") from None
     return parse_request(body, request_type)
 
 

@@ -1,11 +1,39 @@
-"""What sequences make of the tokens that a step has drawn for them."""
+"""Whether a result answers its step, and what sequences make of the tokens that were drawn for them."""
 
 from collections.abc import Callable
 
+from pagewise_shared.protocol import StepResult, unpack_int32s
+
 from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.step import StepInFlight, StepOutput
+from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
+
+
+def check_result(step: StepInFlight | None, result: StepResult, epoch: int) -> tuple[StepInFlight, list[int]]:
+    """The oldest step in flight, and the tokens that ``result`` has for it.
+
+    Raises:
+        StepMismatchError: it is another step's, or of the wrong shape.
+        ProtocolError: its tokens are no whole number of int32 values.
+    """
+    if step is None or result.epoch != epoch or result.step != step.step:
+        expected = f"epoch {epoch} step {step.step}" if step else "none in flight"
+        raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
+    tokens = unpack_int32s(result.tokens).tolist()
+    if len(tokens) != len(step.sampled):
+        raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
+    if any(sequence.request.beam is not None for sequence in step.chunk_rows.values()):
+        _check_candidates(step, result)
+    return step, tokens
+
+
+def _check_candidates(step: StepInFlight, result: StepResult) -> None:
+    """A hypothesis of a beam search goes on from its candidates: without them it would wait for ever."""
+    known = {entry.index: len(entry.top_ids) for entry in result.logprobs}
+    for index, sequence in enumerate(step.sampled):
+        if (beam := sequence.request.beam) is not None and known.get(index, 0) < beam.width:
+            raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
 
 
 def take_tokens(step: StepInFlight, tokens: list[int], output: StepOutput, finish: Finish) -> list[Request]:

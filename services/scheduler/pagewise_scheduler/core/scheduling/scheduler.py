@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from pagewise_shared.protocol import Copied, StepPlan, StepResult, unpack_int32s
+from pagewise_shared.protocol import Copied, StepPlan, StepResult
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -13,8 +13,8 @@ from pagewise_scheduler.core.scheduling.choosing import Choosing
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.results import take_tokens
-from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepMismatchError, StepOutput
+from pagewise_scheduler.core.scheduling.results import check_result, take_tokens
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -280,13 +280,7 @@ class Scheduler:
         Raises:
             StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
         """
-        step = self._in_flight[0] if self._in_flight else None
-        if step is None or result.epoch != self.epoch or result.step != step.step:
-            expected = f"epoch {self.epoch} step {step.step}" if step else "none in flight"
-            raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
-        tokens = unpack_int32s(result.tokens)
-        if len(tokens) != len(step.sampled):
-            raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
+        step, tokens = check_result(self._in_flight[0] if self._in_flight else None, result, self.epoch)
         self._in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
@@ -307,7 +301,7 @@ class Scheduler:
                     output.logprobs[sequence] = entry
                 elif not sequence.finished:
                     self._choosing.take(sequence, entry, output)
-        for request in take_tokens(step, tokens.tolist(), output, self.finish):
+        for request in take_tokens(step, tokens, output, self.finish):
             self._choosing.ended(request, output)
         for sequence in output.finished:
             if sequence.request.chooses:

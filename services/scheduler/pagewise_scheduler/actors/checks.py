@@ -1,0 +1,55 @@
+"""What executors say, looked at beyond its types: numbers that make no sense never reach the core."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_int32s
+
+_MOST = 2**31 - 1
+
+
+def flaw_of_result(result: StepResult, hello: Hello) -> str | None:
+    """What cannot be in a result of the executor that said ``hello``; None: nothing. The core checks the shape."""
+    if len(result.tokens) % 4:
+        return f"{len(result.tokens)} bytes of tokens"
+    tokens = unpack_int32s(result.tokens)
+    if tokens and not (min(tokens) >= 0 and max(tokens) < hello.vocab_size):
+        return f"a token outside its vocabulary of {hello.vocab_size}"
+    if not 0 <= result.elapsed_us <= _MOST:
+        return f"a step of {result.elapsed_us} µs"
+    if not result.logprobs and not result.prompt_logprobs:
+        return None
+    indices = [entry.index for entry in result.logprobs]
+    if not _rise(indices, 0, len(tokens)) or not _sound(result.logprobs, hello):
+        return "log-probabilities of no token, or that are none"
+    for prompt in result.prompt_logprobs:
+        indices = [entry.index for entry in prompt.entries]
+        if not _rise(indices, 1, hello.max_model_len) or not _sound(prompt.entries, hello):
+            return "log-probabilities of no token of a prompt, or that are none"
+    return None
+
+
+def flaw_of_copies(copied: Copied) -> str | None:
+    """What cannot be in a report of copies; None: nothing."""
+    if len(copied.bad) % 4:
+        return f"{len(copied.bad)} bytes of blocks"
+    if not 0 <= copied.elapsed_us <= _MOST:
+        return f"copies of {copied.elapsed_us} µs"
+    return None
+
+
+def _rise(indices: list[int], first: int, end: int) -> bool:
+    """Whether they lie in [first, end) and each is greater than the one before: so there are never more than fit."""
+    return not indices or (indices[0] >= first and indices[-1] < end and all(a < b for a, b in pairwise(indices)))
+
+
+def _sound(entries: Iterable[TokenLogprobs], hello: Hello) -> bool:
+    return all(
+        0 <= entry.token_id < hello.vocab_size
+        and entry.logprob < 1  # not NaN; rounding may exceed 0 by a little
+        and 1 <= entry.rank <= hello.vocab_size
+        and len(entry.top_ids) == len(entry.top_logprobs) <= hello.vocab_size
+        and all(0 <= token < hello.vocab_size for token in entry.top_ids)
+        and all(logprob < 1 for logprob in entry.top_logprobs)
+        for entry in entries
+    )

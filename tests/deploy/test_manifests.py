@@ -1,0 +1,234 @@
+"""The Kubernetes manifests: valid by the published schemas, of one piece, and with options that exist."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from pagewise_scheduler.metrics import Metrics
+from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, build_config, parse_size
+
+from tests.deploy.kustomize import Resource, build, pod_spec
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+OVERLAYS = sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
+VERSIONS = ("1.30", "1.34", "1.37")
+CONFIGS = {"scheduler": SchedulerConfig, "executor": ExecutorConfig}
+AWAITED = {"keys", "api_keys_file", "public_metrics"}
+"""Options of parts that are not there yet: to be emptied with them."""
+DRAIN_SECONDS = 60
+"""What an executor may take to drain."""
+
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+
+
+def name_of(resource: Resource) -> str:
+    return f"{resource['kind']} {resource['metadata']['name']}"
+
+
+def workloads(overlay: Path) -> dict[str, Resource]:
+    """The resources that make pods, by the name of their one container."""
+    found = {}
+    for resource in build(overlay):
+        if (spec := pod_spec(resource)) is not None:
+            (container,) = spec["containers"]
+            found[container["name"]] = resource
+    assert set(found) == set(CONFIGS)
+    return found
+
+
+def container_of(resource: Resource) -> dict[str, Any]:
+    spec = pod_spec(resource)
+    assert spec is not None
+    container: dict[str, Any] = spec["containers"][0]
+    return container
+
+
+def environment(overlay: Path, service: str) -> dict[str, str]:
+    """The variables a container gets; those that come from its pod have a stand-in."""
+    maps = {one["metadata"]["name"]: one["data"] for one in build(overlay) if one["kind"] == "ConfigMap"}
+    container = container_of(workloads(overlay)[service])
+    variables: dict[str, str] = {}
+    for source in container["envFrom"]:
+        variables |= maps[source["configMapRef"]["name"]]
+    return variables | {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
+
+
+@each_overlay
+@pytest.mark.parametrize("version", VERSIONS)
+def test_manifests_are_valid(overlay: Path, version: str) -> None:
+    for resource in build(overlay):
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_validation_finds_what_is_wrong() -> None:
+    resource = next(one for one in build(OVERLAYS[0]) if one["kind"] == "Deployment")
+    resource["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
+
+
+@each_overlay
+def test_kubectl_makes_the_same_of_them(overlay: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    made = subprocess.run(["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True).stdout
+    by_name = {name_of(one): one for one in yaml.safe_load_all(made)}
+    ours = build(overlay)
+    assert {name_of(one) for one in ours} == set(by_name)
+    for one in ours:
+        assert one == by_name[name_of(one)]
+
+
+@each_overlay
+@pytest.mark.parametrize("service", CONFIGS)
+def test_variables_are_options_and_their_values_can_be_used(overlay: Path, service: str) -> None:
+    fields = set(CONFIGS[service].__struct_fields__)
+    others = {name for config in CONFIGS.values() for name in config.__struct_fields__}
+    variables = environment(overlay, service)
+    for name in variables:
+        if name.startswith(VARIABLE_PREFIX):
+            option = name.removeprefix(VARIABLE_PREFIX).lower()
+            assert option in fields | AWAITED or (option in others and name in shared_options(overlay)), name
+    build_config(CONFIGS[service], {}, variables)
+
+
+def shared_options(overlay: Path) -> set[str]:
+    return {name for one in build(overlay) if one["kind"] == "ConfigMap" for name in one["data"]}
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rsplit(":", 1)[1])
+
+
+@each_overlay
+def test_ports_are_those_the_services_listen_on(overlay: Path) -> None:
+    ports = {
+        port["name"]: port["containerPort"]
+        for resource in workloads(overlay).values()
+        for port in container_of(resource)["ports"]
+    }
+    scheduler, executor = environment(overlay, "scheduler"), environment(overlay, "executor")
+    assert ports == {
+        "http": int(scheduler["PAGEWISE_PORT"]),
+        "wire": port_of(scheduler["PAGEWISE_LISTEN"]),
+        "blocks": port_of(executor["PAGEWISE_BLOCK_LISTEN"]),
+    }
+    services = {one["metadata"]["name"]: one["spec"] for one in build(overlay) if one["kind"] == "Service"}
+    host, port = executor["PAGEWISE_SCHEDULER"].removeprefix("tcp://").split(":")
+    assert services[host]["ports"] == [{"name": "wire", "port": int(port), "targetPort": "wire"}]
+    # Ready is a scheduler that has executors: they must find one that is not.
+    assert services[host]["publishNotReadyAddresses"]
+    assert all(port["targetPort"] in ports for spec in services.values() for port in spec["ports"])
+
+
+@each_overlay
+def test_selectors_find_pods(overlay: Path) -> None:
+    pods = {name: one["spec"]["template"]["metadata"]["labels"] for name, one in workloads(overlay).items()}
+
+    def chosen(selector: dict[str, str]) -> set[str]:
+        return {name for name, labels in pods.items() if selector.items() <= labels.items()}
+
+    resources = build(overlay)
+    for one in resources:
+        match one["kind"]:
+            case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
+                assert len(chosen(one["spec"]["selector"]["matchLabels"])) == 1
+            case "Service":
+                (pod,) = chosen(one["spec"]["selector"])
+                named = {port["name"] for port in container_of(workloads(overlay)[pod])["ports"]}
+                assert {port["targetPort"] for port in one["spec"]["ports"]} <= named
+            case "NetworkPolicy":
+                assert chosen(one["spec"]["podSelector"]["matchLabels"])
+            case "HorizontalPodAutoscaler":
+                assert one["spec"]["scaleTargetRef"]["name"] in {other["metadata"]["name"] for other in resources}
+
+
+@each_overlay
+def test_who_reaches_which_port(overlay: Path) -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in build(overlay) if one["kind"] == "NetworkPolicy"}
+    deny = policies.pop("pagewise-default-deny")
+    assert set(deny["policyTypes"]) == {"Ingress", "Egress"}
+    assert "ingress" not in deny
+    assert "egress" not in deny
+    allowed = {
+        port["port"]: peer["podSelector"]["matchLabels"]
+        for spec in policies.values()
+        for rule in spec.get("ingress", [])
+        for port in rule["ports"]
+        for peer in rule["from"]
+    }
+    executors = {"app.kubernetes.io/name": "pagewise", "app.kubernetes.io/component": "executor"}
+    assert allowed == {"http": {"pagewise-client": "true"}, "wire": executors, "blocks": executors}
+
+
+@each_overlay
+@pytest.mark.parametrize("service", CONFIGS)
+def test_pods_have_no_more_rights_than_they_need(overlay: Path, service: str) -> None:
+    spec = pod_spec(workloads(overlay)[service])
+    assert spec is not None
+    assert spec["automountServiceAccountToken"] is False
+    # A service named pagewise would become the variable PAGEWISE_PORT=tcp://..., and that is an option.
+    assert spec["enableServiceLinks"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    user = re.search(r"--uid (\d+)", (ROOT / "services" / service / "Dockerfile").read_text())
+    assert user is not None
+    assert spec["securityContext"]["runAsUser"] == int(user[1])
+    container = spec["containers"][0]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "memory" in container["resources"]["requests"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    for volume in volumes.values():
+        assert "hostPath" not in volume
+        assert volume.get("emptyDir", {"sizeLimit": ""}).keys() >= {"sizeLimit"}
+
+
+@each_overlay
+@pytest.mark.parametrize("service", CONFIGS)
+def test_a_pod_gets_its_own_secret_key_and_no_other(overlay: Path, service: str) -> None:
+    spec = pod_spec(workloads(overlay)[service])
+    assert spec is not None
+    (keys,) = [one["secret"] for one in spec["volumes"] if one.get("secret", {}).get("secretName") == "pagewise-keys"]
+    paths = {item["path"] for item in keys["items"]}
+    assert {path for path in paths if path.endswith("_secret")} == {f"{service}/{service}.key_secret"}
+    assert {"public/scheduler.key", "public/executor.key"} < paths
+
+
+@each_overlay
+def test_executors_have_the_time_and_the_shared_memory_they_are_told_of(overlay: Path) -> None:
+    spec = pod_spec(workloads(overlay)["executor"])
+    assert spec is not None
+    assert spec["terminationGracePeriodSeconds"] > DRAIN_SECONDS
+    (memory,) = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
+    host_memory = parse_size(environment(overlay, "executor")["PAGEWISE_HOST_MEMORY"])
+    assert host_memory < parse_size(memory["sizeLimit"] + "B")
+    limit = spec["containers"][0]["resources"]["limits"]["memory"]
+    assert parse_size(memory["sizeLimit"] + "B") < parse_size(limit + "B")  # it counts as the container's own
+
+
+def test_gpus_are_asked_for_and_nothing_fixes_the_number_of_executors_that_are_scaled() -> None:
+    overlay = DEPLOY / "overlays" / "nvidia"
+    executor = workloads(overlay)["executor"]
+    assert container_of(executor)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "replicas" not in executor["spec"]
+    scalers = [one for one in build(overlay) if one["kind"] == "HorizontalPodAutoscaler"]
+    exposed = set(re.findall(r"^# TYPE (\w+) gauge", Metrics("m").render().decode(), re.MULTILINE))
+    named = {metric["external"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]}
+    assert named
+    assert named <= exposed
+    query = yaml.safe_load((DEPLOY / "autoscaling" / "adapter.yaml").read_text())["rules"]["external"][0]["seriesQuery"]
+    pattern = re.search(r'=~"([^"]+)"', query)
+    assert pattern is not None
+    assert all(re.match(pattern[1], name) for name in named)

@@ -1,0 +1,174 @@
+"""A fleet on a real socket beside a hostile executor: it goes on serving the others, and nothing of it grows."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
+from pagewise_scheduler.generation import AdmissionError, GenerationError
+from pagewise_shared import protocol
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import (
+    Copied,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    StepPlan,
+    StepResult,
+    Welcome,
+    decode_from_scheduler,
+    pack_int32s,
+)
+
+from tests.fuzz import messages
+from tests.fuzz.effort import EFFORT, examples
+from tests.scheduler.actors.test_fleet import RawExecutor, Stack, executor, hello, running
+
+pytestmark = pytest.mark.timeout(300 * EFFORT)
+
+T = TypeVar("T")
+
+BLOCKS = 64
+PROMPT = [1, 2, 3]
+
+GOOD_HELLO = {"vocab_size": 4096, "num_blocks": BLOCKS}
+HELLOS = st.one_of(
+    messages.of(
+        Hello,
+        protocol_major=st.just(protocol.PROTOCOL_MAJOR),
+        protocol_minor=st.just(0),
+        model_fingerprint=st.just("simulated"),
+        vocab_size=st.just(4096),
+    ),
+    # One field is wrong: the others would let it in.
+    st.sampled_from(Hello.__struct_fields__).flatmap(
+        lambda name: messages.of(Hello).map(lambda any_: hello(**(GOOD_HELLO | {name: getattr(any_, name)})))
+    ),
+)
+TOKENS = st.one_of(
+    st.lists(st.integers(0, 4095), min_size=1, max_size=2).map(pack_int32s),
+    st.sampled_from([-1, 4096, 2**31 - 1]).map(lambda token: pack_int32s([token])),
+    messages.BYTES,
+)
+RESULTS = st.one_of(messages.of(StepResult, tokens=TOKENS), messages.of(StepResult, tokens=TOKENS, error=st.none()))
+STRANGE = messages.frames(protocol.FromExecutor)
+MOVES = st.lists(st.one_of(STRANGE, HELLOS, RESULTS, messages.of(Copied), st.just("honest result")), max_size=10)
+
+
+class Background:
+    """A fleet, a router and one honest executor, on a loop in a thread of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self.loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._ready.wait(60)
+        self.expected = self.do(self.stack.generate(PROMPT))
+
+    async def _serve(self) -> None:
+        self._over = asyncio.Event()
+        async with running(self.path) as self.stack, executor(self.path, "honest"):
+            # On a busy machine the honest executor must not be given up for being slow.
+            self.stack.fleet._executor_timeout = self.stack.fleet._step_timeout = 60.0
+            await self.stack.ready(1)
+            self._ready.set()
+            await self._over.wait()
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(30)
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    background = Background(tmp_path_factory.mktemp("fleet"))
+    yield background
+    background.close()
+
+
+async def make(raw: RawExecutor, move: Message | bytes | str) -> None:
+    """One move of the hostile executor. Results and copies get the epoch and step of the last plan, if one comes."""
+    if not isinstance(move, (StepResult, Copied, str)):
+        with suppress(OverflowError, UnicodeEncodeError):
+            await raw.send(move)
+        return
+    plan: StepPlan | None = None
+    with suppress(TimeoutError, ProtocolError):
+        async with asyncio.timeout(0.05):
+            while plan is None:
+                message = decode_from_scheduler(await raw.socket.recv())
+                plan = message if isinstance(message, StepPlan) else None
+    epoch, step = (plan.epoch, plan.step) if plan is not None else (1, 1)
+    with suppress(OverflowError, UnicodeEncodeError):
+        if isinstance(move, Copied):
+            await raw.send(Copied(epoch, step, move.direction, move.elapsed_us, move.bad, move.error))
+        elif isinstance(move, StepResult):
+            tail = (move.tokens, move.logprobs, move.prompt_logprobs, move.elapsed_us, move.error)
+            await raw.send(StepResult(epoch, step, *tail))
+        else:
+            await raw.send(StepResult(epoch, step, pack_int32s([7])))
+
+
+async def play(stack: Stack, path: Path, moves: list[Message | bytes | str], beam: bool) -> None:
+    raw = RawExecutor(path)
+    try:
+        await fight(stack, raw, moves, beam)
+    finally:
+        raw.close()
+
+
+async def fight(stack: Stack, raw: RawExecutor, moves: list[Message | bytes | str], beam: bool) -> None:
+    await raw.send(hello(**GOOD_HELLO))
+    while not isinstance(await raw.receive(), Welcome):
+        pass
+    # Wide enough that one is placed on the hostile executor.
+    params = BeamParams(2) if beam else None
+    victims = [asyncio.create_task(stack.generate([4, 5, 6, number], beam=params)) for number in range(2)]
+    await asyncio.sleep(0)
+    for move in moves:
+        await make(raw, move)
+    await raw.send(Heartbeat(1))
+    await raw.send(Goodbye(1, "enough"))
+    async with asyncio.timeout(60):
+        for victim in victims:
+            with suppress(GenerationError, AdmissionError):
+                await victim
+    while len(stack.fleet._members) > 1:
+        await asyncio.sleep(0.01)
+
+
+async def check(background: Background) -> None:
+    """The honest executor is still there, gives the same tokens, and every block is accounted for."""
+    stack = background.stack
+    async with asyncio.timeout(60):
+        assert await stack.generate(PROMPT) == background.expected
+        (engine,) = stack.router.engines
+        while engine.scheduler.kv.num_available != BLOCKS:
+            await asyncio.sleep(0.01)
+    assert engine.load == 0
+    assert engine.scheduler.requests == []
+    assert stack.router.num_waiting == 0
+    assert len(stack.fleet._members) == 1
+    assert len(stack.fleet._bad_frames) <= 10_001
+
+
+@examples(60)
+@given(moves=MOVES, beam=st.booleans())
+def test_a_hostile_executor_disturbs_nobody(
+    background: Background, moves: list[Message | bytes | str], beam: bool
+) -> None:
+    background.do(play(background.stack, background.path, moves, beam))
+    background.do(check(background))

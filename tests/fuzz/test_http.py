@@ -1,0 +1,165 @@
+"""The HTTP surface of real processes, with requests made from its own document, and with bytes that are hardly HTTP."""
+
+import json
+import random
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.e2e.server import Server, serving
+from tests.fuzz.effort import EFFORT, examples
+from tests.fuzz.narrowed import narrowed
+
+pytestmark = pytest.mark.timeout(300 * EFFORT)
+
+MODEL, VOCAB_SIZE = "pagewise-demo", 4096
+GROWTH = 64 * 2**20
+"""Bytes that the scheduler may have more after fuzzing than before: far less than what went through it."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--simulate", "--executors", "2", "--max-model-len", "512") as server:
+        yield server
+
+
+def get(server: Server, path: str) -> Any:
+    with urllib.request.urlopen(server.url + path, timeout=20) as answer:
+        return json.load(answer)
+
+
+def check_rest(server: Server, memory: float) -> None:
+    """Nothing of the fuzzing is left: no request, no block, no memory, and no failure of ours in the log."""
+    server.wait_for_metric("http_requests_in_progress", 1)  # the one that asks
+    server.wait_for_metric("num_requests_running", 0)
+    server.wait_for_metric("num_requests_waiting", 0)
+    server.wait_for_metric("kv_cache_usage_perc", 0)
+    assert server.metric("executors_ready") == 2
+    assert server.metric("step_errors_total") == 0
+    assert resident(server) - memory < GROWTH
+    assert [line for line in server.output if "Traceback" in line or " ERROR " in line] == []
+
+
+def resident(server: Server) -> float:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=20) as answer:
+        (line,) = [
+            one for one in answer.read().decode().splitlines() if one.startswith("process_resident_memory_bytes")
+        ]
+    return float(line.split()[1])
+
+
+def schemathesis(server: Server, document: Any, directory: Path, *options: str) -> None:
+    (directory / "openapi.json").write_text(json.dumps(document))
+    seed = "1" if EFFORT == 1 else str(random.randrange(2**31))  # the suite tries the same each time
+    command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url, "--seed", seed]
+    command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check", "all", "--no-color"]
+    # A request may be refused for what no schema can say: that fields exclude each other, for instance.
+    command += ["--exclude-checks", "positive_data_acceptance", *options]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200 + 60 * EFFORT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_requests_made_from_the_document(server: Server, tmp_path: Path) -> None:
+    memory = resident(server)
+    document = get(server, "/openapi.json")
+    schemathesis(server, document, tmp_path, "--phases", "coverage", "--max-time", str(15 * EFFORT))
+    if EFFORT > 1:
+        schemathesis(server, document, tmp_path, "--phases", "fuzzing", "-n", "2000", "--max-time", str(15 * EFFORT))
+    check_rest(server, memory)
+
+
+def test_requests_that_get_past_the_first_checks(server: Server, tmp_path: Path) -> None:
+    memory = resident(server)
+    document = narrowed(get(server, "/openapi.json"), MODEL, VOCAB_SIZE)
+    options = ["--mode", "positive", "-n", str(30 * EFFORT), "--max-time", str(12 * EFFORT)]
+    schemathesis(server, document, tmp_path, "--phases", "fuzzing", *options)
+    check_rest(server, memory)
+
+
+BODY = b'{"prompt": "a", "max_tokens": 3}'
+PIECES = [
+    b"POST /v1/completions HTTP/1.1",
+    b"GET /v1/models HTTP/1.1",
+    b"GET /debug/requests/%00%ff?limit=%ff HTTP/1.1",
+    b"GET http://[::bad HTTP/1.1",
+    b"\r\n",
+    b"\r\n\r\n",
+    b"Host: a",
+    b"Content-Type: application/json",
+    b"Content-Length: 32",
+    b"Content-Length: -1",
+    b"Content-Length: 99999999999999999999",
+    b"Transfer-Encoding: chunked",
+    b"Content-Encoding: gzip",
+    b"Content-Encoding: br",
+    b"Expect: 100-continue",
+    b"Connection: Upgrade\r\nUpgrade: websocket",
+    b"Authorization: Bearer \xff\xfe",
+    b"X-Request-Id: \x00",
+    b"X: " + b"y" * 9000,
+    b"5\r\nabcde\r\n",
+    b"zz\r\n",
+    b"0\r\n\r\n",
+    BODY,
+]
+
+
+@st.composite
+def nearly_http(draw: st.DrawFn) -> bytes:
+    """A request of a client that knows some HTTP, put together wrongly, and perhaps damaged."""
+    header_lines = draw(st.lists(st.sampled_from(PIECES[6:19]), max_size=5))
+    start = draw(st.sampled_from(PIECES[:4]))
+    rest = draw(st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=12)), max_size=4))
+    data = bytearray(b"\r\n".join([start, *header_lines]) + b"\r\n\r\n" + b"".join(rest))
+    for _ in range(draw(st.integers(0, 2))):
+        data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data)
+
+
+def talk(server: Server, data: bytes, seconds: float) -> bytes:
+    """What comes back first for these bytes within so many seconds; nothing if the rest of them is waited for."""
+    target = urlsplit(server.url)
+    with socket.create_connection((target.hostname, target.port), timeout=seconds) as connection:
+        try:
+            connection.sendall(data)
+            return connection.recv(65536)
+        except (TimeoutError, ConnectionError):
+            return b""
+
+
+@examples(100)
+@given(st.one_of(nearly_http(), nearly_http(), st.binary(max_size=200)))
+def test_bytes_that_are_hardly_http(server: Server, data: bytes) -> None:
+    answer = talk(server, data, 0.1)
+    statuses = [line.split(b" ")[1] for line in answer.split(b"\r\n") if line.startswith((b"HTTP/1.0 ", b"HTTP/1.1 "))]
+    assert not [status for status in statuses if status.startswith(b"5")], answer
+
+
+def test_nothing_is_left_of_them(server: Server) -> None:
+    check_rest(server, resident(server))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
+        b"GET http://[::bad HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+    ],
+    ids=["nul", "url", "length", "gzip", "chunk"],
+)
+def test_what_is_no_http_is_a_400_and_no_traceback(server: Server, data: bytes) -> None:
+    answer = talk(server, data, 20)
+    assert answer.split(b" ")[1] == b"400", answer
+    assert [line for line in server.output if "Traceback" in line] == []

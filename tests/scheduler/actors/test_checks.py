@@ -1,0 +1,136 @@
+"""What executors say beyond its types: each kind of nonsense is refused or dropped, and others go on."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from pagewise_scheduler.actors import entry as entry_module
+from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
+from pagewise_scheduler.actors.entry import MAX_FLEET_BLOCKS, Entry
+from pagewise_scheduler.core.scheduling.beam_search import BeamParams
+from pagewise_shared.protocol import (
+    Copied,
+    MeasuredCosts,
+    PromptLogprobs,
+    Refused,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Welcome,
+    pack_int32s,
+)
+
+from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
+
+OFFERS = [
+    {"num_blocks": 0},
+    {"num_blocks": MAX_FLEET_BLOCKS + 1},
+    {"num_blocks": 2**62},
+    {"num_host_blocks": -1},
+    {"num_host_blocks": 2**62},
+    {"block_size": 2**62},
+    {"max_model_len": 2**62},
+    {"vocab_size": 2**62},
+    {"max_num_seqs": -1},
+    {"max_num_batched_tokens": -1},
+    {"bytes_per_block": -1},
+    {"executor_id": "x" * 257},
+    {"executor_id": "a\n12:00:00 INFO forged"},
+    {"device": "\x1b[31m"},
+    {"block_endpoint": "tcp://" + "x" * 300},
+    {"block_format": "a\nb"},
+    {"costs": MeasuredCosts(float("nan"), 0, 0)},
+    {"costs": MeasuredCosts(0, 0, -1.0)},
+    {"costs": MeasuredCosts(0, float("inf"), 0)},
+]
+
+
+@pytest.mark.parametrize("fields", OFFERS, ids=repr)
+def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
+    gate = Entry(None)
+    assert gate.refusal(hello(), "", []) is None
+    assert gate.refusal(hello(costs=MeasuredCosts(1.0, 0.0, 0.0)), "", []) is None
+    assert gate.refusal(hello(**fields), "", []) is not None
+
+
+def entry(index: int = 0, token: int = 1, logprob: float = -1.0, rank: int = 1, **tops: object) -> TokenLogprobs:
+    return TokenLogprobs(index, token, logprob, rank, **tops)  # type: ignore[arg-type]
+
+
+ONE = pack_int32s([1])
+RESULTS = [
+    StepResult(1, 1, b"abc"),
+    StepResult(1, 1, pack_int32s([-1])),
+    StepResult(1, 1, pack_int32s([100])),
+    StepResult(1, 1, ONE, elapsed_us=-1),
+    StepResult(1, 1, ONE, (entry(1),)),
+    StepResult(1, 1, ONE, (entry(), entry())),
+    StepResult(1, 1, ONE, (entry(token=100),)),
+    StepResult(1, 1, ONE, (entry(logprob=float("nan")),)),
+    StepResult(1, 1, ONE, (entry(rank=0),)),
+    StepResult(1, 1, ONE, (entry(top_ids=(1, 2), top_logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(top_ids=(-1,), top_logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(top_ids=(1,), top_logprobs=(float("inf"),)),)),
+    StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(64),)),)),
+    StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(2), entry(2))),)),
+]
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=range(len(RESULTS)))
+def test_results_that_cannot_be(result: StepResult) -> None:
+    good = entry(top_ids=(1, 2), top_logprobs=(-0.1, float("-inf")))
+    prompt = PromptLogprobs(0, (entry(1), entry(2)))
+    assert flaw_of_result(StepResult(1, 1, ONE, (good,), (prompt,), 5), hello()) is None
+    assert flaw_of_result(result, hello()) is not None
+
+
+def test_copies_that_cannot_be() -> None:
+    assert flaw_of_copies(Copied(1, 1, "load", 5, ONE)) is None
+    assert flaw_of_copies(Copied(1, 1, "load", -5)) is not None
+    assert flaw_of_copies(Copied(1, 1, "load", 5, b"abc")) is not None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_num_seqs": -1}, {"num_host_blocks": 2**62}, {"vocab_size": 99}], ids=["seqs", "host", "vocabulary"]
+)
+async def test_a_fleet_refuses_an_impossible_offer_and_goes_on(tmp_path: Path, fields: dict[str, object]) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(**({"vocab_size": 4096} | fields)))
+        assert isinstance(await raw.receive(), Refused)
+        raw.close()
+        assert len(await stack.generate([1, 2, 3])) == 8
+
+
+async def test_a_full_fleet_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry_module, "MAX_EXECUTORS", 1)
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        answer = await raw.receive()
+        raw.close()
+        assert isinstance(answer, Refused)
+        assert "executors already" in answer.reason
+
+
+@pytest.mark.parametrize("beam", [False, True])
+async def test_an_executor_that_answers_nonsense_is_given_up_and_its_request_goes_on(
+    tmp_path: Path, beam: bool
+) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        assert isinstance(await raw.receive(), Welcome)
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3], beam=BeamParams(2) if beam else None))
+        while not isinstance(plan := await raw.receive(), StepPlan):
+            pass
+        # A beam search without candidates would wait for ever; a token that does not exist would poison the others.
+        await raw.send(StepResult(plan.epoch, plan.step, pack_int32s([7 if beam else 2**31 - 1])))
+        await stack.ready(0)
+        assert stack.dropped("out_of_step" if beam else "impossible") == 1
+        raw.close()
+        async with executor(tmp_path), asyncio.timeout(20):
+            assert len(await moving) == 8
