@@ -35,6 +35,7 @@ _GROUPS = {
         "deterministic",
         "trust_remote_code",
         "simulate",
+        "simulate_step",
     ),
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
     "KV cache": (
@@ -118,6 +119,7 @@ CudaGraphs = Annotated[bool, _help("record decode steps as CUDA graphs when the 
 Threads = Annotated[Positive | None, _help("CPU threads of an executor (default: the cores it may use)", "N")]
 TrustRemoteCode = Annotated[bool, _help("run Python code that comes with the model")]
 Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
+SimulateStep = Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")]
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -180,6 +182,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
+    simulate_step: SimulateStep = 0.0
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
     executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
 
@@ -204,6 +207,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     threads: Threads = None
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
+    simulate_step: SimulateStep = 0.0
     executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
     listen: Annotated[
         str | None, _help("ZeroMQ endpoint for executors (default: a private ipc socket)", "ENDPOINT")

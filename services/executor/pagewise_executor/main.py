@@ -63,7 +63,7 @@ def build_runner(config: ExecutorConfig) -> Runner:
     if config.simulate:
         from pagewise_executor.simulated import SimulatedRunner
 
-        return SimulatedRunner(config)
+        return SimulatedRunner(config, config.simulate_step)
     log.info("starting torch")
     from pagewise_executor.model_runner import ModelRunner
 

@@ -1,0 +1,213 @@
+"""One scheduler and more and more executors: throughput, and what a token costs the scheduler's process.
+
+    python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--json FILE] [--smoke]
+
+Executors are processes (``pagewise-executor --simulate``) whose steps take a fixed time and cost next to nothing, so
+what is measured is everything else. Every executor gets the same load: so many streams in a closed loop, over HTTP as
+server-sent events (``stream``), over HTTP with one answer at the end (``answer``), or by tasks in the process of router,
+fleet and engines, without HTTP (``core``). Tokens and CPU time are the process's own counters.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
+
+import psutil
+import uvloop
+
+from benchmarks.record import write_record
+from benchmarks.scaling.load import Load
+
+MODES = ("core", "answer", "stream")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``step``: seconds that a simulated step takes. ``streams``: per executor."""
+
+    mode: str
+    executors: int
+    streams: int
+    step: float
+
+
+@dataclass
+class Row:
+    """Medians over the windows. ``of_offered``: of the tokens that the executors would compute if nothing held them up.
+
+    ``scheduler_cpu``: CPU seconds of the scheduler's process per second. ``machine_busy``: of all cores, whoever it was.
+    """
+
+    mode: str
+    executors: int
+    streams: int
+    step_ms: float
+    tokens_per_s: float
+    of_offered: float
+    steps_per_s: float
+    cpu_us_per_token: float
+    cpu_us_per_token_windows: list[float]
+    scheduler_cpu: float
+    machine_busy: float
+
+
+@dataclass
+class Reading:
+    tokens: float
+    steps: float
+    cpu: float
+    at: float
+
+
+def read(url: str) -> dict[str, float]:
+    """The process's metrics, summed over labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = name.split("{")[0]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def reading(url: str) -> Reading:
+    found = read(url)
+    return Reading(
+        found["pagewise_generation_tokens_total"],
+        found["pagewise_iteration_tokens_count"],
+        found["process_cpu_seconds_total"],
+        time.perf_counter(),
+    )
+
+
+@contextlib.contextmanager
+def processes(commands: list[list[str]]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Start ``python -m`` commands; whatever happens, they end."""
+    started = []
+    try:
+        for command in commands:
+            started.append(subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True))
+        yield started
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        for process in started:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def scheduler_command(setup: Setup, endpoint: str) -> list[str]:
+    if setup.mode == "core":
+        count = setup.executors * setup.streams
+        limits = [f"--executors={setup.executors}", f"--streams={count}"]
+        return ["benchmarks.scaling.core", f"--listen={endpoint}", *limits]
+    options = ["--port=0", "--max-num-seqs=1024", "--max-waiting=100000", "--executor-timeout=60"]
+    return ["pagewise_scheduler.main", f"--listen={endpoint}", "--log-level=error", *options]
+
+
+@contextlib.asynccontextmanager
+async def under_load(setup: Setup) -> AsyncIterator[str]:
+    """A scheduler with its executors, all streams begun; yields the address of its metrics."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    executor = [
+        "pagewise_executor.main", "--simulate", f"--simulate-step={setup.step}", f"--scheduler={endpoint}",
+        "--max-num-seqs=1024", "--log-level=error", "--num-blocks=65536",
+    ]  # fmt: skip
+    with processes([scheduler_command(setup, endpoint)]) as (scheduler,):
+        assert scheduler.stdout is not None
+        url = scheduler.stdout.readline().removeprefix("listening ").strip()
+        with processes([[*executor, f"--executor-id=e{number}"] for number in range(setup.executors)]) as fleet:
+            while read(url)["pagewise_executors_ready"] < setup.executors:
+                assert all(process.poll() is None for process in fleet), "an executor did not start"
+                await asyncio.sleep(0.2)
+            if setup.mode == "core":
+                yield url
+                return
+            host, port = url.removeprefix("http://").split(":")
+            async with Load(host, int(port), setup.executors * setup.streams, setup.mode == "stream") as load:
+                yield url
+            assert not load.failures, load.failures[0]
+
+
+async def measure(setup: Setup, seconds: float, windows: int) -> Row:
+    """Let it settle for a whole request, then look at it ``windows`` times for ``seconds``."""
+    deltas, busy = [], []
+    async with under_load(setup) as url:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(seconds)
+        before = await loop.run_in_executor(None, reading, url)
+        for _ in range(windows):
+            psutil.cpu_percent()
+            await asyncio.sleep(seconds)
+            now = await loop.run_in_executor(None, reading, url)
+            busy.append(psutil.cpu_percent() / 100)
+            deltas.append(
+                Reading(now.tokens - before.tokens, now.steps - before.steps, now.cpu - before.cpu, now.at - before.at)
+            )
+            before = now
+    per_token = [delta.cpu / delta.tokens * 1e6 for delta in deltas]
+    rate = statistics.median(delta.tokens / delta.at for delta in deltas)
+    return Row(
+        setup.mode,
+        setup.executors,
+        setup.streams,
+        setup.step * 1e3,
+        round(rate),
+        round(rate * setup.step / (setup.executors * setup.streams), 3),
+        round(statistics.median(delta.steps / delta.at for delta in deltas), 1),
+        round(statistics.median(per_token), 1),
+        [round(value, 1) for value in per_token],
+        round(statistics.median(delta.cpu / delta.at for delta in deltas), 3),
+        round(statistics.median(busy), 3),
+    )
+
+
+def show(row: Row) -> None:
+    print(
+        f"{row.mode:<8}{row.executors:>4} executors {row.streams:>4} streams each {row.step_ms:>6.0f} ms/step"
+        f"{row.tokens_per_s:>9.0f} tokens/s ({row.of_offered:>4.0%} of offered){row.steps_per_s:>8.0f} steps/s"
+        f"{row.cpu_us_per_token:>8.1f} µs CPU/token, scheduler {row.scheduler_cpu:>4.0%}, machine {row.machine_busy:>4.0%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--executors", type=int, nargs="+", default=[1, 2, 4, 8, 64])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--streams", type=int, default=16, help="per executor")
+    parser.add_argument("--step", type=float, default=0.1, help="seconds of a simulated step")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a window")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="small and short: does everything run?")
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    if args.smoke:
+        args.executors, args.streams, args.step, args.seconds, args.windows = [1, 2], 4, 0.01, 0.5, 1
+    rows = []
+    for mode in args.modes:
+        for executors in args.executors:
+            rows.append(uvloop.run(measure(Setup(mode, executors, args.streams, args.step), args.seconds, args.windows)))
+            show(rows[-1])
+            if args.json:  # after each row: what is measured is measured
+                write_record(args.json, {"rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
