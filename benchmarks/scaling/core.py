@@ -2,8 +2,9 @@
 
     python -m benchmarks.scaling.core --listen ENDPOINT --executors N --streams N
 
-Requests begin once all executors have joined, and each stream reads its deltas, text included, as a handler of HTTP would.
-Prints ``listening http://HOST:PORT`` like the scheduler; only /metrics answers there.
+Requests begin once all executors have joined, and each stream reads its deltas, text included, as a
+handler of HTTP would. Prints ``listening http://HOST:PORT`` like the scheduler; only /metrics answers
+there.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.generation import GenerationRequest
 from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.service import calm_garbage_collector
 from pagewise_scheduler.text.tokenizer import Tokenizer
 from pagewise_shared.config import DEMO_MODEL
 from pagewise_shared.logs import configure_logging
@@ -41,7 +43,7 @@ async def one_stream(router: Router, rng: random.Random) -> None:
 
 
 async def drive(router: Router, executors: int, streams: int) -> None:
-    while (capacity := router.capacity()) is None or capacity.ready_executors < executors:
+    while (capacity := router.capacity()) is None or capacity.ready_executors < executors:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     rng = random.Random(streams)
     async with asyncio.TaskGroup() as tasks:
@@ -57,6 +59,7 @@ async def run(listen: str, executors: int, streams: int) -> None:
         executor_timeout=60.0, step_timeout=60.0,
     )  # fmt: skip
     server, _ = prometheus_client.start_http_server(0, "127.0.0.1", metrics.registry)
+    calm_garbage_collector()
     print(f"listening http://127.0.0.1:{server.server_port}", flush=True)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(fleet.run())
