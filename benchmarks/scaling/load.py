@@ -67,6 +67,7 @@ class _Client(asyncio.Protocol):
         self._ended: Callable[[bytes], bool] = _stream_ended if load.stream else self._answer_ended
         self._received = b""
         self._length: int | None = None
+        self._fresh = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name

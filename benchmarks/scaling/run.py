@@ -5,8 +5,8 @@
 Executors are processes (``pagewise-executor --simulate``) whose steps take a fixed time and cost next to nothing, so
 what is measured is everything else. Every executor gets the same load: so many streams in a closed loop, over HTTP as
 server-sent events (``stream``), over HTTP with one answer at the end (``answer``), or by tasks in the process of
-router, fleet and engines, without HTTP (``core``). Tokens and CPU time are the process's own counters. At the end, more
-is offered than can be had: what is reached then is the limit of one scheduler on this machine.
+router, fleet and engines, without HTTP (``core``). At the end more is offered than can be had: what
+is reached then is the limit of one scheduler on this machine.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 import uvloop
@@ -28,6 +29,7 @@ import uvloop
 from benchmarks.record import write_record
 from benchmarks.scaling.load import Load
 
+_TOKENS, _STEPS = "pagewise_generation_tokens_total", "pagewise_iteration_tokens_count"
 MODES = ("core", "answer", "stream")
 
 _TOO_MUCH = (8, 128, 0.02)
@@ -64,16 +66,26 @@ class Row:
     machine_busy: float
 
 
-@dataclass
+@dataclass(frozen=True)
+class Server:
+    """A scheduler under load: where its metrics are, and its process."""
+
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True)
 class Reading:
+    """Counts of a window, and its seconds."""
+
     tokens: float
     steps: float
     cpu: float
-    at: float
+    seconds: float
 
 
 def read(url: str) -> dict[str, float]:
-    """The process's metrics, summed over labels."""
+    """The scheduler's metrics, summed over labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     found: dict[str, float] = {}
@@ -85,14 +97,19 @@ def read(url: str) -> dict[str, float]:
     return found
 
 
-def reading(url: str) -> Reading:
-    found = read(url)
-    return Reading(
-        found["pagewise_generation_tokens_total"],
-        found["pagewise_iteration_tokens_count"],
-        found["process_cpu_seconds_total"],
-        time.perf_counter(),
-    )
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process; from its threads, because the process's own sum comes in pieces of 10 ms."""
+    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
+
+
+def window(server: Server, seconds: float) -> Reading:
+    """What has happened within ``seconds``; asking for it is not counted as CPU time."""
+    metrics, cpu, began = read(server.url), cpu_seconds(server.pid), time.perf_counter()
+    time.sleep(seconds)
+    cpu, taken = cpu_seconds(server.pid) - cpu, time.perf_counter() - began
+    now = read(server.url)
+    tokens, steps = (now[name] - metrics[name] for name in (_TOKENS, _STEPS))
+    return Reading(tokens, steps, cpu, taken)
 
 
 @contextlib.contextmanager
@@ -124,8 +141,8 @@ def scheduler_command(setup: Setup, endpoint: str) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def under_load(setup: Setup) -> AsyncIterator[str]:
-    """A scheduler with its executors, all streams begun; yields the address of its metrics."""
+async def under_load(setup: Setup) -> AsyncIterator[Server]:
+    """A scheduler with its executors, all streams begun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -141,32 +158,25 @@ async def under_load(setup: Setup) -> AsyncIterator[str]:
                 assert all(process.poll() is None for process in fleet), "an executor did not start"
                 await asyncio.sleep(0.2)
             if setup.mode == "core":
-                yield url
+                yield Server(url, scheduler.pid)
                 return
             host, port = url.removeprefix("http://").split(":")
             async with Load(host, int(port), setup.executors * setup.streams, setup.mode == "stream") as load:
-                yield url
+                yield Server(url, scheduler.pid)
             assert not load.failures, load.failures[0]
 
 
 async def measure(setup: Setup, seconds: float, windows: int) -> Row:
     """Let it settle for a whole request, then look at it ``windows`` times for ``seconds``."""
-    deltas, busy = [], []
-    async with under_load(setup) as url:
-        loop = asyncio.get_running_loop()
+    readings, busy = [], []
+    async with under_load(setup) as server:
         await asyncio.sleep(seconds)
-        before = await loop.run_in_executor(None, reading, url)
         for _ in range(windows):
             psutil.cpu_percent()
-            await asyncio.sleep(seconds)
-            now = await loop.run_in_executor(None, reading, url)
+            readings.append(await asyncio.to_thread(window, server, seconds))
             busy.append(psutil.cpu_percent() / 100)
-            deltas.append(
-                Reading(now.tokens - before.tokens, now.steps - before.steps, now.cpu - before.cpu, now.at - before.at)
-            )
-            before = now
-    per_token = [delta.cpu / delta.tokens * 1e6 for delta in deltas]
-    rate = statistics.median(delta.tokens / delta.at for delta in deltas)
+    per_token = [reading.cpu / reading.tokens * 1e6 for reading in readings]
+    rate = statistics.median(reading.tokens / reading.seconds for reading in readings)
     return Row(
         setup.mode,
         setup.executors,
@@ -174,10 +184,10 @@ async def measure(setup: Setup, seconds: float, windows: int) -> Row:
         setup.step * 1e3,
         round(rate),
         round(rate * setup.step / (setup.executors * setup.streams), 3),
-        round(statistics.median(delta.steps / delta.at for delta in deltas), 1),
+        round(statistics.median(reading.steps / reading.seconds for reading in readings), 1),
         round(statistics.median(per_token), 1),
         [round(value, 1) for value in per_token],
-        round(statistics.median(delta.cpu / delta.at for delta in deltas), 3),
+        round(statistics.median(reading.cpu / reading.seconds for reading in readings), 3),
         round(statistics.median(busy), 3),
     )
 
