@@ -35,6 +35,7 @@ _GROUPS = {
         "deterministic",
         "trust_remote_code",
         "simulate",
+        "simulate_step",
     ),
     "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
     "KV cache": (
@@ -134,6 +135,7 @@ KeysFolder = Annotated[
 ]
 Plaintext = Annotated[bool, _help("let executors connect from other hosts without keys, unencrypted")]
 Simulate = Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")]
+SimulateStep = Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")]
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -213,6 +215,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     advertise: Annotated[
         str | None, _help("host name others find this executor under (default: its address towards --scheduler)")
     ] = None
+    simulate_step: SimulateStep = 0.0
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint", "ENDPOINT")] = "tcp://127.0.0.1:5757"
     executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
     keys: KeysFolder = None
@@ -243,6 +246,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     trust_remote_code: TrustRemoteCode = False
     simulate: Simulate = False
     lend_blocks: LendBlocks = True
+    simulate_step: SimulateStep = 0.0
     executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
     listen: Annotated[
         str | None, _help("ZeroMQ endpoint for executors (default: a private ipc socket)", "ENDPOINT")

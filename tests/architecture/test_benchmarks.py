@@ -1,5 +1,6 @@
-"""Benchmarks that need a GPU run here with tiny shapes, so that they work when there is one."""
+"""Benchmarks that need a GPU, or minutes, run here in small, so that they work when it counts."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,17 @@ def test_gpu_benchmarks_run_with_tiny_shapes(name: str, tmp_path: Path) -> None:
     summary = [sys.executable, "-m", "benchmarks.summary", str(record)]
     shown = subprocess.run(summary, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert len(shown.splitlines()) > 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_scaling_benchmark_serves_in_all_modes(tmp_path: Path) -> None:
+    record = tmp_path / "scaling.json"
+    command = [sys.executable, "-m", "benchmarks.scaling.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert {(row["mode"], row["executors"]) for row in rows} == {
+        (mode, count) for mode in ("core", "answer", "stream") for count in (1, 2)
+    }
+    assert all(row["tokens_per_s"] > 0 for row in rows)

@@ -69,7 +69,7 @@ def build_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     if config.simulate:
         from pagewise_executor.simulated import SimulatedRunner
 
-        return SimulatedRunner(config)
+        return SimulatedRunner(config, config.simulate_step)
     log.info("starting torch")
     from pagewise_executor.model_runner import ModelRunner
     from pagewise_executor.peers import Peers, block_listener

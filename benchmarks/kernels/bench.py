@@ -1,0 +1,101 @@
+"""How kernels are measured: medians of CUDA-graph replays, beside ceilings that are measured in the same run."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernels import peers
+
+_CALLS = 20
+_SECONDS_FOR_PEERS = 150
+BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
+
+
+@dataclass
+class Row:
+    """``rate``: GB/s or TFLOP/s; ``share``: of the ceiling measured in the same run; ``bar``: what it should reach."""
+
+    name: str
+    who: str
+    microseconds: float
+    rate: float
+    unit: str
+    share: float
+    bar: str = ""
+
+
+class Bench:
+    """Measures on ``device``; ``smoke``: once, tiny, without claims."""
+
+    def __init__(self, device: torch.device, smoke: bool, only: str) -> None:
+        self.device, self.smoke, self.only = device, smoke, only
+        self.rows: list[Row] = []
+        self.began = time.perf_counter()
+        self.copy_rate = self.matmul_rate = float("nan")
+
+    def wants(self, name: str) -> bool:
+        return self.only in name
+
+    def time(self, call: Callable[[], object], repeats: int = 7) -> float:
+        """Median microseconds of a call."""
+        if self.smoke or self.device.type != "cuda":
+            call()
+            return float("nan")
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # many calls, so that launching the graph weighs nothing
+            for _ in range(_CALLS):
+                call()
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
+        return float(statistics.median(times))
+
+    def bytes(self, name: str, who: str, call: Callable[[], object], moved: float, bar: str = "") -> None:
+        taken = self.time(call)
+        rate = moved / taken * 1e-3
+        self._add(Row(name, who, taken, rate, "GB/s", rate / self.copy_rate, bar))
+
+    def flops(self, name: str, who: str, call: Callable[[], object], done: float, bar: str = "") -> None:
+        taken = self.time(call)
+        rate = done / taken * 1e-6
+        self._add(Row(name, who, taken, rate, "TFLOP/s", rate / self.matmul_rate, bar))
+
+    def peer(self, who: str, make: peers.Make, measure: Callable[[Callable[[], object]], None]) -> None:
+        """Measure a peer, unless it fails, or there is no time left for those that have to be compiled."""
+        if time.perf_counter() - self.began > _SECONDS_FOR_PEERS:
+            print(f"{who}: no time left")
+            return
+        try:
+            measure(make())
+        except Exception as error:
+            print(f"{who}: {type(error).__name__}: {str(error)[:100]}")
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(
+            f"{row.name:<42}{row.who:<12}{row.microseconds:>10.1f} µs{row.rate:>9.1f} {row.unit:<8}"
+            f"{row.share:>6.0%}  {row.bar}",
+            flush=True,
+        )
+
+    def ceilings(self) -> None:
+        """What a copy and a matrix product reach here, now."""
+        size = 2**16 if self.smoke else 2**31
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        self.copy_rate = 2 * size / self.time(lambda: target.copy_(source)) * 1e-3
+        n = 64 if self.smoke else 8192
+        a, b = (torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))
+        self.matmul_rate = 2 * n**3 / self.time(lambda: a @ b) * 1e-6
+        print(f"copy {self.copy_rate:.0f} GB/s read and written, bfloat16 product {self.matmul_rate:.0f} TFLOP/s")
