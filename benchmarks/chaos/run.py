@@ -1,9 +1,9 @@
 """How long do streams pause when executors are killed, frozen, drained and cut off?
 
-A hundred streams of ten kinds through the real client, a scheduler and three executors on this machine, the last one in a
-network namespace of its own where the machine allows that. Every output is compared with what the same server answered
-before anything was disturbed. The pause of a stream is the longest gap between two of its tokens around what was done to
-its executor. Prints the numbers and, with ``--json``, writes them.
+A hundred streams of ten kinds through the real client, a scheduler and three executors on this machine, the last one
+in a network namespace of its own where the machine allows that. Every output is compared with what the same server
+answered before anything was disturbed. The pause of a stream is the longest gap between two of its tokens around what
+was done to its executor. Prints the numbers and, with ``--json``, writes them.
 """
 
 import argparse
@@ -13,13 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.record import write_record
 from tests.chaos.disturbances import Monkey
 from tests.chaos.harness import Report, chaos, settled
 from tests.chaos.network import namespace
 from tests.chaos.processes import Cluster
 from tests.chaos.workload import make_cases
-
-from benchmarks.record import write_record
 
 
 async def disturb(cluster: Cluster, monkey: Monkey, streams: int, max_tokens: int, seconds: float) -> Report:

@@ -97,9 +97,7 @@ class Cluster:
     def start_scheduler(self, seconds: float = 60.0) -> None:
         """Start it, under the same ports each time, and wait until HTTP answers."""
         options = [self._model, f"--port={self.port}", f"--listen={self.endpoint}", *self._scheduler_options]
-        self.scheduler = Process(
-            "scheduler", [sys.executable, "-m", "pagewise_scheduler.main", *options], self.folder
-        )
+        self.scheduler = Process("scheduler", [sys.executable, "-m", "pagewise_scheduler.main", *options], self.folder)
         wait_until(lambda: self._answers("/version"), seconds, "the scheduler answers", self.scheduler)
 
     def start_executor(self, name: str, *options: str, prefix: tuple[str, ...] = ()) -> Process:

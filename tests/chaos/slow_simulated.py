@@ -1,4 +1,4 @@
-"""``pagewise-executor --simulate`` whose steps take STEP_MS milliseconds, so that streams last long enough to be moved."""
+"""``pagewise-executor --simulate`` whose steps take STEP_MS milliseconds: streams last long enough to be moved."""
 
 import os
 import sys

@@ -58,9 +58,11 @@ class Outcome:
             found.append(f"choices {sorted(self.choices)} and {sorted(other.choices)}")
         for index in self.choices.keys() & other.choices.keys():
             mine, theirs = self.choices[index], other.choices[index]
-            for name in ("tokens", "text", "finish_reason"):
-                if getattr(mine, name) != getattr(theirs, name):
-                    found.append(f"{name} of choice {index}: {getattr(mine, name)!r} and {getattr(theirs, name)!r}")
+            found += [
+                f"{name} of choice {index}: {getattr(mine, name)!r} and {getattr(theirs, name)!r}"
+                for name in ("tokens", "text", "finish_reason")
+                if getattr(mine, name) != getattr(theirs, name)
+            ]
             if not _close(mine.logprobs, theirs.logprobs):
                 found.append(f"log-probabilities of choice {index}: {mine.logprobs} and {theirs.logprobs}")
         if self.completion_tokens != other.completion_tokens:

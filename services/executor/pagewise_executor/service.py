@@ -97,7 +97,7 @@ class ExecutorService:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))

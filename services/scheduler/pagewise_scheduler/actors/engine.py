@@ -43,9 +43,10 @@ class Abort:
 
 @dataclass(slots=True, frozen=True)
 class Lost:
-    """The executor is gone: hand everything back and end."""
+    """The executor is gone: hand everything back and end. ``died``: it did not leave by itself."""
 
     reason: str
+    died: bool = True
 
 
 EngineMessage = Serve | Abort | StepResult | Copied | Lost
@@ -95,6 +96,7 @@ class Engine(Actor[EngineMessage]):
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
+        self._died = True
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
@@ -133,8 +135,8 @@ class Engine(Actor[EngineMessage]):
                 await self._take_result(message)
             case Copied():
                 await self._take_copied(message)
-            case Lost(reason):
-                self._lost = reason
+            case Lost(reason, died):
+                self._lost, self._died = reason, died
 
     def _serve(self, live: LiveRequest) -> None:
         if live.done or live.abandoned:
@@ -275,6 +277,7 @@ class Engine(Actor[EngineMessage]):
 
     def _hand_over(self) -> None:
         self.ended = True
+        self._blame()
         self.scheduler.release_all()
         live, self._live = list(self._live.values()), {}
         for message in self.leftover():
@@ -282,4 +285,14 @@ class Engine(Actor[EngineMessage]):
                 live.append(message.live)
             elif isinstance(message, Abort) and message.live in live:
                 live.remove(message.live)
+        self._metrics.request_moves("lost" if self._died else "left").inc(len(live))
         self._sink.give_back(live)
+
+    def _blame(self) -> None:
+        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side."""
+        suspects = set(self.scheduler.requests) if self._lost is None else set()
+        if self._lost is not None and self._died:
+            suspects = {request for step in self.scheduler.steps_in_flight for request in step.requests}
+        for live in self._live.values():
+            if live.request in suspects:
+                live.blame()

@@ -25,6 +25,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
+from pagewise_scheduler.actors.connections import broken_connections
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
@@ -118,6 +119,7 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
+                tasks.create_task(self._watch_connections(), name="fleet connections")
                 while True:
                     identity, *frames = await self._socket.recv_multipart()
                     await self._take(identity, frames[-1] if frames else b"", tasks)
@@ -149,7 +151,7 @@ class Fleet:
                     self._metrics.frames_dropped("stale_epoch").inc()
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Goodbye(reason=reason):
-                self._give_up(identity, f"it left ({reason or 'no reason given'})")
+                self._give_up(identity, f"it left ({reason or 'no reason given'})", died=False)
 
     async def _admit(self, identity: bytes, hello: Hello, tasks: asyncio.TaskGroup) -> None:
         refusal = self._refusal(hello)
@@ -159,7 +161,7 @@ class Fleet:
             await self._send(identity, Refused(refusal))
             return
         if identity in self._members:
-            self._give_up(identity, "it said Hello again")
+            self._give_up(identity, "it said Hello again", died=False)
         for other, member in list(self._members.items()):
             # One that was started again under its old name: no need to wait until its old life times out. Two that
             # are alive under one name are both kept: names are for people.
@@ -205,6 +207,7 @@ class Fleet:
         self._router.tell(Left(engine))
         if (member := self._members.get(identity)) is not None and member.engine is engine:
             del self._members[identity]
+            log.warning("executor %s is gone: its engine has ended; its requests move on", engine.executor_id)
             await self._send(identity, Rejoin())
 
     def _refusal(self, hello: Hello) -> str | None:
@@ -220,11 +223,11 @@ class Fleet:
             return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
         return None
 
-    def _give_up(self, identity: bytes, reason: str) -> None:
+    def _give_up(self, identity: bytes, reason: str, *, died: bool = True) -> None:
         member = self._members.pop(identity)
         log.warning("executor %s is gone: %s; its requests move on", member.hello.executor_id, reason)
         self._router.tell(Left(member.engine))
-        member.engine.tell(Lost(reason))
+        member.engine.tell(Lost(reason, died))
 
     def _drop(self, identity: bytes, reason: str, detail: str) -> None:
         self._metrics.frames_dropped(reason).inc()
@@ -250,8 +253,15 @@ class Fleet:
                 elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
                     self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
 
-    async def _send(self, identity: bytes, message: Message) -> None:
-        await _Link(self._socket, identity, self._epochs).send(encode(message))
+    async def _watch_connections(self) -> None:
+        """Give up members whose connection has broken, without waiting for a heartbeat that cannot come."""
+        async for _ in broken_connections(self._socket):
+            for identity, member in list(self._members.items()):
+                if not await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch)):
+                    self._give_up(identity, "its connection broke")
+
+    async def _send(self, identity: bytes, message: Message) -> bool:
+        return await _Link(self._socket, identity, self._epochs).send(encode(message))
 
 
 def _costs(hello: Hello) -> Costs | None:
