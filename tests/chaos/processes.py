@@ -100,12 +100,14 @@ class Cluster:
         self.scheduler = Process("scheduler", [sys.executable, "-m", "pagewise_scheduler.main", *options], self.folder)
         wait_until(lambda: self._answers("/version"), seconds, "the scheduler answers", self.scheduler)
 
-    def start_executor(self, name: str, *options: str, prefix: tuple[str, ...] = ()) -> Process:
+    def start_executor(
+        self, name: str, *options: str, prefix: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> Process:
         """Start one; ``prefix``: what goes in front of its command."""
         run = [self._executor] if self._executor.endswith(".py") else ["-m", self._executor]
         own = [self._model, f"--scheduler={self.endpoint}", f"--executor-id={name}", "--no-profile", "--threads=1"]
         command = [*prefix, sys.executable, *run, *own, *self._executor_options, *options]
-        process = Process(name, command, self.folder)
+        process = Process(name, command, self.folder, environment)
         self.executors.append(process)
         return process
 

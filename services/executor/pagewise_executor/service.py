@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 _HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
+_GOODBYE_SECONDS = 0.2
 
 
 class RefusedError(Exception):
@@ -96,6 +97,8 @@ class ExecutorService:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(self._endpoint)
@@ -122,8 +125,9 @@ class ExecutorService:
             await asyncio.to_thread(worker.stop)
             await asyncio.sleep(0)  # lets the last results, posted from the worker's thread, go out
             if self._welcome is not None:
-                with contextlib.suppress(zmq.ZMQError):
-                    await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
+                with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_SECONDS):
+                        await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
             self._socket.close()
             context.term()
 
@@ -151,11 +155,11 @@ class ExecutorService:
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
             while self._welcome is None:
-                await self._send(self._hello)
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
+                        await self._send(self._hello)
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(_HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
