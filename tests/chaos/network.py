@@ -17,7 +17,7 @@ class Namespace:
         subnet = _SUBNET.format(number)
         self.name, self.host = f"{tag}-{number}", f"{subnet}.1"
         self.prefix = ("ip", "netns", "exec", self.name)
-        here, there = f"{tag}h{number}", f"{tag}n{number}"
+        here, there = self._cable = f"{tag}h{number}", f"{tag}n{number}"
         _run("ip", "netns", "add", self.name)
         try:
             _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", self.name)
@@ -44,8 +44,10 @@ class Namespace:
         _run(*self.prefix, "iptables", "-F")
 
     def close(self) -> None:
-        """The cable goes with the namespace."""
-        _run("ip", "netns", "del", self.name)
+        """Take the cable and the namespace away."""
+        for command in (("ip", "link", "del", self._cable[0]), ("ip", "netns", "del", self.name)):
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+                _run(*command)
 
 
 @contextlib.contextmanager

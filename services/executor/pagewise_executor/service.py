@@ -9,6 +9,7 @@ from time import monotonic
 
 import zmq
 import zmq.asyncio
+from pagewise_shared.connections import broken_connections
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -35,7 +36,7 @@ from pagewise_executor.worker import Worker
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
+_HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
 _GOODBYE_SECONDS = 0.2
 
@@ -101,6 +102,10 @@ class ExecutorService:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -110,6 +115,7 @@ class ExecutorService:
                 for job in (
                     self._receive(worker),
                     self._keep_in_touch(),
+                    self._watch_connection(),
                     self._greet(worker),
                     self._stop.wait(),
                     asyncio.wrap_future(worker.failed),
@@ -179,6 +185,13 @@ class ExecutorService:
                 self._rejoin()
             else:
                 await self._send(Heartbeat(welcome.epoch))
+
+    async def _watch_connection(self) -> None:
+        """A new Hello after a connection has broken: frames may have been lost with it."""
+        async for _ in broken_connections(self._socket):
+            if self._welcome is not None:
+                log.warning("the connection to the scheduler broke, saying Hello again")
+                self._rejoin()
 
     def _rejoin(self) -> None:
         self._welcome = None

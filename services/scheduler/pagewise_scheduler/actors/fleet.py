@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 import zmq
 import zmq.asyncio
+from pagewise_shared.connections import broken_connections
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -25,7 +26,6 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from pagewise_scheduler.actors.connections import broken_connections
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
@@ -108,6 +108,8 @@ class Fleet:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # An executor that comes back on a new connection before the old one is known to be dead is let in.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(executor_timeout * 1000))
