@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-gpu test-compose lint format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test test-long test-chaos test-gpu test-compose lint format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,10 +27,13 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 	@exec $(VENV)/bin/pagewise serve $(ARGS)
 
 test: setup ## The whole suite (no GPU, no Docker)
-	$(PY) -m pytest -m "not long and not gpu and not compose" $(ARGS)
+	$(PY) -m pytest -m "not long and not chaos and not gpu and not compose" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m long $(ARGS)
+
+test-chaos: setup ## Five minutes of executors that are killed, frozen, drained and cut off
+	$(PY) -m pytest -m chaos -s $(ARGS)
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)

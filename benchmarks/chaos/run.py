@@ -15,22 +15,10 @@ from pathlib import Path
 
 from benchmarks.record import write_record
 from tests.chaos.disturbances import Monkey
-from tests.chaos.harness import Report, chaos, settled
+from tests.chaos.harness import chaos
 from tests.chaos.network import namespace
 from tests.chaos.processes import Cluster
 from tests.chaos.workload import make_cases
-
-
-async def disturb(cluster: Cluster, monkey: Monkey, streams: int, max_tokens: int, seconds: float) -> Report:
-    try:
-        cluster.start_scheduler()
-        monkey.start()
-        cluster.wait_ready(len(monkey.blocks), 90.0)
-        report = await chaos(cluster, monkey, make_cases(streams, max_tokens), seconds)
-        report.failures += await settled(cluster)
-    finally:
-        cluster.close()
-    return report
 
 
 def main() -> int:
@@ -50,7 +38,7 @@ def main() -> int:
         monkey = Monkey(cluster, pause=args.pause, freeze=args.executor_timeout + 3, blocks=(600, 400, 300))
         if not isinstance(network, str):
             monkey.network = network
-        report = asyncio.run(disturb(cluster, monkey, args.streams, args.max_tokens, args.seconds))
+        report = asyncio.run(chaos(cluster, monkey, make_cases(args.streams, args.max_tokens), args.seconds))
     numbers = report.numbers() | {
         "executor_timeout": args.executor_timeout,
         "network": network if isinstance(network, str) else "packets dropped between network namespaces",

@@ -14,6 +14,9 @@ from tests.chaos.disturbances import Disturbance, Monkey
 from tests.chaos.processes import Cluster
 from tests.chaos.workload import Case, Outcome, client_of, references, stream
 
+START_SECONDS = 180.0
+"""Most that executors may take to start: loading torch three times on two cores that have other work."""
+
 SETTLE_SECONDS = 120.0
 """Most that streams may take to end once nothing is disturbed any more."""
 
@@ -68,7 +71,19 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 
 
 async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
-    """Ask for references, then keep a stream of each case running while the monkey is at work."""
+    """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left."""
+    try:
+        await asyncio.to_thread(cluster.start_scheduler)
+        monkey.start()
+        await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
+        report = await _disturb(cluster, monkey, cases, seconds)
+        report.failures += await _settled(cluster)
+    finally:
+        cluster.close()
+    return report
+
+
+async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
     report = Report()
     expected = await references(cluster.url, cases)
     outcomes: list[Outcome] = []
@@ -132,7 +147,7 @@ def _pauses(outcomes: list[Outcome], events: list[Disturbance]) -> dict[str, lis
     return pauses
 
 
-async def settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
+async def _settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
     """What is not as it should be once all streams have ended: everything returned, nothing runs, nothing waits."""
     deadline = monotonic() + seconds
     while (wrong := await asyncio.to_thread(_unsettled, cluster)) and monotonic() < deadline:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.disturbances import Monkey
-from tests.chaos.harness import Report, chaos, settled
+from tests.chaos.harness import Report, chaos
 from tests.chaos.network import namespace
 from tests.chaos.processes import SLOW_SIMULATED, Cluster
 from tests.chaos.workload import make_cases
@@ -15,14 +15,7 @@ OPTIONS = (f"--executor-timeout={EXECUTOR_TIMEOUT:g}", "--step-timeout=10", "--l
 
 
 async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: float) -> Report:
-    try:
-        cluster.start_scheduler()
-        monkey.start()
-        cluster.wait_ready(len(monkey.blocks), 90.0)
-        report = await chaos(cluster, monkey, make_cases(100, max_tokens), seconds)
-        report.failures += await settled(cluster)
-    finally:
-        cluster.close()
+    report = await chaos(cluster, monkey, make_cases(100, max_tokens), seconds)
     print(report.numbers())
     assert not report.failures, "\n".join([f"{len(report.failures)} failures", *report.failures[:20]])
     assert report.streams >= 100
