@@ -17,6 +17,10 @@ LOGPROB_TOLERANCE = 2e-3
 """The same token in another batch: float32 sums in another order."""
 
 
+CLIENT_SECONDS = 600.0
+"""Most that a client waits for bytes: outputs that are chosen at the end come after many executors, on busy cores."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One request. ``body`` is the client's; ``told_at_end``: its outputs are chosen among several."""
@@ -103,7 +107,7 @@ def make_cases(count: int, max_tokens: int) -> list[Case]:
             "beam search", i, n // 4, temperature=0, n=2, best_of=3, use_beam_search=True, at_end=True
         ),
         lambda i, n: _completion("shared prefix", i, n, prefix=PREFIX, temperature=0),
-        lambda i, n: _completion("log-probabilities", i, n, temperature=0.7, seed=i, logprobs=3),
+        lambda i, n: _completion("log-probabilities", i, n, temperature=0.7, seed=i, logprobs=3, echo=i % 20 > 9),
         lambda i, n: _completion("best of three", i, n // 4, temperature=1.0, seed=i, n=1, best_of=3, at_end=True),
         lambda i, n: _completion("stop strings", i, 2 * n, temperature=1.0, seed=i, stop=["return", "\n\n\n"]),
         _conversation,
@@ -112,7 +116,18 @@ def make_cases(count: int, max_tokens: int) -> list[Case]:
 
 
 def _completion(kind: str, number: int, max_tokens: int, prefix: str = "", at_end: bool = False, **more: Any) -> Case:
-    own = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "n", "best_of", "logprobs", "stop")
+    own = (
+        "temperature",
+        "top_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "n",
+        "best_of",
+        "logprobs",
+        "stop",
+        "echo",
+    )
     extra = {name: more.pop(name) for name in list(more) if name not in own}
     extra |= {"return_token_ids": True, "ignore_eos": kind != "stop strings"}
     prompt = f"{prefix}def method_{number}(self, value):\n    "
@@ -140,7 +155,7 @@ def _conversation(number: int, max_tokens: int) -> Case:
 def client_of(url: str, retries: int = 0) -> openai.AsyncOpenAI:
     """A client for many streams at once, patient enough for an executor to start."""
     limits = httpx.Limits(max_connections=300, max_keepalive_connections=300)
-    http = httpx.AsyncClient(limits=limits, timeout=120)
+    http = httpx.AsyncClient(limits=limits, timeout=CLIENT_SECONDS)
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=retries, http_client=http)
 
 

@@ -188,10 +188,11 @@ class ExecutorService:
 
     async def _watch_connection(self) -> None:
         """A new Hello after a connection has broken: frames may have been lost with it."""
-        async for _ in broken_connections(self._socket):
-            if self._welcome is not None:
-                log.warning("the connection to the scheduler broke, saying Hello again")
-                self._rejoin()
+        async with contextlib.aclosing(broken_connections(self._socket)) as broken:
+            async for _ in broken:
+                if self._welcome is not None:
+                    log.warning("the connection to the scheduler broke, saying Hello again")
+                    self._rejoin()
 
     def _rejoin(self) -> None:
         self._welcome = None

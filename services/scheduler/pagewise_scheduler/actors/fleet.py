@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -257,10 +258,12 @@ class Fleet:
 
     async def _watch_connections(self) -> None:
         """Give up members whose connection has broken, without waiting for a heartbeat that cannot come."""
-        async for _ in broken_connections(self._socket):
-            for identity, member in list(self._members.items()):
-                if not await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch)):
-                    self._give_up(identity, "its connection broke")
+        async with aclosing(broken_connections(self._socket)) as broken:
+            async for _ in broken:
+                for identity, member in list(self._members.items()):
+                    reached = await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
+                    if not reached and self._members.get(identity) is member:
+                        self._give_up(identity, "its connection broke")
 
     async def _send(self, identity: bytes, message: Message) -> bool:
         return await _Link(self._socket, identity, self._epochs).send(encode(message))
