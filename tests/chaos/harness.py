@@ -26,7 +26,7 @@ class Report:
     """What was seen. ``failures``: requests that failed, outputs that differ, executors that did not behave.
 
     ``pauses``: seconds without a token for each stream that an executor was taken from, by what was done to it.
-    ``rss``: of the scheduler in MiB, each second.
+    ``rss``: of the scheduler in MiB, each second. ``load``: how many wanted a core then, on the mean over a minute.
     """
 
     seconds: float = 0.0
@@ -36,6 +36,7 @@ class Report:
     disturbances: list[Disturbance] = field(default_factory=list)
     pauses: dict[str, list[float]] = field(default_factory=dict)
     rss: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)
 
     def numbers(self) -> dict[str, Any]:
         """For a result file: times in seconds."""
@@ -56,6 +57,7 @@ class Report:
                 }
                 for kind, events in kinds.items()
             },
+            "load_average": {"median": round(statistics.median(self.load), 1), "worst": round(max(self.load), 1)},
             "scheduler_rss_mib": {
                 "start": round(self.rss[0], 1),
                 "middle": round(self.rss[len(self.rss) // 2], 1),
@@ -130,6 +132,7 @@ async def _watch_memory(cluster: Cluster, report: Report) -> None:
     process = psutil.Process(cluster.scheduler.pid)
     while True:
         report.rss.append(process.memory_info().rss / 2**20)
+        report.load.append(psutil.getloadavg()[0])
         await asyncio.sleep(1.0)
 
 
