@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-gpu test-compose lint format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-chaos test-gpu test-compose lint format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,7 +27,7 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 	@exec $(VENV)/bin/pagewise serve $(ARGS)
 
 test: setup ## The whole suite (no GPU, no Docker)
-	$(PY) -m pytest -m "not long and not gpu and not compose" $(ARGS)
+	$(PY) -m pytest -m "not long and not chaos and not gpu and not compose" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m long $(ARGS)
@@ -36,6 +36,9 @@ fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFOR
 	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)
 	@$(PY) -c 'import atheris' 2>/dev/null || { echo "Not guided by coverage: $(VENV)/bin/pip install atheris"; exit 0; }; \
 	  $(PY) -m tests.fuzz.guided -max_total_time=$$((3 * $(or $(FUZZ_EFFORT),20)))
+
+test-chaos: setup ## Five minutes of executors that are killed, frozen, drained and cut off
+	$(PY) -m pytest -m chaos -s $(ARGS)
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)

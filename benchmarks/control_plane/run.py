@@ -119,7 +119,7 @@ def measure_long(num_tokens: int) -> dict[str, float]:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         encode(plan)
-        sampled = len(scheduler.newest_step.sampled)
+        sampled = len(scheduler.steps_in_flight[-1].sampled)
         scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * sampled), elapsed_us=1000))
         times.append((time.perf_counter() - began) * 1e6)
     scheduler.abort("first")

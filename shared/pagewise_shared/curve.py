@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
-import zmq.asyncio
 from zmq.auth import load_certificate
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog
@@ -156,42 +154,6 @@ class _Authenticator(ThreadAuthenticator):
         self._complaints.warning("refused a connection from %s: unknown key %s", self._address, key.decode())
         self._on_refused()
         return False
-
-
-class HandshakeFailure(NamedTuple):
-    """A connection that did not come about.
-
-    ``refused``: a key was turned away. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
-    end that noticed; both are false if the peer hung up or answered to another key.
-    """
-
-    refused: bool
-    no_common_mechanism: bool
-
-
-class Handshakes:
-    """Watches the handshakes on ``socket``. Made before bind or connect, closed before the socket."""
-
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
-        self._socket = socket
-        self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        )
-
-    async def failure(self) -> HandshakeFailure:
-        """The next one that fails, when it does."""
-        message = await recv_monitor_message(self._monitor)
-        event = message["event"]
-        mismatch = message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-        return HandshakeFailure(
-            refused=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-            no_common_mechanism=event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch,
-        )
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._socket.disable_monitor()
-        self._monitor.close()
 
 
 def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) -> Keys | None:

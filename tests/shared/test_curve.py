@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Gate, Handshakes, Keys, leaves_host, load_keys, public_file, secret_file
+from pagewise_shared.connections import Connections, HandshakeFailure
+from pagewise_shared.curve import Gate, Keys, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
 from zmq.auth import create_certificates
@@ -180,11 +181,12 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
             dealer.linger = 0
             if client is not None:
                 client.secure_client(dealer, server_key)
-            handshakes = Handshakes(dealer)
+            connections = Connections(dealer)
             dealer.connect(f"tcp://127.0.0.1:{port}")
             async with asyncio.timeout(10):
-                found = await handshakes.failure()
-            handshakes.close()
+                while not isinstance(found := await connections.next(), HandshakeFailure):
+                    pass
+            connections.close()
             dealer.close()
             return found
 

@@ -10,7 +10,8 @@ from time import monotonic
 import msgspec
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Handshakes, Keys
+from pagewise_shared.connections import Connections
+from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -34,16 +35,17 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from pagewise_executor.handshakes import mind_handshakes
+from pagewise_executor.connection import mind_connection
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_HELLO_PAUSES = (0.25, 0.5, 1.0, 2.0, 5.0)
+_HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
 _LONGEST_HEARTBEAT_MS = 60_000
+_GOODBYE_SECONDS = 0.2
 
 
 class RefusedError(Exception):
@@ -118,11 +120,17 @@ class ExecutorService:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
         if self._keys is not None:
             self._keys.secure_client(self._socket)
-        handshakes = Handshakes(self._socket)
+        connections = Connections(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
@@ -133,7 +141,7 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
-                    mind_handshakes(handshakes, self._socket, self._endpoint, self._keys),
+                    mind_connection(connections, self._socket, self._endpoint, self._keys, self._reconnected),
                     self._stop.wait(),
                     self._leave(),
                     asyncio.wrap_future(worker.failed),
@@ -149,9 +157,10 @@ class ExecutorService:
             await asyncio.to_thread(worker.stop)
             await asyncio.sleep(0)  # lets the last results, posted from the worker's thread, go out
             if self._welcome is not None:
-                with contextlib.suppress(zmq.ZMQError):
-                    await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
-            handshakes.close()
+                with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_SECONDS):
+                        await self._send(Goodbye(self._welcome.epoch, self._stop_reason))
+            connections.close()
             self._socket.close()
             context.term()
 
@@ -199,11 +208,11 @@ class ExecutorService:
                 await asyncio.sleep(0.05)
             inventory = await asyncio.wrap_future(worker.inventory())
             while self._welcome is None:
-                await self._send(msgspec.structs.replace(self._hello, inventory=inventory))
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
+                        await self._send(msgspec.structs.replace(self._hello, inventory=inventory))
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(_HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
@@ -232,6 +241,12 @@ class ExecutorService:
             and 1 <= welcome.max_num_batched_tokens <= hello.max_num_batched_tokens
             and 1 <= welcome.heartbeat_ms <= _LONGEST_HEARTBEAT_MS
         )
+
+    def _reconnected(self) -> None:
+        """A new Hello after the connection has broken: frames may have been lost with it."""
+        if self._welcome is not None:
+            log.warning("the connection to the scheduler broke, saying Hello again")
+            self._rejoin()
 
     def _rejoin(self) -> None:
         self._welcome = None

@@ -76,6 +76,11 @@ class Metrics:
         )
         for reason in ("unknown_key", "handshake"):
             self.connections_refused(reason)
+        self._request_moves = self._raw_counter(
+            "request_moves", "Requests that went on at another executor, by what became of theirs.", ("reason",)
+        )
+        for reason in ("left", "lost"):
+            self.request_moves(reason)
         build = Gauge("pagewise_build_info", "The version that runs; always 1.", ("version",), registry=self.registry)
         build.labels(package_version()).set(1)
         ProcessCollector(registry=self.registry)
@@ -84,6 +89,10 @@ class Metrics:
     def request_success(self, finished_reason: str) -> Counter:
         """The counter of sequences that ended with this finish reason (stop, length, abort, error)."""
         return self._request_success.labels(self._model_name, finished_reason)
+
+    def request_moves(self, reason: str) -> Counter:
+        """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
+        return self._request_moves.labels(self._model_name, reason)
 
     def frames_dropped(self, reason: str) -> Counter:
         """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""

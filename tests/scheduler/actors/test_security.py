@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 from pagewise_scheduler.actors.entry import MAX_EXECUTORS, MAX_FLEET_BLOCKS, Entry
-from pagewise_scheduler.actors.fleet import _Link
+from pagewise_scheduler.actors.fleet import Fleet, _Link
 from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
@@ -67,7 +67,7 @@ async def test_executors_with_keys_serve(folder: Path) -> None:
 async def test_an_unknown_key_is_refused_until_it_is_added(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewise_executor.handshakes._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("pagewise_executor.connection._RETRY_SECONDS", 0.05)
     stranger = Keys(folder, "one")
     card = public_file(folder, "one").read_bytes()
     public_file(folder, "one").unlink()
@@ -237,7 +237,13 @@ async def test_the_identity_of_a_live_connection_cannot_be_taken(folder: Path, k
         victim.close()
 
 
-async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(folder: Path) -> None:
+async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(fleet: Fleet) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Fleet, "_watch_connections", never)  # or the member would be given up before the thief comes
     async with running(folder, keys=Keys(folder, SCHEDULER)) as stack:
         victim = RawExecutor(folder, Keys(folder, "one"), identity=b"the same")
         epoch = await joined(victim)
@@ -337,7 +343,7 @@ async def test_one_that_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
         assert not sent[-1]
     finally:
         raw.close()
-        stack.fleet._handshakes.close()
+        stack.fleet._connections.close()
         stack.fleet._socket.close()
         stack.fleet._context.term()
 

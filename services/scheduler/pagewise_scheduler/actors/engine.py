@@ -46,9 +46,10 @@ class Abort:
 
 @dataclass(slots=True, frozen=True)
 class Lost:
-    """The executor is gone: hand everything back and end."""
+    """The executor is gone: hand everything back and end. ``died``: it did not leave by itself."""
 
     reason: str
+    died: bool = True
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,8 +87,8 @@ class ExecutorLink(Protocol):
 class RequestSink(Protocol):
     """Where an engine that ends leaves what it could not finish."""
 
-    def give_back(self, requests: list[LiveRequest], *, lost: bool = True) -> None:
-        """Let these requests go on elsewhere, from their tokens; ``lost``: the executor was lost under them."""
+    def give_back(self, requests: list[LiveRequest]) -> None:
+        """Let these requests go on elsewhere, from their tokens."""
         ...
 
 
@@ -118,6 +119,7 @@ class Engine(Actor[EngineMessage]):
         self._lost: str | None = None
         self._leaving = False
         self.moved: list[LiveRequest] | None = None
+        self._died = True
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
@@ -160,8 +162,8 @@ class Engine(Actor[EngineMessage]):
                 await self._take_result(message)
             case Copied():
                 await self._take_copied(message)
-            case Lost(reason):
-                self._lost = reason
+            case Lost(reason, died):
+                self._lost, self._died = reason, died
             case PeerLost(endpoint):
                 self.scheduler.peer_lost(endpoint)
             case GivenBack():
@@ -176,7 +178,8 @@ class Engine(Actor[EngineMessage]):
         self.scheduler.release_all()
         self.moved, self._live = list(self._live.values()), {}
         self.load = 0
-        self._sink.give_back(self.moved, lost=False)
+        self._metrics.request_moves("left").inc(len(self.moved))
+        self._sink.give_back(self.moved)
 
     async def send(self, frame: bytes) -> None:
         """Send something to the executor beside the plans."""
@@ -184,7 +187,7 @@ class Engine(Actor[EngineMessage]):
 
     def _serve(self, live: LiveRequest) -> None:
         if self.moved is not None:
-            self._sink.give_back([live], lost=False)
+            self._sink.give_back([live])
             return
         if live.done or live.abandoned:
             self.load -= live.request.num_sequences
@@ -338,6 +341,7 @@ class Engine(Actor[EngineMessage]):
 
     def _hand_over(self) -> None:
         self.ended = True
+        self._blame()
         self.scheduler.release_all()
         live, self._live = list(self._live.values()), {}
         for message in self.leftover():
@@ -345,4 +349,14 @@ class Engine(Actor[EngineMessage]):
                 live.append(message.live)
             elif isinstance(message, Abort) and message.live in live:
                 live.remove(message.live)
+        self._metrics.request_moves("lost" if self._died else "left").inc(len(live))
         self._sink.give_back(live)
+
+    def _blame(self) -> None:
+        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side."""
+        suspects = set(self.scheduler.requests) if self._lost is None else set()
+        if self._lost is not None and self._died:
+            suspects = {request for step in self.scheduler.steps_in_flight for request in step.requests}
+        for live in self._live.values():
+            if live.request in suspects:
+                live.blame()

@@ -9,7 +9,8 @@ from itertools import count
 import msgspec
 import zmq
 import zmq.asyncio
-from pagewise_shared.curve import Gate, Handshakes, Keys
+from pagewise_shared.connections import Connections, HandshakeFailure
+from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
@@ -139,7 +140,7 @@ class Fleet:
         if keys is not None:
             self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
             self._gate.secure_server(self._socket)
-        self._handshakes = Handshakes(self._socket)
+        self._connections = Connections(self._socket)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -148,7 +149,7 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
-                tasks.create_task(self._count_failed_handshakes(), name="fleet handshakes")
+                tasks.create_task(self._watch_connections(), name="fleet connections")
                 while True:
                     identity, *frames = await self._socket.recv_multipart(copy=False)
                     # A message is one frame; another number of them is none.
@@ -157,20 +158,13 @@ class Fleet:
         finally:
             if self._gate is not None:
                 self._gate.close()
-            self._handshakes.close()
+            self._connections.close()
             self._socket.close()
             self._context.term()
 
     def _key_of(self, frame: zmq.Frame) -> str:
         """The public key that the connection of this frame has proved to own."""
         return str(frame.get("User-Id")) if self._gate is not None else ""
-
-    async def _count_failed_handshakes(self) -> None:
-        refused = self._metrics.connections_refused("handshake")
-        while True:
-            if not (await self._handshakes.failure()).refused:  # those are counted by the gate
-                refused.inc()
-                self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
 
     async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
         member = self._members.get(identity)
@@ -213,7 +207,7 @@ class Fleet:
                     seconds = min(patience / 1000, _MOST_PATIENCE) * _SHARE_OF_PATIENCE
                     tasks.create_task(self._draining.drain(member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
-                self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})")
+                self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})", died=False)
 
     def _pass_on(self, identity: bytes, member: Member, message: StepResult | Copied) -> None:
         """Hand a result to the engine, unless it tells of what cannot be."""
@@ -232,7 +226,7 @@ class Fleet:
             await self._send(identity, Refused(refusal))
             return
         if identity in self._members:
-            self._give_up(identity, "it said Hello again")
+            self._give_up(identity, "it said Hello again", died=False)
         for other, member in list(self._members.items()):
             # One that was started again under its old name: no need to wait until its old life times out. Two that
             # are alive under one name are both kept: names are for people.
@@ -281,6 +275,7 @@ class Fleet:
         self._end_lending(engine)
         if (member := self._members.get(identity)) is not None and member.engine is engine:
             del self._members[identity]
+            log.warning("executor %s is gone: its engine has ended; its requests move on", engine.executor_id)
             await self._send(identity, Rejoin())
 
     def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
@@ -296,12 +291,12 @@ class Fleet:
             return f"its vocabulary of {hello.vocab_size} is not the fleet's"
         return None
 
-    def _give_up(self, identity: bytes, reason: str) -> None:
+    def _give_up(self, identity: bytes, reason: str, *, died: bool = True) -> None:
         member = self._members.pop(identity)
         log.warning("executor %s is gone: %s; its requests move on", member.hello.executor_id, reason)
         self._router.tell(Left(member.engine))
         self._end_lending(member.engine)
-        member.engine.tell(Lost(reason))
+        member.engine.tell(Lost(reason, died))
 
     def _take_over(self, hello: Hello, scheduler: Scheduler) -> bool:
         """Expect what the executor holds from before; False: it holds nothing that could be used."""
@@ -367,8 +362,23 @@ class Fleet:
                 elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
                     self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
 
-    async def _send(self, identity: bytes, message: Message) -> None:
-        await _Link(self._socket, identity, self._epochs).send(encode(message))
+    async def _watch_connections(self) -> None:
+        """Give up members whose connection has broken, without waiting for a heartbeat that cannot come."""
+        refused = self._metrics.connections_refused("handshake")
+        while True:
+            event = await self._connections.next()
+            if isinstance(event, HandshakeFailure):
+                if not event.refused:  # those are counted by the gate
+                    refused.inc()
+                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+                continue
+            for identity, member in list(self._members.items()):
+                reached = await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
+                if not reached and self._members.get(identity) is member:
+                    self._give_up(identity, "its connection broke")
+
+    async def _send(self, identity: bytes, message: Message) -> bool:
+        return await _Link(self._socket, identity, self._epochs).send(encode(message))
 
 
 def _costs(hello: Hello) -> Costs | None:

@@ -21,8 +21,9 @@ from pagewise_scheduler.text.tokenizer import Tokenizer
 class LiveRequest:
     """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
 
-    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``moves``: engines that were
-    lost under it. Deltas that the client has not read yet are merged into one list, bounded by ``max_tokens``.
+    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``deaths``: executors in a row
+    that died in a step of it, without a token of it in between. Deltas that the client has not read yet are merged
+    into one list, bounded by ``max_tokens``.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LiveRequest:
         )
         self.stats = GenerationStats(prompt_tokens=len(generation.prompt_token_ids))
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.moves = 0
+        self.deaths = 0
         self.engine: object | None = None
         self.done = False
         self.abandoned = False
@@ -71,6 +72,7 @@ class LiveRequest:
         self._changed = asyncio.Event()
         self._first_token_time: float | None = None
         self._last_token_times = [0.0] * generation.n
+        self._tokens_at_death = 0
 
     # ---- the engine's side ---------------------------------------------------------------------------
 
@@ -117,6 +119,12 @@ class LiveRequest:
         self._unfinished -= 1
         if self._unfinished == 0:
             self._end(now)
+
+    def blame(self) -> None:
+        """An executor died in a step of this request; tokens since the last time speak for its innocence."""
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences)
+        self.deaths = self.deaths + 1 if tokens <= self._tokens_at_death else 1
+        self._tokens_at_death = tokens
 
     def take_error(self, error: str | GenerationError, now: float) -> None:
         """The whole request failed."""

@@ -14,8 +14,8 @@ from pagewise_scheduler.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_MOVES = 8
-"""Executors that may be lost under one request before it is given up: it may be what kills them."""
+MAX_DEATHS = 8
+"""Executors in a row that may die in steps of one request before it is given up: it may be what kills them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +62,7 @@ class Router(Actor[RouterMessage]):
         self._max_waiting = max_waiting
         self._patience = patience
         self._engines: dict[Engine, Joined] = {}
-        self._homeless: dict[LiveRequest, None] = {}
+        self._homeless: dict[LiveRequest, asyncio.TimerHandle] = {}
         self._capacity: Capacity | None = None
 
     # ---- called by others ----------------------------------------------------------------------------
@@ -93,10 +93,9 @@ class Router(Actor[RouterMessage]):
         self.tell(Place(live))
         return live
 
-    def give_back(self, requests: list[LiveRequest], *, lost: bool = True) -> None:
+    def give_back(self, requests: list[LiveRequest]) -> None:
         """Let requests of an engine go on elsewhere."""
         for live in requests:
-            live.moves += lost
             self.tell(Place(live))
 
     def memory_reports(self, limit: int) -> list[MemoryReport]:
@@ -136,14 +135,15 @@ class Router(Actor[RouterMessage]):
             case Abort(live):
                 self._abort(live)
             case Expired(live):
-                if self._homeless.pop(live, 0) is None:
+                if self._homeless.pop(live, None) is not None:
                     reason = f"no executor could take the request within {self._patience:g} s"
                     live.take_error(NoExecutorError(reason), clock())
             case Joined():
                 self._engines[message.engine] = message
                 self._update_capacity()
                 homeless, self._homeless = self._homeless, {}
-                for live in homeless:
+                for live, expiry in homeless.items():
+                    expiry.cancel()
                     self._place(live)
             case Left(engine):
                 self._engines.pop(engine, None)
@@ -155,8 +155,8 @@ class Router(Actor[RouterMessage]):
         if live.abandoned:
             live.take_error("aborted", clock())
             return
-        if live.moves > MAX_MOVES:
-            live.take_error(f"{live.moves} executors were lost while they ran it", clock())
+        if live.deaths > MAX_DEATHS:
+            live.take_error(f"{live.deaths} executors in a row died while they ran it", clock())
             return
         request = live.request
         # An engine may have ended before its Left arrives here: what it was given then would never be served.
@@ -166,15 +166,16 @@ class Router(Actor[RouterMessage]):
             if not engine.ended and engine.scheduler.fits(len(request.prompt_token_ids), request.max_tokens)
         ]
         if not able:
-            self._homeless[live] = None
-            asyncio.get_running_loop().call_later(self._patience, self.tell, Expired(live))
+            loop = asyncio.get_running_loop()
+            self._homeless[live] = loop.call_later(self._patience, self.tell, Expired(live))
             return
         engine = min(able, key=lambda e: e.load)
         live.engine = engine
         engine.assign(live)
 
     def _abort(self, live: LiveRequest) -> None:
-        if self._homeless.pop(live, 0) is None:
+        if (expiry := self._homeless.pop(live, None)) is not None:
+            expiry.cancel()
             live.take_error("aborted", clock())
         elif isinstance(live.engine, Engine):
             live.engine.tell(Abort(live))

@@ -156,7 +156,7 @@ class Simulation:
 
     def _execute(self, plan: StepPlan) -> None:
         """Book the device and the links for a plan; its results come as events."""
-        costs, step = self._costs, self._scheduler.newest_step
+        costs, step = self._costs, self._scheduler.steps_in_flight[-1]
         num_decodes = step.num_seqs - len(step.chunk_rows)
         seconds = costs.prefill.step + costs.prefill.token * (step.num_tokens - num_decodes)
         seconds += costs.prefill.attention * step.attention + costs.decode * num_decodes
@@ -244,7 +244,7 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
         while not request.finished:
             plan = scheduler.schedule(float(index))
             assert plan is not None
-            sampled = len(scheduler.newest_step.sampled)
+            sampled = len(scheduler.steps_in_flight[-1].sampled)
             scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([0] * sampled)))
             if plan.memory is not None and plan.memory.stores:
                 scheduler.copied(Copied(plan.epoch, plan.step, "store"))

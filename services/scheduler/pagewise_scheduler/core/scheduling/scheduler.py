@@ -92,9 +92,9 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def newest_step(self) -> StepInFlight:
-        """The step that was planned last and has not come back."""
-        return self._in_flight[-1]
+    def steps_in_flight(self) -> deque[StepInFlight]:
+        """Steps that have not come back, the oldest first."""
+        return self._in_flight
 
     @property
     def running(self) -> list[Sequence]:

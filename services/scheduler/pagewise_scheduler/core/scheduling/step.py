@@ -37,6 +37,11 @@ class StepInFlight:
     context: int
 
     @property
+    def requests(self) -> set[Request]:
+        """Whose sequences it runs."""
+        return {sequence.request for sequence in chain(self.sampled, self.chunk_rows.values())}
+
+    @property
     def owner(self) -> Sequence:
         """Its only sequence, of a step that has one."""
         return next(iter(self.chunk_rows.values()), None) or self.sampled[0]

@@ -1,0 +1,54 @@
+"""How long do streams pause when executors are killed, frozen, drained and cut off?
+
+A hundred streams of ten kinds through the real client, a scheduler and three executors on this machine, the last one
+in a network namespace of its own where the machine allows that. Every output is compared with what the same server
+answered before anything was disturbed. The pause of a stream is the longest gap between two of its tokens around what
+was done to its executor. Prints the numbers and, with ``--json``, writes them.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.record import write_record
+from tests.chaos.disturbances import Monkey
+from tests.chaos.harness import chaos
+from tests.chaos.network import namespace
+from tests.chaos.processes import Cluster
+from tests.chaos.workload import make_cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--max-tokens", type=int, default=150)
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds between two disturbances, at least")
+    parser.add_argument("--executor-timeout", type=float, default=3.0)
+    parser.add_argument("--logs", type=Path, help="folder for the logs of all processes")
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    options = (f"--executor-timeout={args.executor_timeout:g}", "--step-timeout=10")
+    with namespace() as network, tempfile.TemporaryDirectory() as folder:
+        address = "127.0.0.1" if isinstance(network, str) else network.host
+        cluster = Cluster(args.logs or Path(folder), scheduler_options=options, address=address)
+        monkey = Monkey(cluster, pause=args.pause, freeze=args.executor_timeout + 3, blocks=(600, 400, 300))
+        if not isinstance(network, str):
+            monkey.network = network
+        report = asyncio.run(chaos(cluster, monkey, make_cases(args.streams, args.max_tokens), args.seconds))
+    numbers = report.numbers() | {
+        "executor_timeout": args.executor_timeout,
+        "network": network if isinstance(network, str) else "packets dropped between network namespaces",
+    }
+    print(json.dumps(numbers, indent=1))
+    print("\n".join(report.failures[:50]), file=sys.stderr)
+    if args.json:
+        write_record(args.json, numbers, device="cpu")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

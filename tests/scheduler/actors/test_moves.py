@@ -1,0 +1,105 @@
+"""Requests that move: who is blamed for dead executors, how soon a death is noticed, how long nobody is waited for."""
+
+import asyncio
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from pagewise_scheduler.actors.router import MAX_DEATHS
+from pagewise_scheduler.generation import GenerationError
+from pagewise_shared.protocol import Goodbye, HeartbeatAck, StepPlan, StepResult, Welcome, encode, pack_int32s
+
+from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
+
+
+async def joined(path: Path, **fields: object) -> tuple[RawExecutor, Welcome]:
+    raw = RawExecutor(path)
+    await raw.send(hello(vocab_size=4096, **fields))
+    welcome = await raw.receive()
+    assert isinstance(welcome, Welcome)
+    return raw, welcome
+
+
+async def next_plan(raw: RawExecutor) -> StepPlan:
+    while isinstance(message := await raw.receive(), HeartbeatAck):  # somebody else's connection broke: are you there?
+        pass
+    assert isinstance(message, StepPlan)
+    return message
+
+
+async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=20.0) as stack:
+        stack.fleet._executor_timeout = 30.0
+        raw, _ = await joined(tmp_path)
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        await next_plan(raw)
+        await next_plan(raw)  # the second of two steps in flight: no more is sent until one is answered
+        began = monotonic()
+        raw.close()
+        await stack.ready(0)
+        assert monotonic() - began < 5.0
+        async with executor(tmp_path):
+            assert len(await moving) == 8
+        assert stack.metrics.request_moves("lost")._value.get() == 1
+
+
+async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_against_it(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=20.0) as stack:
+        moving: asyncio.Task[list[int]] | None = None
+        for life in range(2 * (MAX_DEATHS + 2)):
+            raw, welcome = await joined(tmp_path)
+            await stack.ready(1)
+            moving = moving or asyncio.create_task(stack.generate([1, 2, 3], max_tokens=40))
+            plan = await next_plan(raw)
+            if life % 2:
+                await raw.send(Goodbye(welcome.epoch, "stopped"))
+            else:
+                await raw.send(StepResult(welcome.epoch, plan.step, pack_int32s([7])))
+                while (await next_plan(raw)).step < 3:  # it was sent after that token had been taken
+                    pass
+            raw.close()
+            await stack.ready(0)
+        assert moving is not None
+        async with executor(tmp_path):
+            tokens = await moving
+        assert len(tokens) == 40
+        assert tokens[: MAX_DEATHS + 2] == [7] * (MAX_DEATHS + 2)
+
+
+async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that_wait_are_not(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=30.0) as stack:
+        doomed: asyncio.Task[list[int]] | None = None
+        for _ in range(MAX_DEATHS + 1):
+            raw, _ = await joined(tmp_path, max_num_seqs=1)
+            await stack.ready(1)
+            if doomed is None:
+                doomed = asyncio.create_task(stack.generate([1, 2, 3]))
+                await asyncio.sleep(0)
+                waiting = asyncio.create_task(stack.generate([4, 5, 6]))
+            await next_plan(raw)
+            assert not doomed.done()
+            raw.close()
+            await stack.ready(0)
+        assert doomed is not None
+        with pytest.raises(GenerationError, match=f"{MAX_DEATHS + 1} executors in a row died"):
+            await doomed
+        async with executor(tmp_path):
+            assert len(await waiting) == 8
+
+
+async def test_who_has_to_wait_for_an_executor_again_may_wait_as_long_again(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=2.0) as stack:
+        async with executor(tmp_path):
+            await stack.ready(1)
+        await stack.ready(0)
+        moving = asyncio.create_task(stack.generate([1, 2, 3]))
+        await asyncio.sleep(1.4)
+        raw, welcome = await joined(tmp_path)
+        await next_plan(raw)
+        await raw.socket.send(encode(Goodbye(welcome.epoch, "stopped")))
+        await asyncio.sleep(1.2)
+        assert not moving.done()
+        async with executor(tmp_path):
+            assert len(await moving) == 8
+        raw.close()
