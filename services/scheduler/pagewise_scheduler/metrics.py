@@ -22,6 +22,16 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "spoiled", "copied")
 """The fields of the core's ``MemoryCounters``."""
 
+REFUSALS = (
+    "max_waiting",
+    "max_waiting_tokens",
+    "no_executor",
+    "key_concurrent",
+    "key_requests_per_minute",
+    "key_tokens_per_minute",
+)
+"""Why requests are not taken."""
+
 RECOVERY_METHODS = ("device", "load", "recompute", "both")
 """How sequences get KV back."""
 
@@ -71,6 +81,22 @@ class Metrics:
         """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""
         return self._frames_dropped.labels(self._model_name, reason)
 
+    def requests_refused(self, reason: str) -> Counter:
+        """The counter of requests that were not taken for this reason (one of ``REFUSALS``)."""
+        return self._requests_refused.labels(self._model_name, reason)
+
+    def key_requests(self, key: str) -> Counter:
+        """The counter of requests that came with a key of this name."""
+        return self._key_requests.labels(self._model_name, key)
+
+    def key_tokens(self, key: str, kind: str) -> Counter:
+        """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
+        return self._key_tokens.labels(self._model_name, key, kind)
+
+    def key_reloads(self, outcome: str) -> Counter:
+        """The counter of times that the file of API keys was read again: outcome is "done" or "failed"."""
+        return self._key_reloads.labels(self._model_name, outcome)
+
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is "device" or "host"."""
         return self._cached_tokens.labels(self._model_name, source)
@@ -99,6 +125,7 @@ class Metrics:
     def _bind_gauges(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batches.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences that wait to run.")
+        self.num_prompt_tokens_waiting = self._gauge("num_prompt_tokens_waiting", "Prompt tokens of what waits to run.")
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
@@ -110,6 +137,7 @@ class Metrics:
         )
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
+        self.http_connections = self._gauge("http_connections", "Connections of clients.")
 
     def _bind_counters(self) -> None:
         self.prefix_cache_queries = self._counter(
@@ -137,7 +165,24 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
+        self._bind_admission_counters()
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
+
+    def _bind_admission_counters(self) -> None:
+        self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a good API key.")
+        self.connections_refused = self._counter("http_connections_refused", "Connections over --max-connections.")
+        self._requests_refused = self._raw_counter(
+            "requests_refused", "Requests that were not taken, by reason.", ("reason",)
+        )
+        self._key_requests = self._raw_counter("key_requests", "Requests taken, by name of the API key.", ("key",))
+        self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
+        self._key_reloads = self._raw_counter(
+            "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
+        )
+        for reason in REFUSALS:
+            self.requests_refused(reason)
+        for outcome in ("done", "failed"):
+            self.key_reloads(outcome)
 
     def _bind_histograms(self) -> None:
         self.time_to_first_token_seconds = self._histogram(

@@ -5,13 +5,12 @@ import contextlib
 import logging
 import signal
 
-from aiohttp import web
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.http import create_app
+from pagewise_scheduler.http import create_app, listening, raise_file_limit
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
@@ -35,7 +34,7 @@ async def serve(config: SchedulerConfig) -> None:
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
     model_name = config.served_model_name or config.model
     metrics = Metrics(model_name)
-    router = Router(tokenizer, metrics, max_waiting=config.max_waiting)
+    router = Router(tokenizer, metrics, max_waiting=config.max_waiting, max_waiting_tokens=config.max_waiting_tokens)
     fleet = Fleet(
         config.listen,
         router,
@@ -48,11 +47,14 @@ async def serve(config: SchedulerConfig) -> None:
         recovery=config.recovery,
         eviction=config.eviction,
     )
-    runner = web.AppRunner(
+    surface = listening(
         create_app(router, tokenizer, config, metrics),
-        handler_cancellation=True,
+        metrics,
+        host=config.host,
+        port=config.port,
+        max_connections=raise_file_limit(config.max_connections),
+        keepalive_timeout=config.keepalive_timeout,
         shutdown_timeout=SHUTDOWN_SECONDS,
-        access_log=None,
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,18 +65,14 @@ async def serve(config: SchedulerConfig) -> None:
             tasks.create_task(router.run(), name="router"),
             tasks.create_task(_refresh_gauges(router, metrics), name="gauges"),
         ]
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, config.host, config.port)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            shown = f"[{host}]" if ":" in host else host
-            log.info("executors connect to %s", fleet.endpoint)
-            print(f"listening http://{shown}:{port}", flush=True)
-            await stop.wait()
-            log.info("stopping")
+            async with surface as (host, port):
+                shown = f"[{host}]" if ":" in host else host
+                log.info("executors connect to %s", fleet.endpoint)
+                print(f"listening http://{shown}:{port}", flush=True)
+                await stop.wait()
+                log.info("stopping")
         finally:
-            await runner.cleanup()
             for actor in actors:
                 actor.cancel()
 
@@ -84,7 +82,9 @@ async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
     while True:
         engines = router.engines
         metrics.num_requests_running.set(sum(engine.scheduler.num_running for engine in engines))
-        metrics.num_requests_waiting.set(router.num_waiting)
+        metrics.num_requests_waiting.set(router.waiting.sequences)
+        metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
+        router.observe_backlog()
         in_use = sum(engine.scheduler.kv.pool.num_in_use for engine in engines)
         blocks = sum(engine.scheduler.kv.pool.num_blocks for engine in engines)
         metrics.kv_cache_usage_perc.set(in_use / blocks if blocks else 0.0)

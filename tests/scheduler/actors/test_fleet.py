@@ -50,7 +50,7 @@ class Stack:
 
     def __init__(self, path: Path, patience: float = 5.0) -> None:
         self.metrics = Metrics("m")
-        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, patience=patience)
+        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, max_waiting_tokens=1000, patience=patience)
         self.fleet = Fleet(
             f"ipc://{path}/wire",
             self.router,
@@ -344,5 +344,5 @@ async def test_admission(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         with pytest.raises(AdmissionError) as error:
             await stack.generate([1])
-        assert error.value.kind == "overloaded"
+        assert error.value.kind == "unavailable"
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -9,6 +9,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
+from pagewise_scheduler.actors.backlog import Load
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
@@ -74,8 +75,9 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when
-    the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if none is in flight.
+    ``load``: sequences assigned and not finished; ``arriving``: of those, what is in the mailbox. ``ended``: it takes
+    no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in
+    seconds of ``clock``; None if none is in flight.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine(Actor[EngineMessage]):
         self.oldest_step_time: float | None = None
         self._copies: dict[tuple[int, str], float] = {}
         self.load = 0
+        self.arriving = Load()
         self.ended = False
         self._link = link
         self._sink = sink
@@ -99,6 +102,7 @@ class Engine(Actor[EngineMessage]):
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
         self.load += live.request.num_sequences
+        self.arriving = self.arriving.plus(Load.of(live))
         self.tell(Serve(live))
 
     @property
@@ -137,6 +141,7 @@ class Engine(Actor[EngineMessage]):
                 self._lost = reason
 
     def _serve(self, live: LiveRequest) -> None:
+        self.arriving = self.arriving.minus(Load.of(live))
         if live.done or live.abandoned:
             self.load -= live.request.num_sequences
             live.take_error("aborted", clock())

@@ -32,6 +32,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Fleet:
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None
+        self._virtual_tokens = VirtualTokens()
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
         self._context = zmq.asyncio.Context()
@@ -183,6 +185,7 @@ class Fleet:
             costs=_costs(hello),
             recovery=self._recovery,
             eviction=self._eviction,
+            virtual_tokens=self._virtual_tokens,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
         self._members[identity] = Member(hello, engine, clock())
