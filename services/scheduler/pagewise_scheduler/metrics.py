@@ -5,8 +5,10 @@ Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port b
 it on a histogram. All values are summed over executors, so there is no ``engine`` label.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,6 +20,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 MEMORY_EVENTS = ("evicted", "demoted", "dropped", "host_evicted", "stored", "loaded", "spoiled", "copied")
 """The fields of the core's ``MemoryCounters``."""
@@ -45,6 +50,29 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class TokenHistogram(Collector):
+    """A histogram for what is observed with every token: one thread, no locks, a fifth of what the library's costs."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value; from the event loop only."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """What a scrape gets to see."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class Metrics:
@@ -188,9 +216,13 @@ class Metrics:
         self.time_to_first_token_seconds = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
         )
-        self.inter_token_latency_seconds = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one sequence.", _INTER_TOKEN
+        self.inter_token_latency_seconds = TokenHistogram(
+            "pagewise_inter_token_latency_seconds",
+            "Between two tokens of one sequence.",
+            _INTER_TOKEN,
+            self._model_name,
         )
+        self.registry.register(self.inter_token_latency_seconds)
         self.e2e_request_latency_seconds = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST
         )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import resource
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
+
+_PAUSE_SECONDS = 1.0
 
 OTHER_FILES = 256
 """Open files that are no connections of clients: executors, logs, the model."""
@@ -49,33 +52,100 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     try:
+        sockets = await _bound(host, port)
         door = _Door(runner.server, max_connections, metrics)
-        server = await asyncio.get_running_loop().create_server(door, host, port, backlog=BACKLOG)
+        for listener in sockets:
+            door.open(listener)
         try:
-            yield server.sockets[0].getsockname()[:2]
+            yield sockets[0].getsockname()[:2]
         finally:
-            server.close()
+            door.close()
     finally:
         await runner.cleanup()
 
 
+async def _bound(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of ``host``."""
+    sockets: list[socket.socket] = []
+    loop = asyncio.get_running_loop()
+    try:
+        for family, kind, protocol, _, address in await loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            listener = socket.socket(family, kind, protocol)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return sockets
+
+
 class _Door:
-    """Makes the protocol of each new connection: aiohttp's, or one that turns it away."""
+    """Accepts connections, as many as there may be, and turns the others away.
+
+    It takes all that wait at once. libuv takes one each time round the event loop, which is 5 a second where thousands
+    of streams keep the loop busy.
+    """
 
     def __init__(self, server: web.Server, most: int, metrics: Metrics) -> None:
         self._server, self._most, self._metrics = server, most, metrics
+        metrics.http_connections.set_function(lambda: len(server.connections))
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[object]] = set()
         self._told = False
 
-    def __call__(self) -> asyncio.Protocol:
-        number = len(self._server.connections)
-        self._metrics.http_connections.set(number)
-        if number < self._most:
-            return self._server()
-        self._metrics.connections_refused.inc()
-        if not self._told:
-            self._told = True
-            log.warning("%d connections are open, the most there may be: further ones are answered 503", number)
-        return _TurnAway()
+    def open(self, listener: socket.socket) -> None:
+        """Accept connections of a listening socket from now on."""
+        self._listeners.append(listener)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def close(self) -> None:
+        """Accept no more."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        number = len(self._server.connections) + len(self._tasks)
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:  # out of files or memory: those that wait are taken when there are some again
+                log.error("cannot accept connections for %g s: %s", _PAUSE_SECONDS, error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
+                break
+            connection.setblocking(False)
+            task = self._loop.create_task(self._take(connection, number < self._most))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            number += 1
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    async def _take(self, connection: socket.socket, welcome: bool) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._server if welcome else _TurnAway, connection)
+        except OSError:
+            connection.close()  # it has hung up already
+        if not welcome:
+            self._metrics.connections_refused.inc()
+            if not self._told:
+                self._told = True
+                log.warning("%d connections are open, the most there may be: others are answered 503", self._most)
 
 
 class _TurnAway(asyncio.Protocol):
