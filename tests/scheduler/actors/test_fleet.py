@@ -100,8 +100,10 @@ async def running(path: Path, patience: float = 5.0) -> AsyncIterator[Stack]:
 
 
 @asynccontextmanager
-async def executor(path: Path, name: str = "e", step_seconds: float = 0.0) -> AsyncIterator["asyncio.Task[None]"]:
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
+async def executor(
+    path: Path, name: str = "e", step_seconds: float = 0.0, *, runner: SimulatedRunner | None = None
+) -> AsyncIterator["asyncio.Task[None]"]:
+    runner = runner or SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
     service = ExecutorService(
         Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64
     )

@@ -99,7 +99,8 @@ class _Door:
         metrics.http_connections.set_function(lambda: len(server.connections))
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arriving: set[socket.socket] = set()
         self._told = False
 
     def open(self, listener: socket.socket) -> None:
@@ -115,7 +116,7 @@ class _Door:
         self._listeners.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        number = len(self._server.connections) + len(self._tasks)
+        number = len(self._server.connections) + len(self._arriving)
         for _ in range(BACKLOG):
             try:
                 connection, _ = listener.accept()
@@ -127,6 +128,7 @@ class _Door:
                 self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
                 break
             connection.setblocking(False)
+            self._arriving.add(connection)
             task = self._loop.create_task(self._take(connection, number < self._most))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -137,10 +139,16 @@ class _Door:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _take(self, connection: socket.socket, welcome: bool) -> None:
+        def protocol() -> asyncio.Protocol:
+            self._arriving.discard(connection)  # from here on the server counts it
+            return self._server() if welcome else _TurnAway()
+
         try:
-            await self._loop.connect_accepted_socket(self._server if welcome else _TurnAway, connection)
+            await self._loop.connect_accepted_socket(protocol, connection)
         except OSError:
             connection.close()  # it has hung up already
+        finally:
+            self._arriving.discard(connection)
         if not welcome:
             self._metrics.connections_refused.inc()
             if not self._told:
@@ -149,10 +157,12 @@ class _Door:
 
 
 class _TurnAway(asyncio.Protocol):
-    """Says that there are too many connections, and closes."""
+    """Says that there are too many connections, and closes, once the client has had time to read it: closing at once
+    what it still sends to would reset the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
+        asyncio.get_running_loop().call_later(_PAUSE_SECONDS, transport.abort)
         error = UnavailableError("too many connections")
         body = error.body()
         head = (
@@ -160,7 +170,7 @@ class _TurnAway(asyncio.Protocol):
             f"Retry-After: {error.retry_after}\r\nConnection: close\r\n\r\n"
         )
         transport.write(head.encode() + body)
-        transport.close()
+        transport.write_eof()
 
 
 def raise_file_limit(max_connections: int) -> int:
