@@ -1,5 +1,6 @@
-"""Benchmarks that need a GPU run here with tiny shapes, so that they work when there is one."""
+"""Benchmarks run here with tiny shapes: those that need a GPU work when there is one, the others do not rot."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,13 @@ def test_gpu_benchmarks_run_with_tiny_shapes(name: str, tmp_path: Path) -> None:
     summary = [sys.executable, "-m", "benchmarks.summary", str(record)]
     shown = subprocess.run(summary, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert len(shown.splitlines()) > 3
+
+
+@pytest.mark.timeout(180)
+def test_streams(tmp_path: Path) -> None:
+    record = tmp_path / "streams.json"
+    command = [sys.executable, "-m", "benchmarks.streams.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(record.read_text())["rows"]
+    assert (row["streams"], row["errors"]) == (20, 0)
