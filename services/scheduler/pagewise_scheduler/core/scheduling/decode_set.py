@@ -21,7 +21,7 @@ class DecodeSet:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._members: dict[Sequence, None] = {}
-        self._accounts: dict[Account, int] = {}
+        self._accounts: dict[Account, float] = {}
         self._order: list[Sequence] | None = None
         self._block_calendar: _Calendar = defaultdict(dict)
         self._length_calendar: _Calendar = defaultdict(dict)
@@ -49,7 +49,7 @@ class DecodeSet:
         self._members[sequence] = None
         self._order = None
         account = sequence.request.account
-        self._accounts[account] = self._accounts.get(account, 0) + 1
+        self._accounts[account] = self._accounts.get(account, 0.0) + OUTPUT_WEIGHT
         account.served += OUTPUT_WEIGHT  # of the token that the end of its prefill draws
 
     def remove(self, sequence: Sequence) -> None:
@@ -59,14 +59,14 @@ class DecodeSet:
         self._forget(self._block_calendar, sequence.block_due, sequence)
         self._forget(self._length_calendar, sequence.length_due, sequence)
         account = sequence.request.account
-        self._accounts[account] -= 1
+        self._accounts[account] -= OUTPUT_WEIGHT
         if not self._accounts[account]:
             del self._accounts[account]
 
     def charge(self) -> None:
         """Each member computes a token: put them on the accounts of their keys, at a price per key, not per member."""
-        for account, number in self._accounts.items():
-            account.served += OUTPUT_WEIGHT * number
+        for account, weight in self._accounts.items():
+            account.served += weight
 
     def length_due(self, step: int) -> list[Sequence]:
         """Members that have nothing left to run in ``step``: their last token is in flight or has come back."""
