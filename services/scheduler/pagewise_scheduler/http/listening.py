@@ -90,8 +90,8 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
 class _Door:
     """Accepts connections, as many as there may be, and turns the others away.
 
-    It takes all that wait at once. libuv takes one each time round the event loop, which is 5 a second where thousands
-    of streams keep the loop busy.
+    It takes all that wait at once. libuv takes one each time round the event loop, which is a few a second where
+    thousands of streams keep the loop busy.
     """
 
     def __init__(self, server: web.Server, most: int, metrics: Metrics) -> None:
