@@ -53,7 +53,7 @@ async def drive(router: Router, executors: int, streams: int) -> None:
 
 async def run(listen: str, executors: int, streams: int) -> None:
     metrics = Metrics("core")
-    router = Router(Tokenizer.load(resolve_model(DEMO_MODEL)), metrics, max_waiting=100_000)
+    router = Router(Tokenizer.load(resolve_model(DEMO_MODEL)), metrics, max_waiting=100_000, max_waiting_tokens=10**9)
     fleet = Fleet(
         listen, router, metrics, max_num_seqs=1024, max_num_batched_tokens=8192, max_model_len=None,
         executor_timeout=60.0, step_timeout=60.0,

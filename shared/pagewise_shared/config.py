@@ -2,7 +2,8 @@
 
 A configuration is a frozen struct whose fields are the options: ``max_num_seqs`` is ``--max-num-seqs`` on the
 command line and ``PAGEWISE_MAX_NUM_SEQS`` in the environment, in that order of precedence. The same option has
-the same name, meaning and default in every command.
+the same name, meaning and default in every command. A secret is read from the environment alone: command lines are for
+all users of a machine to see.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _GROUPS = {
         "simulate",
         "simulate_step",
     ),
-    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
+    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_waiting_tokens"),
     "KV cache": (
         "block_size",
         "num_blocks",
@@ -55,7 +56,14 @@ _GROUPS = {
         "recovery",
         "eviction",
     ),
-    "HTTP": ("host", "port", "max_body_bytes", "max_n"),
+    "HTTP": ("host", "port", "max_connections", "keepalive_timeout", "write_timeout", "max_body_bytes", "max_n"),
+    "API keys": (
+        "api_keys_file",
+        "public_metrics",
+        "key_concurrent",
+        "key_requests_per_minute",
+        "key_tokens_per_minute",
+    ),
     "processes": (
         "executors",
         "profile",
@@ -160,6 +168,28 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     host: Annotated[str, _help("address the HTTP server listens on", "HOST")] = "127.0.0.1"
     port: Annotated[Port, _help("port the HTTP server listens on; 0 takes a free one", "PORT")] = 8000
     max_waiting: Annotated[Positive, _help("most sequences that wait; more are answered 429", "N")] = 4096
+    max_waiting_tokens: Annotated[
+        Positive, _help("most prompt tokens of requests that wait; more are answered 429", "N")
+    ] = 8_388_608
+    max_connections: Annotated[Positive, _help("most HTTP connections; further ones are answered 503", "N")] = 16_384
+    keepalive_timeout: Annotated[
+        Seconds, _help("seconds a connection may be without a request, or take to send the head of one", "S")
+    ] = 75.0
+    write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
+    api_keys: Annotated[str | None, Meta(extra={"secret": True})] = None
+    api_keys_file: Annotated[
+        str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")
+    ] = None
+    public_metrics: Annotated[bool, _help("answer /metrics without an API key too")] = False
+    key_concurrent: Annotated[Positive | None, _help("most requests at once per API key (default: no limit)", "N")] = (
+        None
+    )
+    key_requests_per_minute: Annotated[
+        Positive | None, _help("most requests per minute and API key (default: no limit)", "N")
+    ] = None
+    key_tokens_per_minute: Annotated[
+        Positive | None, _help("most tokens per minute and API key, prompts and outputs (default: no limit)", "N")
+    ] = None
     max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
     max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
     executor_timeout: Annotated[
@@ -280,7 +310,7 @@ def parse_config(
     groups = {title: parser.add_argument_group(title) for title, _ in grouped}
     titles = {name: title for title, name in grouped}
     # In the order of the groups; what is in none (the model) stands at the top.
-    for name in [*(name for name in fields if name not in titles), *titles]:
+    for name in [*(name for name in fields if name not in titles and name not in secrets(config_type)), *titles]:
         _add_argument(groups[titles[name]] if name in titles else parser, name, hints[name], fields[name].default)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if (model := given.pop("model_argument", None)) is not None:
@@ -302,6 +332,8 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         variable = VARIABLE_PREFIX + field.name.upper()
         if field.name in given:
             values[field.name] = _convert(given[field.name], field.type, _flag(field.name))
+        elif environ.get(variable) and field.name in secrets(config_type):
+            values[field.name] = environ[variable]
         elif environ.get(variable):
             values[field.name] = _convert(environ[variable], field.type, variable)
     if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
@@ -317,13 +349,25 @@ def to_argv(config: Struct, target: type[Struct]) -> list[str]:
     argv = []
     for field in msgspec.structs.fields(target):
         value = getattr(config, field.name, None)
-        if value is None or value == field.default:
+        if value is None or value == field.default or field.name in secrets(target):
             continue
         if isinstance(value, bool):
             argv.append(_flag(field.name) if value else "--no-" + _flag(field.name)[2:])
         else:
             argv.append(f"{_flag(field.name)}={value}")
     return argv
+
+
+def secrets(config_type: type[Struct]) -> list[str]:
+    """Fields that are read from the environment alone."""
+    hints = get_type_hints(config_type, include_extras=True)
+    return [name for name, hint in hints.items() if any((meta.extra or {}).get("secret") for meta in _metas(hint))]
+
+
+def secret_variables(config: Struct, target: type[Struct]) -> dict[str, str]:
+    """The environment that tells ``target`` the secrets of ``config``; ``to_argv`` leaves them out."""
+    values = {name: getattr(config, name, None) for name in secrets(target)}
+    return {VARIABLE_PREFIX + name.upper(): value for name, value in values.items() if value is not None}
 
 
 def parse_size(text: str) -> int:

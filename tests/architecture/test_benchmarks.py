@@ -1,4 +1,4 @@
-"""Benchmarks that need a GPU, or minutes, run here in small, so that they work when it counts."""
+"""Benchmarks run here with tiny shapes: those that need a GPU work when there is one, the others do not rot."""
 
 import json
 import subprocess
@@ -35,3 +35,13 @@ def test_the_scaling_benchmark_serves_in_all_modes(tmp_path: Path) -> None:
         (mode, count) for mode in ("core", "answer", "stream") for count in (1, 2)
     }
     assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.timeout(180)
+def test_streams(tmp_path: Path) -> None:
+    record = tmp_path / "streams.json"
+    command = [sys.executable, "-m", "benchmarks.streams.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(record.read_text())["rows"]
+    assert (row["streams"], row["errors"]) == (20, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.metrics import Metrics
-from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, ServeConfig
+from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, ServeConfig, secrets
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -14,7 +14,8 @@ OPTIONS = sorted({name for kind in (SchedulerConfig, ExecutorConfig, ServeConfig
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "model"])
 def test_every_option_is_explained(option: str) -> None:
-    assert f"`--{option.replace('_', '-')}`" in OPERATIONS
+    shown = VARIABLE_PREFIX + option.upper() if option in secrets(SchedulerConfig) else f"--{option.replace('_', '-')}"
+    assert f"`{shown}`" in OPERATIONS
 
 
 def test_every_metric_is_explained() -> None:

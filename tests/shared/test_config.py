@@ -8,6 +8,7 @@ from pagewise_shared.config import (
     build_config,
     parse_config,
     parse_size,
+    secret_variables,
     to_argv,
 )
 from pagewise_shared.errors import ConfigError
@@ -99,3 +100,13 @@ def test_every_option_has_its_place_in_the_help(
     ungrouped = capsys.readouterr().out.partition("\nmodel:\n")[0]
     assert "--help" in ungrouped
     assert ungrouped.count("--") == 1
+
+
+def test_secrets_come_from_the_environment_alone_and_stay_off_command_lines() -> None:
+    config = parse("m", PAGEWISE_API_KEYS="alice: sk-1")
+    assert config.api_keys == "alice: sk-1"
+    assert "sk-1" not in " ".join(to_argv(config, SchedulerConfig))
+    assert secret_variables(config, SchedulerConfig) == {"PAGEWISE_API_KEYS": "alice: sk-1"}
+    assert secret_variables(config, ExecutorConfig) == {}
+    with pytest.raises(SystemExit):
+        parse("--api-keys", "alice: sk-1")

@@ -141,8 +141,11 @@ def _event(event: dict[str, Any]) -> str:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
+    request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310
+    if key := os.environ.get("PAGEWISE_API_KEY"):
+        request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=10) as answer:  # noqa: S310  # nosec B310 # the user's own --url
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310  # nosec B310 # the user's own --url
             result = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         try:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pagewise_shared.config import VARIABLE_PREFIX
 
@@ -19,13 +19,21 @@ _LIBC = ctypes.CDLL(None)
 class Service:
     """One child process, its output relayed line by line behind its name.
 
-    ``on_line`` sees each line of its standard output.
+    ``on_line`` sees each line of its standard output. ``secrets``: variables of its environment.
     """
 
-    def __init__(self, name: str, module: str, argv: Sequence[str], on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        argv: Sequence[str],
+        on_line: Callable[[str], None],
+        secrets: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._command = [sys.executable, "-m", module, *argv]
         self._on_line = on_line
+        self._secrets = dict(secrets or {})
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
@@ -35,7 +43,7 @@ class Service:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=_environment() | self._secrets,
             # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
             start_new_session=True,
             preexec_fn=_die_with_parent,

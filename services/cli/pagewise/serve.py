@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
-from pagewise_shared.config import ExecutorConfig, SchedulerConfig, ServeConfig, to_argv
+from pagewise_shared.config import ExecutorConfig, SchedulerConfig, ServeConfig, secret_variables, to_argv
 
 from pagewise.process import Service
 
@@ -73,7 +73,11 @@ class _Fleet:
         self._config, self._endpoint = config, endpoint
         scheduler = to_argv(config, SchedulerConfig)
         self._scheduler = Service(
-            "scheduler", "pagewise_scheduler.main", [*_without(scheduler, "listen"), f"--listen={endpoint}"], self._hear
+            "scheduler",
+            "pagewise_scheduler.main",
+            [*_without(scheduler, "listen"), f"--listen={endpoint}"],
+            self._hear,
+            secret_variables(config, SchedulerConfig),
         )
         threads = config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, config.executors))
         if config.threads is None and config.executors > 1:
@@ -149,9 +153,11 @@ class _Fleet:
         body = json.dumps(
             {"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True}
         )
+        keys = self._config.api_keys or self._config.api_keys_file
+        key = '-H "Authorization: Bearer $PAGEWISE_API_KEY" ' if keys else ""
         print(
             f"\nServing {name} at {url} (ready after {time.monotonic() - began:.1f} s). Try:\n\n"
-            f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n",
+            f"  curl -N {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'\n",
             flush=True,
         )
         await asyncio.Event().wait()

@@ -34,6 +34,7 @@ class GenerationRequest:
         beam: search for the n likeliest sequences instead of sampling. best_of: samples of which the n likeliest are
             the outputs, 0: no more than n. Either way, everything comes at the end.
         arrival_time: seconds, of the monotonic clock.
+        key: name of the API key it came with; the executors' time is shared fairly between keys.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class GenerationRequest:
     beam: BeamParams | None = None
     best_of: int = 0
     arrival_time: float = 0.0
+    key: str = ""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,10 @@ class GenerationError(Exception):
     """A generation failed on our side after it was accepted; the text says why."""
 
 
+class SlowReaderError(GenerationError):
+    """Its client has left too much unread, and it was stopped."""
+
+
 class NoExecutorError(GenerationError):
     """It was accepted and waited, and no executor came that could run it."""
 
@@ -89,12 +95,21 @@ class AdmissionError(Exception):
     """A request cannot be taken; ``kind`` says what kind of answer it deserves.
 
     Kinds: "never_fits" (it exceeds what any executor could hold: 400), "overloaded" (the queue is full: 429),
-    "unavailable" (no executor, or shutting down: 503).
+    "unavailable" (no executor, or shutting down: 503). ``reason``: a word for metrics. ``retry_after``: seconds after
+    which there should be room; None: nothing is known.
     """
 
-    def __init__(self, kind: Literal["never_fits", "overloaded", "unavailable"], message: str) -> None:
+    def __init__(
+        self,
+        kind: Literal["never_fits", "overloaded", "unavailable"],
+        message: str,
+        reason: str = "",
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.reason = reason
+        self.retry_after = retry_after
 
 
 class GenerationStream(Protocol):

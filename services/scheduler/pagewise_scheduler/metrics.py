@@ -5,8 +5,10 @@ Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port b
 it on a histogram. All values are summed over executors, so there is no ``engine`` label.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,6 +20,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 MEMORY_EVENTS = (
     "evicted",
@@ -33,6 +38,16 @@ MEMORY_EVENTS = (
 )
 """The fields of the core's ``MemoryCounters``."""
 
+REFUSALS = (
+    "max_waiting",
+    "max_waiting_tokens",
+    "no_executor",
+    "key_concurrent",
+    "key_requests_per_minute",
+    "key_tokens_per_minute",
+)
+"""Why requests are not taken."""
+
 RECOVERY_METHODS = ("device", "load", "recompute", "both")
 """How sequences get KV back."""
 
@@ -46,6 +61,29 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class TokenHistogram(Collector):
+    """A histogram for what is observed with every token: one thread, no locks, a fifth of what the library's costs."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value; from the event loop only."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """What a scrape gets to see."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class Metrics:
@@ -102,6 +140,22 @@ class Metrics:
         """The counter of connections to the executors' socket that failed: reason is "unknown_key" or "handshake"."""
         return self._connections_refused.labels(self._model_name, reason)
 
+    def requests_refused(self, reason: str) -> Counter:
+        """The counter of requests that were not taken for this reason (one of ``REFUSALS``)."""
+        return self._requests_refused.labels(self._model_name, reason)
+
+    def key_requests(self, key: str) -> Counter:
+        """The counter of requests that came with a key of this name."""
+        return self._key_requests.labels(self._model_name, key)
+
+    def key_tokens(self, key: str, kind: str) -> Counter:
+        """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
+        return self._key_tokens.labels(self._model_name, key, kind)
+
+    def key_reloads(self, outcome: str) -> Counter:
+        """The counter of times that the file of API keys was read again: outcome is "done" or "failed"."""
+        return self._key_reloads.labels(self._model_name, outcome)
+
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
         return self._cached_tokens.labels(self._model_name, source)
@@ -130,6 +184,7 @@ class Metrics:
     def _bind_gauges(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batches.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences that wait to run.")
+        self.num_prompt_tokens_waiting = self._gauge("num_prompt_tokens_waiting", "Prompt tokens of what waits to run.")
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
@@ -141,6 +196,7 @@ class Metrics:
         )
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
+        self.http_connections = self._gauge("http_connections", "Connections of clients.")
 
     def _bind_counters(self) -> None:
         self.prefix_cache_queries = self._counter(
@@ -169,15 +225,36 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
+        self._bind_admission_counters()
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
+
+    def _bind_admission_counters(self) -> None:
+        self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a good API key.")
+        self.http_connections_refused = self._counter("http_connections_refused", "Connections over --max-connections.")
+        self._requests_refused = self._raw_counter(
+            "requests_refused", "Requests that were not taken, by reason.", ("reason",)
+        )
+        self._key_requests = self._raw_counter("key_requests", "Requests taken, by name of the API key.", ("key",))
+        self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
+        self._key_reloads = self._raw_counter(
+            "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
+        )
+        for reason in REFUSALS:
+            self.requests_refused(reason)
+        for outcome in ("done", "failed"):
+            self.key_reloads(outcome)
 
     def _bind_histograms(self) -> None:
         self.time_to_first_token_seconds = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
         )
-        self.inter_token_latency_seconds = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one sequence.", _INTER_TOKEN
+        self.inter_token_latency_seconds = TokenHistogram(
+            "pagewise_inter_token_latency_seconds",
+            "Between two tokens of one sequence.",
+            _INTER_TOKEN,
+            self._model_name,
         )
+        self.registry.register(self.inter_token_latency_seconds)
         self.e2e_request_latency_seconds = self._histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST
         )

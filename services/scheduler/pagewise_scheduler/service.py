@@ -6,15 +6,13 @@ import gc
 import logging
 import signal
 
-from aiohttp import web
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.curve import SCHEDULER, load_keys
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.http import create_app
-from pagewise_scheduler.http.server_log import ServerLog
+from pagewise_scheduler.http import create_app, listening, raise_file_limit
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
@@ -25,9 +23,9 @@ SHUTDOWN_SECONDS = 5.0
 
 _GAUGE_SECONDS = 1.0
 
-_COLLECT_AFTER = (5000, 5, 20)
-"""Thresholds of the garbage collector. With Python's own a tenth of the CPU time under load goes into it, and a full
-collection over everything that is imported stops all streams for 0.1 s."""
+_COLLECT_AFTER = 100_000
+"""Allocations between two looks for cycles. Every token makes objects, none of them in cycles, and the default of 700
+spends its time looking through those of thousands of streams."""
 
 
 async def serve(config: SchedulerConfig) -> None:
@@ -43,7 +41,7 @@ async def serve(config: SchedulerConfig) -> None:
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
     model_name = config.served_model_name or config.model
     metrics = Metrics(model_name)
-    router = Router(tokenizer, metrics, max_waiting=config.max_waiting)
+    router = Router(tokenizer, metrics, max_waiting=config.max_waiting, max_waiting_tokens=config.max_waiting_tokens)
     fleet = Fleet(
         config.listen,
         router,
@@ -57,12 +55,14 @@ async def serve(config: SchedulerConfig) -> None:
         eviction=config.eviction,
         keys=load_keys(config.keys, SCHEDULER, config.listen, config.plaintext),
     )
-    runner = web.AppRunner(
+    surface = listening(
         create_app(router, tokenizer, config, metrics),
-        handler_cancellation=True,
+        metrics,
+        host=config.host,
+        port=config.port,
+        max_connections=raise_file_limit(config.max_connections),
+        keepalive_timeout=config.keepalive_timeout,
         shutdown_timeout=SHUTDOWN_SECONDS,
-        access_log=None,
-        logger=ServerLog(),
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,28 +73,17 @@ async def serve(config: SchedulerConfig) -> None:
             tasks.create_task(router.run(), name="router"),
             tasks.create_task(_refresh_gauges(router, metrics), name="gauges"),
         ]
-        await runner.setup()
         try:
-            site = web.TCPSite(runner, config.host, config.port)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            shown = f"[{host}]" if ":" in host else host
-            log.info("executors connect to %s", fleet.endpoint)
-            calm_garbage_collector()
-            print(f"listening http://{shown}:{port}", flush=True)
-            await stop.wait()
-            log.info("stopping")
+            async with surface as (host, port):
+                shown = f"[{host}]" if ":" in host else host
+                calm_garbage_collector()
+                log.info("executors connect to %s", fleet.endpoint)
+                print(f"listening http://{shown}:{port}", flush=True)
+                await stop.wait()
+                log.info("stopping")
         finally:
-            await runner.cleanup()
             for actor in actors:
                 actor.cancel()
-
-
-def calm_garbage_collector() -> None:
-    """Never look at what is there now again, and look less often: for a process that is about to serve."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
 
 
 async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
@@ -102,7 +91,9 @@ async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
     while True:
         engines = router.engines
         metrics.num_requests_running.set(sum(engine.scheduler.num_running for engine in engines))
-        metrics.num_requests_waiting.set(router.num_waiting)
+        metrics.num_requests_waiting.set(router.waiting.sequences)
+        metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
+        router.observe_backlog()
         in_use = sum(engine.scheduler.kv.pool.num_in_use for engine in engines)
         blocks = sum(engine.scheduler.kv.pool.num_blocks for engine in engines)
         metrics.kv_cache_usage_perc.set(in_use / blocks if blocks else 0.0)
@@ -113,6 +104,12 @@ async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
         metrics.kv_blocks("host", "cached").set(used)
         metrics.kv_blocks("host", "free").set(sum(pool.host.num_blocks for pool in pools) - used)
         await asyncio.sleep(_GAUGE_SECONDS)
+
+
+def calm_garbage_collector() -> None:
+    """Leave what is there now out of collections, and collect seldom."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
 
 
 def run(config: SchedulerConfig) -> None:

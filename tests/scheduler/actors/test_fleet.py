@@ -51,7 +51,7 @@ class Stack:
 
     def __init__(self, path: Path, patience: float = 5.0, keys: Keys | None = None) -> None:
         self.metrics = Metrics("m")
-        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, patience=patience)
+        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, max_waiting_tokens=1000, patience=patience)
         self.fleet = Fleet(
             f"ipc://{path}/wire",
             self.router,
@@ -103,9 +103,14 @@ async def running(path: Path, patience: float = 5.0, keys: Keys | None = None) -
 
 @asynccontextmanager
 async def executor(
-    path: Path, name: str = "e", step_seconds: float = 0.0, keys: Keys | None = None
+    path: Path,
+    name: str = "e",
+    step_seconds: float = 0.0,
+    keys: Keys | None = None,
+    *,
+    runner: SimulatedRunner | None = None,
 ) -> AsyncIterator["asyncio.Task[None]"]:
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
+    runner = runner or SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
     service = ExecutorService(
         Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64, keys=keys
     )
@@ -352,5 +357,5 @@ async def test_admission(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         with pytest.raises(AdmissionError) as error:
             await stack.generate([1])
-        assert error.value.kind == "overloaded"
+        assert error.value.kind == "unavailable"
         await asyncio.gather(*waiting, return_exceptions=True)

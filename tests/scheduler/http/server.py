@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
-from aiohttp import web
 from openai import AsyncOpenAI
-from pagewise_scheduler.http import create_app
+from pagewise_scheduler.http import create_app, listening
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 from pagewise_shared.config import SchedulerConfig
@@ -55,18 +55,30 @@ async def serving(
     slow_reader_seconds: float = 30.0,
     max_body_bytes: int = 1024 * 1024,
     max_n: int = 8,
+    max_connections: int = 100,
+    keepalive_timeout: float = 75.0,
+    **options: Any,
 ) -> AsyncIterator[Server]:
     """Serve until the context is left; nothing may run by then."""
     gateway = gateway or FakeGateway(tokenizer)
-    config = SchedulerConfig(served_model_name=MODEL, max_body_bytes=max_body_bytes, max_n=max_n)
+    config = SchedulerConfig(
+        served_model_name=MODEL,
+        max_body_bytes=max_body_bytes,
+        max_n=max_n,
+        write_timeout=slow_reader_seconds,
+        **options,
+    )
     metrics = Metrics(MODEL)
-    app = create_app(gateway, tokenizer, config, metrics, slow_reader_seconds=slow_reader_seconds)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
+    app = create_app(gateway, tokenizer, config, metrics)
+    async with listening(
+        app,
+        metrics,
+        host="127.0.0.1",
+        port=0,
+        max_connections=max_connections,
+        keepalive_timeout=keepalive_timeout,
+        shutdown_timeout=60.0,
+    ) as (_, port):
         url = f"http://127.0.0.1:{port}"
         async with (
             aiohttp.ClientSession() as http,
@@ -74,5 +86,3 @@ async def serving(
         ):
             yield Server(url, port, gateway, metrics, http, openai)
         await gateway.until_idle()
-    finally:
-        await runner.cleanup()

@@ -213,3 +213,34 @@ async def test_a_client_that_hangs_up_under_a_write_is_no_error(
         await asyncio.sleep(0.3)
         writer.close()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def answer_of(server: Server, sent: bytes) -> bytes:
+    async with connection(server, sent) as sock, asyncio.timeout(10):
+        received = bytearray()
+        while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
+            received += data
+    return bytes(received)
+
+
+async def test_connections_over_the_limit_are_turned_away() -> None:
+    async with serving(max_connections=2) as server:
+        get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with connection(server, get) as first, connection(server, get) as second:
+            for sock in (first, second):
+                assert (await asyncio.get_running_loop().sock_recv(sock, 1000)).startswith(b"HTTP/1.1 200")
+            answer = await answer_of(server, b"")
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"Retry-After: 2\r\n" in answer
+            assert b'"too many connections"' in answer
+            assert b'http_connections{model_name="fake/model"} 2.0' in server.metrics.render()
+        async with asyncio.timeout(5):
+            while b"200 OK" not in await answer_of(server, get.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")):
+                await asyncio.sleep(0.05)
+        assert b"http_connections_refused_total" in server.metrics.render()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTTP/1.1\r\nHost"])
+async def test_a_head_that_never_ends(sent: bytes) -> None:
+    async with serving(keepalive_timeout=0.3) as server:
+        assert await answer_of(server, sent) == b""

@@ -10,6 +10,7 @@ from pagewise_shared.logs import printable
 from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
+from pagewise_scheduler.actors.backlog import Load
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
@@ -95,9 +96,9 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when
-    the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if none is in flight.
-    ``moved``: the requests that it has handed over, None before that.
+    ``load``: sequences assigned and not finished; ``arriving``: of those, what is in the mailbox. ``ended``: it takes
+    no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in
+    seconds of ``clock``; None if none is in flight. ``moved``: the requests that it has handed over, None before that.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Engine(Actor[EngineMessage]):
         self.oldest_step_time: float | None = None
         self._copies: dict[tuple[int, str], float] = {}
         self.load = 0
+        self.arriving = Load()
         self.ended = False
         self._link = link
         self._sink = sink
@@ -124,6 +126,7 @@ class Engine(Actor[EngineMessage]):
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
         self.load += live.request.num_sequences
+        self.arriving = self.arriving.plus(Load.of(live))
         self.tell(Serve(live))
 
     @property
@@ -186,6 +189,7 @@ class Engine(Actor[EngineMessage]):
         await self._link.send(frame)
 
     def _serve(self, live: LiveRequest) -> None:
+        self.arriving = self.arriving.minus(Load.of(live))
         if self.moved is not None:
             self._sink.give_back([live])
             return

@@ -41,6 +41,7 @@ from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Fleet:
         self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
         self._entry = Entry(keys)
         self._fingerprint: str | None = None
+        self._virtual_tokens = VirtualTokens()
         # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
         self._context = zmq.asyncio.Context()
@@ -250,6 +252,7 @@ class Fleet:
             costs=_costs(hello),
             recovery=self._recovery,
             eviction=self._eviction,
+            virtual_tokens=self._virtual_tokens,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
         self._let_lend(hello, engine, key)

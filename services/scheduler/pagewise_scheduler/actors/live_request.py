@@ -1,6 +1,7 @@
 """A request that is being served: the core's request, its text, and the stream its client reads."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
@@ -12,10 +13,16 @@ from pagewise_scheduler.generation import (
     GenerationRequest,
     GenerationStats,
     SequenceDelta,
+    SlowReaderError,
 )
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.detokenizer import IncrementalDetokenizer
 from pagewise_scheduler.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MOST_UNREAD = 32_768
+"""Entries (a token, or a candidate of one) that may wait for the client before its request is stopped."""
 
 
 class LiveRequest:
@@ -23,7 +30,7 @@ class LiveRequest:
 
     ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``deaths``: executors in a row
     that died in a step of it, without a token of it in between. Deltas that the client has not read yet are merged
-    into one list, bounded by ``max_tokens``.
+    into one list; where that grows too long, the request is stopped.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class LiveRequest:
             beam=generation.beam,
             best_of=0 if generation.beam is not None else generation.best_of,
             arrival_time=generation.arrival_time,
+            key=generation.key,
         )
         self.stats = GenerationStats(prompt_tokens=len(generation.prompt_token_ids))
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -68,6 +76,7 @@ class LiveRequest:
         self._on_abort = on_abort
         self._unfinished = generation.n
         self._deltas: list[SequenceDelta] = []
+        self._most_unread = MOST_UNREAD // (1 + (generation.sampling.logprobs or 0))
         self._error: GenerationError | None = None
         self._changed = asyncio.Event()
         self._first_token_time: float | None = None
@@ -100,6 +109,8 @@ class LiveRequest:
         fresh = "" if hidden else text.push([token])
         self._deltas.append(SequenceDelta(index, fresh, [token], [logprobs] if logprobs else []))
         self._changed.set()
+        if len(self._deltas) > self._most_unread and not self.request.chooses and not self.abandoned:
+            self._cut_off()
         return text.stopped_by
 
     def take_finish(self, sequence: Sequence, now: float) -> None:
@@ -155,6 +166,13 @@ class LiveRequest:
             self._on_abort(self)
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _cut_off(self) -> None:
+        log.info("request %s: its client left too much unread, stopping it", self.request.request_id)
+        self._metrics.slow_readers.inc()
+        self._error = SlowReaderError("the answer was not read fast enough")
+        self.abort()
+        self._deltas.clear()
 
     def _end(self, now: float) -> None:
         self.done = True

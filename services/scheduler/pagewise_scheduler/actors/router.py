@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 
 from pagewise_scheduler.actors.actor import Actor
+from pagewise_scheduler.actors.backlog import Backlog, Homeless, Load
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
@@ -55,14 +56,23 @@ RouterMessage = Place | Abort | Expired | Joined | Left
 class Router(Actor[RouterMessage]):
     """Implements ``Gateway``. Requests that no engine can take now wait here, in order, for a bounded time."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        patience: float = 60.0,
+    ) -> None:
         super().__init__("router")
         self.tokenizer = tokenizer
         self._metrics = metrics
-        self._max_waiting = max_waiting
+        self._backlog = Backlog(max_waiting, max_waiting_tokens)
+        self._arriving = Load()
         self._patience = patience
         self._engines: dict[Engine, Joined] = {}
-        self._homeless: dict[LiveRequest, asyncio.TimerHandle] = {}
+        self._homeless = Homeless()
         self._capacity: Capacity | None = None
 
     # ---- called by others ----------------------------------------------------------------------------
@@ -86,17 +96,30 @@ class Router(Actor[RouterMessage]):
                 "never_fits",
                 f"the request may reach {length} tokens, the most that fit are {capacity.max_model_len}",
             )
-        if self.num_waiting + max(generation.n, generation.best_of) > self._max_waiting:
-            raise AdmissionError("overloaded", f"{self.num_waiting} sequences are waiting already")
         live = LiveRequest(generation, self.tokenizer, self._metrics, lambda live: self.tell(Abort(live)))
+        self._admit(live)
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
-        self.tell(Place(live))
         return live
+
+    def _admit(self, live: LiveRequest) -> None:
+        try:
+            self._backlog.admit(Load.of(live), self.waiting, clock())
+        except AdmissionError as error:
+            if self._engines:
+                self._metrics.requests_refused(error.reason).inc()
+                raise
+            self._metrics.requests_refused("no_executor").inc()
+            raise AdmissionError("unavailable", f"no executor is ready, and {error}") from None
+        self._come(live)
+
+    def _come(self, live: LiveRequest) -> None:
+        self._arriving = self._arriving.plus(Load.of(live))
+        self.tell(Place(live))
 
     def give_back(self, requests: list[LiveRequest]) -> None:
         """Let requests of an engine go on elsewhere."""
         for live in requests:
-            self.tell(Place(live))
+            self._come(live)
 
     def memory_reports(self, limit: int) -> list[MemoryReport]:
         """What the KV memory of each executor holds, lists cut to ``limit``."""
@@ -110,10 +133,17 @@ class Router(Actor[RouterMessage]):
         return None
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait, here and at the engines."""
-        here = sum(live.request.num_sequences for live in self._homeless)
-        return here + sum(engine.scheduler.num_waiting for engine in self._engines)
+    def waiting(self) -> Load:
+        """What waits, here, at the engines, and on the way to them."""
+        load = self._arriving.plus(self._homeless.load)
+        for engine in self._engines:
+            queue = engine.scheduler.waiting
+            load = load.plus(engine.arriving).plus(Load(len(queue), queue.num_prompt_tokens))
+        return load
+
+    def observe_backlog(self) -> None:
+        """Called every second or so: how fast the queue moves is what ``Retry-After`` is made of."""
+        self._backlog.observe(self.waiting, clock())
 
     @property
     def engines(self) -> list[Engine]:
@@ -131,19 +161,18 @@ class Router(Actor[RouterMessage]):
     def _handle(self, message: RouterMessage) -> None:
         match message:
             case Place(live):
+                self._arriving = self._arriving.minus(Load.of(live))
                 self._place(live)
             case Abort(live):
                 self._abort(live)
             case Expired(live):
-                if self._homeless.pop(live, None) is not None:
+                if self._homeless.discard(live):
                     reason = f"no executor could take the request within {self._patience:g} s"
                     live.take_error(NoExecutorError(reason), clock())
             case Joined():
                 self._engines[message.engine] = message
                 self._update_capacity()
-                homeless, self._homeless = self._homeless, {}
-                for live, expiry in homeless.items():
-                    expiry.cancel()
+                for live in self._homeless.take_all():
                     self._place(live)
             case Left(engine):
                 self._engines.pop(engine, None)
@@ -167,15 +196,14 @@ class Router(Actor[RouterMessage]):
         ]
         if not able:
             loop = asyncio.get_running_loop()
-            self._homeless[live] = loop.call_later(self._patience, self.tell, Expired(live))
+            self._homeless.add(live, loop.call_later(self._patience, self.tell, Expired(live)))
             return
         engine = min(able, key=lambda e: e.load)
         live.engine = engine
         engine.assign(live)
 
     def _abort(self, live: LiveRequest) -> None:
-        if (expiry := self._homeless.pop(live, None)) is not None:
-            expiry.cancel()
+        if self._homeless.discard(live):
             live.take_error("aborted", clock())
         elif isinstance(live.engine, Engine):
             live.engine.tell(Abort(live))

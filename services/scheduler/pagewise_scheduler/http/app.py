@@ -8,9 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pagewise_shared.config import SchedulerConfig
 
 from pagewise_scheduler.generation import Gateway, GenerationError
+from pagewise_scheduler.http.access import access_check
 from pagewise_scheduler.http.chat import create_chat_completion
 from pagewise_scheduler.http.completions import create_completion
 from pagewise_scheduler.http.context import CLIENT_REQUEST_ID, REQUEST_ID, Service
@@ -34,7 +36,6 @@ from pagewise_scheduler.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-SLOW_READER_SECONDS = 30.0
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,13 +46,16 @@ def create_app(
     tokenizer: Tokenizer,
     config: SchedulerConfig,
     metrics: Metrics,
-    *,
-    slow_reader_seconds: float = SLOW_READER_SECONDS,
 ) -> web.Application:
-    """The HTTP surface over ``gateway``. Run it with ``handler_cancellation``: a disconnect must abort its request."""
-    app = web.Application(middlewares=[_shape_errors], client_max_size=config.max_body_bytes)
+    """The HTTP surface over ``gateway``. Run it with ``handler_cancellation``: a disconnect must abort its request.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
+    app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
-    app[Service.KEY] = Service(gateway, tokenizer, metrics, limits, slow_reader_seconds)
+    app[Service.KEY] = Service(gateway, tokenizer, metrics, limits, config.write_timeout)
     app.on_cleanup.append(_close)
     app.add_routes(
         [

@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_scheduler.generation import SequenceDelta
-from pagewise_scheduler.http.context import REQUEST_ID, Service
+from pagewise_scheduler.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_scheduler.http.errors import InvalidRequestError
 from pagewise_scheduler.http.generate import Generations, Prompt, one_of
 from pagewise_scheduler.http.logprobs import chat_logprobs
@@ -61,7 +61,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
     chat = _Chat(service, body, prompt, f"chatcmpl-{request[REQUEST_ID]}")
-    with Generations(service.gateway, body, [prompt], sampling, n, request[REQUEST_ID]) as generations:
+    with Generations(service.gateway, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generations:
         if not body.stream:
             return await chat.answer(generations)
         return await stream_events(

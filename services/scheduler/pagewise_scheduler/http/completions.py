@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from pagewise_scheduler.generation import SequenceDelta
-from pagewise_scheduler.http.context import REQUEST_ID, Service
+from pagewise_scheduler.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_scheduler.http.generate import Generations, Prompt, one_of
 from pagewise_scheduler.http.logprobs import CompletionLogprobsBuilder
 from pagewise_scheduler.http.params import check_common, output_budget, sampling_params, truncated
@@ -45,7 +45,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
-    with Generations(service.gateway, body, prompts, sampling, n, request[REQUEST_ID]) as generations:
+    with Generations(service.gateway, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generations:
         completion = _Completion(service, body, prompts, generations, f"cmpl-{request[REQUEST_ID]}")
         if not body.stream:
             return await completion.answer()

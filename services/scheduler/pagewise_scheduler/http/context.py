@@ -7,6 +7,7 @@ from typing import ClassVar
 from aiohttp import web
 
 from pagewise_scheduler.generation import Capacity, Gateway
+from pagewise_scheduler.http.clients import Client
 from pagewise_scheduler.http.errors import UnavailableError
 from pagewise_scheduler.http.params import Limits
 from pagewise_scheduler.metrics import Metrics
@@ -17,6 +18,9 @@ REQUEST_ID = web.RequestKey("request_id", str)
 
 CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
 """The X-Request-Id that comes back: the client's own, if it sent one that can be sent back."""
+
+CLIENT = web.RequestKey("client", Client)
+"""Who sends the request."""
 
 _SHORT_CHARACTERS = 2_000
 """Texts up to here are tokenized on the event loop: a round trip to a thread would take longer."""

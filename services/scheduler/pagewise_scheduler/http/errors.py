@@ -5,6 +5,7 @@ APIError
 │   ├── UnsupportedParameterError   a field we know of and do not support
 │   ├── UnknownParameterError       a field nobody knows
 │   └── ContextLengthError          prompt and output exceed the model's length
+├── InvalidKeyError (401)
 ├── NotFoundError (404)
 │   └── ModelNotFoundError
 ├── MethodNotAllowedError (405)
@@ -25,6 +26,7 @@ from msgspec import Struct
 from pagewise_scheduler.generation import AdmissionError, GenerationError, NoExecutorError
 
 RETRY_AFTER_SECONDS = 2
+"""Where nothing better is known: about what an executor takes to come back."""
 
 
 class ErrorDetail(Struct, frozen=True):
@@ -49,10 +51,13 @@ class APIError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     headers: ClassVar[dict[str, str]] = {}
+    retry_after: int | None = None
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.param = param
+        if retry_after is not None:
+            self.retry_after = max(1, retry_after)
 
     def body(self) -> bytes:
         """The JSON body."""
@@ -60,7 +65,10 @@ class APIError(Exception):
 
     def response(self) -> web.Response:
         """The answer."""
-        return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=self.headers)
+        headers = dict(self.headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=headers)
 
 
 class InvalidRequestError(APIError):
@@ -86,6 +94,15 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and output together exceed what the model, or the KV pool, can hold."""
 
     code = "context_length_exceeded"
+
+
+class InvalidKeyError(APIError):
+    """The request comes without an API key that is good."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
 class NotFoundError(APIError):
@@ -136,12 +153,12 @@ class MediaTypeError(APIError):
 
 
 class OverloadedError(APIError):
-    """Too much waits already."""
+    """Too much waits already, or its API key is over a limit. ``retry_after``: seconds."""
 
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
-    headers: ClassVar[dict[str, str]] = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    retry_after = RETRY_AFTER_SECONDS
 
 
 class InternalError(APIError):
@@ -155,7 +172,7 @@ class UnavailableError(APIError):
 
     status = 503
     code = "service_unavailable"
-    headers: ClassVar[dict[str, str]] = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+    retry_after = RETRY_AFTER_SECONDS
 
 
 def from_http_exception(error: web.HTTPException, what: str) -> APIError:
@@ -181,6 +198,6 @@ def refusal(error: AdmissionError) -> APIError:
         case "never_fits":
             return ContextLengthError(str(error))
         case "overloaded":
-            return OverloadedError(str(error))
+            return OverloadedError(str(error), retry_after=error.retry_after)
         case "unavailable":
-            return UnavailableError(str(error))
+            return UnavailableError(str(error), retry_after=error.retry_after)

@@ -17,12 +17,16 @@ from pagewise_scheduler.generation import (
     GenerationStream,
     SequenceDelta,
 )
+from pagewise_scheduler.http.clients import Client
 from pagewise_scheduler.http.errors import refusal
 from pagewise_scheduler.http.params import beam_params, stop_texts
 from pagewise_scheduler.http.responses import PromptTokensDetails, Usage
 from pagewise_scheduler.http.schema import GenerationFields
 
 T = TypeVar("T")
+
+_MOST_NEWS = 1024
+"""Deltas of several prompts that are merged before the client has to take them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,6 +41,7 @@ class Prompt:
 class Generations:
     """The running generations of one HTTP request, one per prompt. Leaving the context aborts what still runs.
 
+    ``client``: whose limits they count against while the context lasts.
     ``request_id`` names the first prompt's generation; the others' have ``-1``, ``-2`` and so on behind it.
     Deltas come out with ``index`` being the choice's index in the response: prompt by prompt, n each.
     """
@@ -49,10 +54,13 @@ class Generations:
         sampling: SamplingParams,
         n: int,
         request_id: str,
+        client: Client,
     ) -> None:
         self.n = n
         self.streams: list[GenerationStream] = []
         self._gateway = gateway
+        self._client = client
+        self._began = 0.0
         self._requests = [
             GenerationRequest(
                 request_id=f"{request_id}-{number}" if number else request_id,
@@ -68,11 +76,13 @@ class Generations:
                 beam=beam_params(body, n),
                 best_of=body.best_of if body.best_of is not None and body.best_of > n else 0,
                 arrival_time=monotonic(),
+                key=client.name,
             )
             for number, prompt in enumerate(prompts)
         ]
 
     def __enter__(self) -> "Generations":
+        self._began = self._client.begin()
         try:
             for request in self._requests:
                 self.streams.append(self._gateway.submit(request))
@@ -82,11 +92,14 @@ class Generations:
         except BaseException:
             self.__exit__()
             raise
+        self._client.use("prompt", sum(len(request.prompt_token_ids) for request in self._requests))
         return self
 
     def __exit__(self, *_: object) -> None:
         for stream in self.streams:
             stream.abort()
+        self._client.use("generation", sum(stream.stats.output_tokens for stream in self.streams))
+        self._client.end(self._began)
 
     async def deltas(self) -> AsyncGenerator[list[SequenceDelta], None]:
         """What is new, at most one delta per choice at a time.
@@ -100,7 +113,7 @@ class Generations:
                     yield some
             return
         news: list[SequenceDelta] = []
-        changed = asyncio.Event()
+        changed, taken = asyncio.Event(), asyncio.Event()
 
         async def follow(number: int) -> None:
             nonlocal news
@@ -109,6 +122,9 @@ class Generations:
                     async for some in deltas:
                         news += some
                         changed.set()
+                        if len(news) > _MOST_NEWS:  # a slow reader; from here on its stream bounds what it leaves
+                            taken.clear()
+                            await taken.wait()
             finally:
                 changed.set()
 
@@ -122,6 +138,7 @@ class Generations:
                 running = len(done) < len(tasks)
                 if news:
                     some, news = news, []
+                    taken.set()
                     yield merged(some)
                 for task in done:
                     task.result()  # raises where a stream has failed

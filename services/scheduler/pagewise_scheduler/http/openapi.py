@@ -43,15 +43,16 @@ _GETS: dict[str, tuple[str, type]] = {
 }
 _GENERATION_ERRORS = {
     400: "The request is wrong; param names the field.",
+    401: "An API key is needed, or it is not good.",
     404: "No such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
-    429: "Too many requests wait.",
+    429: "Too much waits, or the API key is over one of its limits; Retry-After says when to come back.",
     500: "It failed on our side.",
     503: "No executor is ready.",
 }
-_READ_ERRORS = (400, 404, 408, 413, 415, 500)
+_READ_ERRORS = (400, 401, 404, 408, 413, 415, 500)
 _REF = "#/components/schemas/{name}"
 
 
@@ -68,7 +69,11 @@ def document(version: str, model_name: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": f"Pagewise, serving {model_name}", "version": version},
         "paths": paths,
-        "components": {"schemas": dict(sorted(components.items()))},
+        "components": {
+            "schemas": dict(sorted(components.items())),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
     }
 
 

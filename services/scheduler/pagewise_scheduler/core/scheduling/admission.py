@@ -44,18 +44,31 @@ class Admission:
         ``room``: blocks that a start may take. ``oldest_step``: the oldest step in flight, if any; whoever takes part
         in it or a later one has to wait.
         """
-        head = self._waiting.peek()
-        if head is None or room <= 0 or _is_in_flight(head, oldest_step):
+        if room <= 0:
             return None
+        for head in self._waiting.heads(_WINDOW):
+            best = self._best(head, oldest_step)
+            if best is not None:
+                return self._start(head, best, room)
+        return None
+
+    def _best(self, head: Sequence, oldest_step: int | None) -> Sequence | None:
+        """Of the window of ``head``, who can start with the longest prefix; None: they all wait for something, and it
+        is the next key's turn."""
         best, longest = None, -1
+        if _is_in_flight(head, oldest_step):
+            return None
         for sequence in self._candidates(head):
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 best, longest = sequence, len(found)
-        if best is None:
-            return None
+        return best
+
+    def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
+        """``best`` if there is room for it, else ``head`` if there is, else nobody: what is next is not passed over
+        because it is large."""
         prefix = self._fitting(best, room)
         if prefix is None and best is not head:
             best = head
@@ -71,8 +84,7 @@ class Admission:
     def _candidates(self, head: Sequence) -> list[Sequence]:
         if head.num_passed >= _MOST_PASSED:
             return [head]
-        priority = head.request.priority
-        return [sequence for sequence in self._waiting.first(_WINDOW) if sequence.request.priority == priority]
+        return self._waiting.window(head, _WINDOW)
 
     def _find(self, sequence: Sequence) -> list[CachedBlock]:
         """Cached full blocks, its newest token left out; what was found before is only looked at for changes."""

@@ -8,6 +8,7 @@ therefore costs nothing per sequence.
 from collections import defaultdict
 
 from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, Account
 
 _Calendar = defaultdict[int, dict[Sequence, None]]
 
@@ -15,11 +16,12 @@ _Calendar = defaultdict[int, dict[Sequence, None]]
 class DecodeSet:
     """Ordered set of decoding sequences; the executor keeps the same order (see ``StepPlan``)."""
 
-    __slots__ = ("_block_calendar", "_block_size", "_length_calendar", "_members", "_order")
+    __slots__ = ("_accounts", "_block_calendar", "_block_size", "_length_calendar", "_members", "_order")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._members: dict[Sequence, None] = {}
+        self._accounts: dict[Account, float] = {}
         self._order: list[Sequence] | None = None
         self._block_calendar: _Calendar = defaultdict(dict)
         self._length_calendar: _Calendar = defaultdict(dict)
@@ -46,6 +48,9 @@ class DecodeSet:
         self._length_calendar[sequence.length_due][sequence] = None
         self._members[sequence] = None
         self._order = None
+        account = sequence.request.account
+        self._accounts[account] = self._accounts.get(account, 0.0) + OUTPUT_WEIGHT
+        account.served += OUTPUT_WEIGHT  # of the token that the end of its prefill draws
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""
@@ -53,6 +58,15 @@ class DecodeSet:
         self._order = None
         self._forget(self._block_calendar, sequence.block_due, sequence)
         self._forget(self._length_calendar, sequence.length_due, sequence)
+        account = sequence.request.account
+        self._accounts[account] -= OUTPUT_WEIGHT
+        if not self._accounts[account]:
+            del self._accounts[account]
+
+    def charge(self) -> None:
+        """Each member computes a token: put them on the accounts of their keys, at a price per key, not per member."""
+        for account, weight in self._accounts.items():
+            account.served += weight
 
     def length_due(self, step: int) -> list[Sequence]:
         """Members that have nothing left to run in ``step``: their last token is in flight or has come back."""

@@ -12,6 +12,7 @@ from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
 
 _WATERMARK = 0.01
@@ -62,6 +63,7 @@ class PrefillSet:
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
+        sequence.request.account.served += OUTPUT_WEIGHT
         self._members[sequence] = None
         self._plan.join(sequence, sequence.num_tokens - 1, self._root(sequence))
         return True
@@ -168,6 +170,7 @@ class PrefillSet:
         request = sequence.request
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
+            request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
             request.num_cached_tokens = prefix.num_tokens
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens

@@ -13,6 +13,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
+from pagewise_scheduler.core.scheduling.virtual_tokens import Account
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -135,7 +136,8 @@ class Request:
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran,
     ``num_host_tokens`` of them in the host's and ``num_peer_tokens`` in another executor's. ``beam``: search instead of
     sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
-    likeliest are the outputs; else 0.
+    likeliest are the outputs; else 0. ``key``: name of the API key that it came with, whose ``account`` its scheduler
+    charges.
     """
 
     request_id: str
@@ -154,6 +156,8 @@ class Request:
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
     num_peer_tokens: int = 0
+    key: str = ""
+    account: Account = field(default_factory=Account)
 
     def create_sequences(self) -> None:
         """Make its sequences, unless they are there already: a request that moves goes on with those it has."""
@@ -169,6 +173,12 @@ class Request:
             stops = frozenset(sampling.stop_token_ids)
             plain = not self.chooses and self.max_tokens > 0
             self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops, plain=plain))
+
+    def fail(self) -> None:
+        """End what has not finished."""
+        for sequence in self.sequences:
+            if not sequence.finished:
+                sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
 
     def aborted(self, index: int) -> Sequence:
         """An output that has nothing to show."""

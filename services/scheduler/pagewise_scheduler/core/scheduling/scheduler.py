@@ -17,6 +17,7 @@ from pagewise_scheduler.core.scheduling.results import check_result, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
+from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 
@@ -28,7 +29,8 @@ class Scheduler:
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last.
 
     ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
-    ``recovery``: how KV comes back from the host. ``kv``: another memory manager than the paged one, for comparison.
+    ``recovery``: how KV comes back from the host. ``kv``: another memory manager, for comparison. ``virtual_tokens``:
+    what keys have been served, by other schedulers too.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Scheduler:
         eviction: EvictionName | EvictionPolicy = "lru",
         kv: KVCacheManager | None = None,
         model_fingerprint: str = "",
+        virtual_tokens: VirtualTokens | None = None,
     ) -> None:
         self.epoch = epoch
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
@@ -52,7 +55,7 @@ class Scheduler:
         self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(virtual_tokens)
         self.num_preemptions = 0
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
@@ -61,8 +64,7 @@ class Scheduler:
         self._choosing = Choosing(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[StepInFlight] = deque()
-        self.last_step = 0
-        self._now = 0.0
+        self.last_step, self._now = 0, 0.0
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -123,6 +125,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is here already")
         request.create_sequences()
+        self.waiting.arrive(request)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
@@ -135,8 +138,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return []
         ended = [sequence for sequence in request.sequences if not sequence.finished]
         for sequence in ended:
@@ -243,6 +245,7 @@ class Scheduler:
     def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, asked: Asked | None) -> StepPlan:
         """Book the step and build its plan."""
         num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
+        self._decoding.charge()
         completed: list[Sequence] = []
         chunk_rows: dict[int, Sequence] = {}
         computed: list[tuple[Sequence, int]] = []
@@ -342,9 +345,7 @@ class Scheduler:
         self.last_step = 0
         for request in requests:
             if request in failed:
-                for sequence in request.sequences:
-                    if not sequence.finished:
-                        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
+                request.fail()
             else:
                 self.add(request)
         return failed

@@ -1,61 +1,134 @@
-"""The queue of sequences that wait for admission, in order of priority and arrival, with ageing."""
+"""The queue of sequences that wait for admission: by priority and arrival, with ageing, and in turn between keys."""
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 
-from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.virtual_tokens import Account, VirtualTokens
 
 AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
 
+_Entry = tuple[float, int, Sequence]
+
 
 def queue_time(sequence: Sequence) -> float:
-    """Who has the smaller one goes first.
+    """Who has the smaller one goes first, among those of one key.
 
     Linear ageing never changes the order of two sequences, so it is fixed: no queue has to be sorted again.
     """
-    return sequence.request.arrival_time + AGEING_SECONDS * sequence.request.priority
+    return queue_time_of(sequence.request)
+
+
+def queue_time_of(request: Request) -> float:
+    """The same of a request: seconds."""
+    return request.arrival_time + AGEING_SECONDS * request.priority
 
 
 class WaitingQueue:
-    """A sorted list of waiting sequences."""
+    """A sorted line for each priority and key.
 
-    __slots__ = ("_entries", "_keys", "_tie")
+    The priority of whoever has the smallest ``queue_time`` is next; within it, the key that has been served least; of
+    that key, the first in line. With one key that is the order of ``queue_time``.
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Sequence]] = []
-        self._keys: dict[Sequence, tuple[float, int]] = {}
+    ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
+    """
+
+    __slots__ = ("_entries", "_lines", "_tie", "_virtual_tokens", "num_prompt_tokens")
+
+    def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
+        self.num_prompt_tokens = 0
+        self._virtual_tokens = virtual_tokens or VirtualTokens()
+        self._lines: dict[int, dict[Account, list[_Entry]]] = {}
+        self._entries: dict[Sequence, _Entry] = {}
         self._tie = count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def arrive(self, request: Request) -> None:
+        """A request comes in, whose sequences are pushed next."""
+        request.account = self._virtual_tokens.account(request.key)
+        self._virtual_tokens.arrive(request.account)
+
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait; a preempted one comes before those that arrived after it."""
+        """Let a sequence wait; a preempted one comes before those of its key that arrived after it."""
         sequence.status = SequenceStatus.WAITING
-        key = queue_time(sequence), next(self._tie)
-        self._keys[sequence] = key
-        insort(self._entries, (*key, sequence))
+        request = sequence.request
+        entry = queue_time(sequence), next(self._tie), sequence
+        self._entries[sequence] = entry
+        insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
+        self._virtual_tokens.wait(request.account)
+        self.num_prompt_tokens += _prompt_tokens(sequence)
 
     def peek(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
-        return self._entries[0][2] if self._entries else None
+        lines = self._next_lines()
+        if len(lines) > 1:
+            return min(lines.items(), key=_turn)[1][0][2]
+        for line in lines.values():
+            return line[0][2]
+        return None
 
-    def first(self, number: int) -> list[Sequence]:
-        """The first ``number`` sequences at most, in order."""
-        return [entry[2] for entry in islice(self._entries, number)]
+    def heads(self, number: int) -> list[Sequence]:
+        """The first of each key in the priority that is next: ``number`` at most, in order."""
+        lines = self._next_lines()
+        if len(lines) > 1:
+            return [line[0][2] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
+        return [line[0][2] for line in lines.values()]
+
+    def window(self, head: Sequence, number: int) -> list[Sequence]:
+        """``head`` and those of its key and priority among the ``number`` that follow in the order of one key."""
+        account, priority, start = head.request.account, head.request.priority, self._entries[head]
+        lines = [line for lines in self._lines.values() if (line := lines.get(account)) is not None]
+        if len(lines) == 1:
+            return [entry[2] for entry in lines[0][:number]]
+        parts = [line[(first := bisect_left(line, start)) : first + number] for line in lines]
+        entries = sorted(entry for part in parts for entry in part)[:number]
+        return [entry[2] for entry in entries if entry[2].request.priority == priority]
 
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status."""
-        del self._entries[bisect_left(self._entries, self._keys.pop(sequence))]
+        entry, request = self._entries.pop(sequence), sequence.request
+        lines = self._lines[request.priority]
+        line = lines[request.account]
+        del line[bisect_left(line, entry)]
+        if not line:
+            del lines[request.account]
+            if not lines:
+                del self._lines[request.priority]
         sequence.status = status
+        self._virtual_tokens.leave(request.account)
+        self.num_prompt_tokens -= _prompt_tokens(sequence)
 
     def clear(self) -> None:
         """Let nobody wait any more."""
+        for lines in self._lines.values():
+            for account, line in lines.items():
+                self._virtual_tokens.leave(account, len(line))
+        self._lines.clear()
         self._entries.clear()
-        self._keys.clear()
+        self.num_prompt_tokens = 0
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Waiting sequences in order."""
-        return (entry[2] for entry in self._entries)
+        """Waiting sequences by ``queue_time``, whosever they are."""
+        return (entry[2] for entry in sorted(self._entries.values()))
+
+    def _next_lines(self) -> dict[Account, list[_Entry]]:
+        """The lines of the priority that is next."""
+        if len(self._lines) > 1:
+            return min(self._lines.values(), key=lambda lines: min(line[0] for line in lines.values()))
+        for lines in self._lines.values():
+            return lines
+        return {}
+
+
+def _turn(of_key: tuple[Account, list[_Entry]]) -> tuple[float, _Entry]:
+    account, line = of_key
+    return account.served, line[0]
+
+
+def _prompt_tokens(sequence: Sequence) -> int:
+    return 0 if sequence.index else sequence.num_prompt_tokens
