@@ -36,7 +36,7 @@ _GROUPS = {
         "trust_remote_code",
         "simulate",
     ),
-    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting"),
+    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "routing"),
     "KV cache": (
         "block_size",
         "num_blocks",
@@ -111,6 +111,10 @@ Eviction = Annotated[
     Literal["lru", "cost"],
     _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
 ]
+Routing = Annotated[
+    Literal["ttft", "prefix", "least-loaded", "round-robin"],
+    _help("which executor a request goes to; ttft: where its first token is predicted to cost the least"),
+]
 Deterministic = Annotated[
     bool, _help("the same tokens to the last bit whatever else runs, slower; Triton kernels and some families only")
 ]
@@ -150,6 +154,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     recovery: Recovery = "auto"
     eviction: Eviction = "cost"
+    routing: Routing = "ttft"
 
 
 class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):

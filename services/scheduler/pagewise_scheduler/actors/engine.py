@@ -74,7 +74,7 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``load``: sequences assigned and not finished. ``ended``: it takes no requests any more. ``oldest_step_time``: when
+    ``ended``: it takes no requests any more. ``oldest_step_time``: when
     the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if none is in flight.
     """
 
@@ -86,7 +86,6 @@ class Engine(Actor[EngineMessage]):
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
         self._copies: dict[tuple[int, str], float] = {}
-        self.load = 0
         self.ended = False
         self._link = link
         self._sink = sink
@@ -98,7 +97,6 @@ class Engine(Actor[EngineMessage]):
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
-        self.load += live.request.num_sequences
         self.tell(Serve(live))
 
     @property
@@ -138,7 +136,6 @@ class Engine(Actor[EngineMessage]):
 
     def _serve(self, live: LiveRequest) -> None:
         if live.done or live.abandoned:
-            self.load -= live.request.num_sequences
             live.take_error("aborted", clock())
             return
         self._live[live.request.request_id] = live
@@ -245,7 +242,6 @@ class Engine(Actor[EngineMessage]):
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
         del self._live[live.request.request_id]
-        self.load -= live.request.num_sequences
 
     async def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
         """Something failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""

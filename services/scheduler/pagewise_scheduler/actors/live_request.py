@@ -6,6 +6,7 @@ from time import monotonic
 
 from pagewise_shared.protocol import TokenLogprobs
 
+from pagewise_scheduler.core.routing.destination import Placement
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_scheduler.generation import (
     GenerationError,
@@ -21,8 +22,9 @@ from pagewise_scheduler.text.tokenizer import Tokenizer
 class LiveRequest:
     """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
 
-    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``moves``: engines that were
-    lost under it. Deltas that the client has not read yet are merged into one list, bounded by ``max_tokens``.
+    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last, ``placement``: how. ``moves``:
+    engines that were lost under it. Deltas that the client has not read yet are merged into one list, bounded by
+    ``max_tokens``.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LiveRequest:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.moves = 0
         self.engine: object | None = None
+        self.placement: Placement | None = None
         self.done = False
         self.abandoned = False
         self._texts = [
@@ -85,6 +88,9 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.
         """
         self.stats.output_tokens += 1
+        if (placement := self.placement) is not None and placement.waits:
+            placement.answered()
+            self._metrics.placement_answered(placement.predicted, now - placement.time)
         index = sequence.index
         if self._first_token_time is None:
             self.stats.cached_tokens = self.request.num_cached_tokens
@@ -150,6 +156,8 @@ class LiveRequest:
 
     def _end(self, now: float) -> None:
         self.done = True
+        if self.placement is not None:
+            self.placement.end(now)
         self._changed.set()
         request, metrics = self.request, self._metrics
         metrics.e2e_request_latency_seconds.observe(now - request.arrival_time)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.placing import Placing
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
+from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -55,12 +57,21 @@ RouterMessage = Place | Abort | Expired | Joined | Left
 class Router(Actor[RouterMessage]):
     """Implements ``Gateway``. Requests that no engine can take now wait here, in order, for a bounded time."""
 
-    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, *, max_waiting: int, patience: float = 60.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        max_waiting: int,
+        patience: float = 60.0,
+        routing: RoutingName = "ttft",
+    ) -> None:
         super().__init__("router")
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._max_waiting = max_waiting
         self._patience = patience
+        self.placing = Placing(routing, metrics)
         self._engines: dict[Engine, Joined] = {}
         self._homeless: dict[LiveRequest, None] = {}
         self._capacity: Capacity | None = None
@@ -141,12 +152,14 @@ class Router(Actor[RouterMessage]):
                     live.take_error(NoExecutorError(reason), clock())
             case Joined():
                 self._engines[message.engine] = message
+                self.placing.joined(message.engine)
                 self._update_capacity()
                 homeless, self._homeless = self._homeless, {}
                 for live in homeless:
                     self._place(live)
             case Left(engine):
                 self._engines.pop(engine, None)
+                self.placing.left(engine)
                 self._update_capacity()
 
     def _place(self, live: LiveRequest) -> None:
@@ -169,8 +182,7 @@ class Router(Actor[RouterMessage]):
             self._homeless[live] = None
             asyncio.get_running_loop().call_later(self._patience, self.tell, Expired(live))
             return
-        engine = min(able, key=lambda e: e.load)
-        live.engine = engine
+        live.engine = engine = self.placing.place(live, able)
         engine.assign(live)
 
     def _abort(self, live: LiveRequest) -> None:

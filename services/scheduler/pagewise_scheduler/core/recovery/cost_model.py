@@ -119,12 +119,14 @@ class CostModel:
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
-        if count <= 0:
-            return 0.0
+        return self.prefill.predict(*self.features(start, count, share)) if count > 0 else 0.0
+
+    def features(self, start: int, count: int, share: float = 1.0) -> tuple[float, float, float, float]:
+        """What ``prefill`` knows of computing that: steps, tokens, pairs that attend, and context of the chunks."""
         chunk = max(1, int(self._chunk * share))
         steps = -(-count // chunk)
         pairs = start * count + count * count / 2
-        return self.prefill.predict(steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2))
+        return steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2)
 
     def load_seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
         """Loading blocks behind ``queued_blocks`` others."""
