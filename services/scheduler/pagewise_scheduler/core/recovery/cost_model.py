@@ -9,6 +9,7 @@ section 7.3) compare them, put into closed form; the split for both at once foll
 
 from dataclasses import dataclass
 from math import log2, sqrt
+from operator import mul
 
 from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
@@ -39,7 +40,8 @@ class OnlineLine:
 
     def predict(self, *features: float) -> float:
         """Seconds for these features."""
-        return sum(constant * feature for constant, feature in zip(self.constants, features, strict=True))
+        seconds: float = sum(map(mul, self.constants, features))
+        return seconds
 
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""

@@ -3,7 +3,6 @@
 A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, exp
@@ -131,6 +130,8 @@ class Destination:
         self._num_blocks = 0
         self._num_sequences = 0
         self._promises = Promises()
+        self._victim: CachedBlock | None = None
+        self._victim_seconds = 0.0
         self._computed = _Lately()
         self._ended = _Lately()
 
@@ -150,18 +151,17 @@ class Destination:
         node = kv.pool.tree.root_of(prompt.space)
         if node is None:
             return Match(0, 0, promised)
-        path: list[CachedBlock] = []
         for key in prompt.keys(size):
             found = node.children.get(key)
             if found is None:
                 break
-            path.append(found)
             node = found
-        # What lies on the device comes first, then what lies on the host, then what is neither any more.
-        device = len(path) if not path or path[-1].block >= 0 else bisect_left(path, 1, key=lambda one: one.block < 0)
-        there = len(path)
-        while there > device and path[there - 1].host < 0:
-            there -= 1
+        there = node.depth
+        while node.parent is not None and node.block < 0:
+            if node.host < 0:  # it lies nowhere: what comes after it is of no use
+                there = node.depth - 1
+            node = node.parent
+        device = node.depth
         return Match(device * size, (there - device) * size, max(promised, there * size))
 
     # ---- what it would take --------------------------------------------------------------------------
@@ -179,6 +179,8 @@ class Destination:
 
     def queue_seconds(self, priority: int) -> float:
         """Until everything that goes before a prompt of this priority is computed."""
+        if not self._waiting and not self.scheduler.num_in_flight:
+            return 0.0
         ahead = Work()
         for level, work in self._work.items():
             if level <= priority:
@@ -217,8 +219,10 @@ class Destination:
         victim = pool.next_evicted() if evicted > 0 else None
         if victim is None:
             return 0.0
-        lost = self.costs.seconds_lost(victim.depth, pool.host.num_blocks > 0)
-        return evicted * pool.policy.probability(victim) * lost
+        if victim is not self._victim:
+            lost = self.costs.seconds_lost(victim.depth, pool.host.num_blocks > 0)
+            self._victim, self._victim_seconds = victim, pool.policy.probability(victim) * lost
+        return evicted * self._victim_seconds
 
     # ---- what is placed ------------------------------------------------------------------------------
 
