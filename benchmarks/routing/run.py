@@ -33,22 +33,22 @@ BAR_HIT_RATE, BAR_BUSIEST = 0.95, 1.15
 class WithoutEviction(LeastTimeToFirstToken):
     """What is pushed out counts nothing."""
 
-    def cost(self, found: Outlook, busy: float) -> float:
-        return found.queue + found.recovery / (1.0 - busy)
+    def cost(self, found: Outlook) -> float:
+        return found.queue + found.recovery / (1.0 - found.busy)
 
 
 class WithoutOthers(LeastTimeToFirstToken):
     """That computing delays those who come next counts nothing."""
 
-    def cost(self, found: Outlook, busy: float) -> float:
+    def cost(self, found: Outlook) -> float:
         return found.queue + found.recovery + found.evicted
 
 
 class WithoutQueue(LeastTimeToFirstToken):
     """What waits before it counts nothing."""
 
-    def cost(self, found: Outlook, busy: float) -> float:
-        return (found.recovery + found.evicted) / (1.0 - busy)
+    def cost(self, found: Outlook) -> float:
+        return (found.recovery + found.evicted) / (1.0 - found.busy)
 
 
 ABLATIONS: dict[str, type[LeastTimeToFirstToken]] = {

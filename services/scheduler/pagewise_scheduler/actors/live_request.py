@@ -89,7 +89,7 @@ class LiveRequest:
         """
         self.stats.output_tokens += 1
         if (placement := self.placement) is not None and placement.waits:
-            placement.answered()
+            placement.answered(now)
             self._metrics.placement_answered(placement.predicted, now - placement.time)
         index = sequence.index
         if self._first_token_time is None:

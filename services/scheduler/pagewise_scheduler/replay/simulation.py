@@ -233,7 +233,7 @@ class Simulation:
             if len(sequence.output_token_ids) == 1:
                 _, served, placement = self._by_id[sequence.request.request_id]
                 served.first_token = self.now
-                placement.answered()
+                placement.answered(self.now)
         finished = []
         for sequence in output.finished:
             index, served, placement = self._by_id.pop(sequence.request.request_id)

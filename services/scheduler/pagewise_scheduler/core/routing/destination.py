@@ -41,7 +41,7 @@ class Work(NamedTuple):
     pairs: float = 0.0
     context: float = 0.0
 
-    def plus(self, other: "Work", times: float = 1.0) -> "Work":
+    def plus(self, other: "Work", times: int = 1) -> "Work":
         """Both, the other one so many times."""
         return Work(
             self.tokens + times * other.tokens, self.pairs + times * other.pairs, self.context + times * other.context
@@ -55,11 +55,13 @@ class Outlook(NamedTuple):
         queue: until there is room for it and what was placed before it is computed.
         recovery: from then on until its own KV is there, loaded or computed.
         evicted: what getting back the blocks that give way for it is expected to cost others.
+        busy: the share of its time that the executor computes prompts, with this one.
     """
 
     queue: float
     recovery: float
     evicted: float
+    busy: float
 
     @property
     def first_token(self) -> float:
@@ -90,15 +92,15 @@ class Placement:
     waits: bool = True
     ended: bool = False
 
-    def answered(self) -> None:
-        """Its first token is back: its prompt is computed and cached."""
+    def answered(self, now: float) -> None:
+        """Its first token is back: its prompt is computed and cached. Harmless the second time."""
         if self.waits:
             self.waits = False
-            self.destination.answered(self)
+            self.destination.answered(self, now)
 
     def end(self, now: float) -> None:
         """It has finished, failed, or leaves the executor; harmless the second time."""
-        self.answered()
+        self.answered(now)
         if not self.ended:
             self.ended = True
             self.destination.ended(self, now)
@@ -129,6 +131,7 @@ class Destination:
         self._work: dict[int, Work] = {}
         self._num_blocks = 0
         self._num_sequences = 0
+        self._answered_at = 0.0
         self._promises = Promises()
         self._victim: CachedBlock | None = None
         self._victim_seconds = 0.0
@@ -177,7 +180,7 @@ class Destination:
         budget = self.scheduler.limits.max_num_batched_tokens
         return max(1.0, budget - self.num_decoding) / budget
 
-    def queue_seconds(self, priority: int) -> float:
+    def queue_seconds(self, priority: int, now: float) -> float:
         """Until everything that goes before a prompt of this priority is computed."""
         if not self._waiting and not self.scheduler.num_in_flight:
             return 0.0
@@ -185,16 +188,25 @@ class Destination:
         for level, work in self._work.items():
             if level <= priority:
                 ahead = ahead.plus(work)
+        # Results come back step by step, but the first of those that wait has been computing since it was planned,
+        # or since the one before it was done.
+        started, since = Work(), now
         for placement in islice(self._waiting, _LOOKED_AT):
-            if placement.prompt.priority <= priority and placement.request.sequences:
-                computed = placement.request.sequences[0].num_computed_tokens - placement.start
-                if computed > 0:
-                    ahead = ahead.plus(placement.work, -min(1.0, computed / placement.work.tokens))
-        prefill, decoding = self.costs.prefill, self.num_decoding
-        steps = ceil(max(0.0, ahead.tokens) / (self.share * self.scheduler.limits.max_num_batched_tokens))
-        seconds = prefill.predict(steps, ahead.tokens + steps * decoding, ahead.pairs, ahead.context)
+            begun = placement.request.scheduled_time
+            if placement.prompt.priority <= priority and begun >= placement.time:  # it is NaN before
+                started, since = started.plus(placement.work), min(since, begun)
+        done = min(now - max(since, self._answered_at), self._work_seconds(started))
         # The steps under way come back first, with whatever decodes in them.
-        return max(0.0, seconds) + self.scheduler.num_in_flight * prefill.predict(1, decoding, 0, 0)
+        steps = self.scheduler.num_in_flight * self.costs.prefill.predict(1, self.num_decoding, 0, 0)
+        return max(0.0, self._work_seconds(ahead) - done) + steps
+
+    def _work_seconds(self, work: Work) -> float:
+        """Computing so much, beside what decodes."""
+        if not work.tokens:
+            return 0.0
+        steps = ceil(work.tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
+        tokens = work.tokens + steps * self.num_decoding
+        return self.costs.prefill.predict(steps, tokens, work.pairs, work.context)
 
     def room_seconds(self, prompt: Prompt, num_blocks: int, now: float) -> float:
         """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
@@ -208,9 +220,12 @@ class Destination:
         missing = max(rows, blocks * running / max(1, pool.num_in_use))
         return missing * _LATELY / max(1.0, self._ended.sum(now)) if missing > 0 else 0.0
 
-    def busy(self, now: float) -> float:
-        """The share of its time, lately, that the prompts placed on it take to compute; at most ``_MOST_BUSY``."""
-        return min(_MOST_BUSY, self._computed.sum(now) / _LATELY)
+    def busy(self, seconds: float, now: float) -> float:
+        """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.
+
+        At most ``_MOST_BUSY``.
+        """
+        return min(_MOST_BUSY, (self._computed.sum(now) + seconds) / _LATELY)
 
     def eviction_seconds(self, num_blocks: int) -> float:
         """What it is expected to cost others if a prompt takes ``num_blocks`` blocks; free ones cost nothing."""
@@ -245,14 +260,15 @@ class Destination:
             self._promises.add(prompt.space, prompt.tokens)
         return placement
 
-    def answered(self, placement: Placement) -> None:
+    def answered(self, placement: Placement, now: float) -> None:
         """A placement does not wait any more."""
+        self._answered_at = now
         prompt = placement.prompt
         del self._waiting[placement]
         self._num_sequences -= prompt.num_sequences
         self._num_blocks -= placement.num_blocks
         if any(other.prompt.priority == prompt.priority for other in self._waiting):
-            self._work[prompt.priority] = self._work[prompt.priority].plus(placement.work, -1.0)
+            self._work[prompt.priority] = self._work[prompt.priority].plus(placement.work, -1)
         else:
             del self._work[prompt.priority]  # sums of differences would drift
         if prompt.uses_cache:

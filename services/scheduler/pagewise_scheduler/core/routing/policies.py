@@ -94,12 +94,14 @@ def recovery_seconds(candidate: Candidate, holder: Candidate) -> float:
 def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recovery = recovery_seconds) -> Outlook:
     """What is predicted for a candidate at the time ``now``."""
     destination, prompt = candidate.destination, candidate.prompt
-    kv = destination.scheduler.kv
-    num_blocks = kv.blocks_for(prompt.num_tokens) - candidate.match.promised // kv.block_size
+    kv, match = destination.scheduler.kv, candidate.match
+    num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
+    seconds = recovery(candidate, holder)
     return Outlook(
-        destination.queue_seconds(prompt.priority) + destination.room_seconds(prompt, num_blocks, now),
-        recovery(candidate, holder),
+        destination.queue_seconds(prompt.priority, now) + destination.room_seconds(prompt, num_blocks, now),
+        seconds,
         destination.eviction_seconds(num_blocks),
+        destination.busy(seconds, now),
     )
 
 
@@ -120,16 +122,16 @@ class LeastTimeToFirstToken:
 
         def cost(candidate: Candidate) -> tuple[float, int]:
             found = outlook(candidate, holder, now, self._recovery)
-            return self.cost(found, candidate.destination.busy(now)), candidate.destination.load
+            return self.cost(found), candidate.destination.load
 
         best = min(candidates, key=cost)
         if not holder.match.promised:
             return best, "load"
         return best, "cached" if best.match.promised == holder.match.promised else "elsewhere"
 
-    def cost(self, found: Outlook, busy: float) -> float:
-        """Seconds that a placement costs this request and others, on an executor that is ``busy`` that share."""
-        return found.queue + (found.recovery + found.evicted) / (1.0 - busy)
+    def cost(self, found: Outlook) -> float:
+        """Seconds that a placement costs this request and others."""
+        return found.queue + (found.recovery + found.evicted) / (1.0 - found.busy)
 
 
 def make_routing(name: RoutingName) -> RoutingPolicy:
