@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.routing.destination import Outlook
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, LeastTimeToFirstToken, RoutingPolicy, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -60,12 +61,16 @@ ABLATIONS: dict[str, type[LeastTimeToFirstToken]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``million_tokens``: that each of the ``executors`` holds. ``speed``: of arrivals, 1 is the trace's own."""
+    """``million_tokens``: that each of the ``executors`` holds. ``speed``: of arrivals, 1 is the trace's own.
+
+    ``learn_apart``: each executor learns for itself what is used again, instead of all together.
+    """
 
     policy: str
     million_tokens: float
     speed: float = 1.0
     executors: int = EXECUTORS
+    learn_apart: bool = False
     limit: int | None = None
 
 
@@ -76,6 +81,7 @@ def simulate(case: Case) -> dict[str, Any]:
         request.arrival /= case.speed
     times = EXECUTORS // case.executors
     costs = llama_3_8b(BLOCK_SIZE).times_as_fast(times)
+    history = [UseHistory() for _ in range(case.executors if case.learn_apart else 1)] * case.executors
     schedulers = [
         Scheduler(
             num_blocks=int(times * case.million_tokens * 1e6) // BLOCK_SIZE,
@@ -83,9 +89,9 @@ def simulate(case: Case) -> dict[str, Any]:
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             costs=costs.prefill,
-            eviction="cost",
+            eviction=history[number],
         )
-        for _ in range(case.executors)
+        for number in range(case.executors)
     ]
     routing: RoutingPolicy
     if case.policy in ABLATIONS:
@@ -109,6 +115,7 @@ def cases(smoke: bool) -> Iterator[Case]:
     limit = 200 if smoke else None
     for policy in ("one", *ROUTING_NAMES, *ABLATIONS):
         yield Case(policy, 1.0, executors=1 if policy == "one" else EXECUTORS, limit=limit)
+    yield Case("ttft", 1.0, learn_apart=True, limit=limit)
     if not smoke:
         for tokens, speed in ((0.5, 1.0), (2.0, 1.0), (1.0, 2.0)):
             for policy in ("one", "ttft", "prefix"):
@@ -132,7 +139,9 @@ def main() -> None:
                 one[place] = row["hit_rate"]
             row["hit_rate_of_one"] = round(row["hit_rate"] / one[place], 4)
             rows.append(row)
-            name = f"{row['policy']} {row['million_tokens']:g}M x{row['speed']:g}"
+            name = (
+                f"{row['policy']}{' apart' if row['learn_apart'] else ''} {row['million_tokens']:g}M x{row['speed']:g}"
+            )
             seconds, busiest = row["first_token_seconds"], row["busiest_of_mean"]["busy_seconds"]
             print(
                 f"{name:>30}{row['hit_rate']:>10.1%}{row['hit_rate_of_one']:>8.1%}{busiest:>9.2f}"
@@ -152,7 +161,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
-    names = [row["policy"] for row in rows]
+    names = [row["policy"] + (", learning apart" if row["learn_apart"] else "") for row in rows]
     for axis, label, values, bar in (
         (axes[0], "% of one executor's hit rate", [100 * row["hit_rate_of_one"] for row in rows], 100 * BAR_HIT_RATE),
         (axes[1], "busiest, by the mean", [row["busiest_of_mean"]["busy_seconds"] for row in rows], BAR_BUSIEST),

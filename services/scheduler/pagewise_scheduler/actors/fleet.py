@@ -28,8 +28,9 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
-from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
 from pagewise_scheduler.core.recovery.recovery import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import Metrics
@@ -97,7 +98,7 @@ class Fleet:
         self._executor_timeout = executor_timeout
         self._step_timeout = step_timeout
         self._recovery: RecoveryMode = recovery
-        self._eviction: EvictionName = eviction
+        self._eviction: Eviction = UseHistory() if eviction == "cost" else eviction  # all executors learn together
         self._members: dict[bytes, Member] = {}
         self._bad_frames: dict[bytes, int] = {}
         self._fingerprint: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from pagewise_shared.errors import ConfigError
 
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.belady import Belady
@@ -83,6 +84,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
         raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {size}")
     costs = llama_3_8b(size, options.link * 1e9).times_as_fast(options.device_speed)
     belady = Belady(trace) if options.eviction == "belady" else None
+    eviction = UseHistory() if options.eviction == "cost" else belady or options.eviction
     budget = max(largest, 8192) if options.cache_only else options.max_num_batched_tokens
     schedulers = [
         Scheduler(
@@ -93,7 +95,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
             num_host_blocks=parse_tokens(options.host_tokens) // size,
             costs=costs.prefill,
             recovery=options.recovery,
-            eviction=belady or options.eviction,
+            eviction=eviction,
         )
         for _ in range(options.executors)
     ]

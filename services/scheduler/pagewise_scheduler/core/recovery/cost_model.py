@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2, sqrt
 from operator import mul
 
-from pagewise_scheduler.core.memory.cost_aware import CostAware
+from pagewise_scheduler.core.memory.cost_aware import CostAware, UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 
 _FORGETTING = 0.99
@@ -20,6 +20,9 @@ _MOST_SURPRISE = 4.0
 _FADE = 0.02
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
+
+Eviction = EvictionName | EvictionPolicy | UseHistory
+"""Which eviction policy: by name, one that exists, or by cost with a history that executors share."""
 
 
 class OnlineLine:
@@ -203,8 +206,13 @@ class CostModel:
         return min(load, recompute) if to_host else recompute
 
 
-def make_policy(name: EvictionName, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
-    """The eviction policy of that name."""
-    if name == "lru":
+def make_policy(eviction: Eviction, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
+    """The eviction policy of that name, one by cost that shares a history, or the one given."""
+    if eviction == "lru":
         return LeastRecentlyUsed()
-    return CostAware(lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0))
+    if eviction == "cost" or isinstance(eviction, UseHistory):
+        history = eviction if isinstance(eviction, UseHistory) else None
+        return CostAware(
+            lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0), history
+        )
+    return eviction

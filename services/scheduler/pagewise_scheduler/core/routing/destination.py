@@ -76,7 +76,7 @@ class Placement:
     Fields:
         reason: why there. predicted: seconds from ``time`` to its first token.
         start: tokens of its prompt that others have computed or will. work: computing the rest.
-        num_blocks: blocks that it does not find on the device.
+        num_blocks: blocks that it takes beside what is there or promised.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
 
@@ -248,7 +248,7 @@ class Destination:
         start = match.promised
         kv = self.scheduler.kv
         work = Work(*self.costs.features(start, prompt.num_tokens - start, self.share)[1:])
-        num_blocks = kv.blocks_for(prompt.num_tokens) - match.device // kv.block_size
+        num_blocks = kv.blocks_for(prompt.num_tokens) - start // kv.block_size
         placement = Placement(self, request, prompt, reason, predicted, now, start, work, num_blocks)
         self._computed.add(self.costs.compute_seconds(start, prompt.num_tokens - start, self.share), now)
         self.load += prompt.num_sequences
