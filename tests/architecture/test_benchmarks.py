@@ -1,5 +1,6 @@
-"""Benchmarks that need a GPU run here with tiny shapes, so that they work when there is one."""
+"""Benchmarks that take long or need a GPU run here with little to do, so that they work when they are wanted."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,25 @@ def test_gpu_benchmarks_run_with_tiny_shapes(name: str, tmp_path: Path) -> None:
     summary = [sys.executable, "-m", "benchmarks.summary", str(record)]
     shown = subprocess.run(summary, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert len(shown.splitlines()) > 3
+
+
+@pytest.mark.timeout(300)
+def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
+    record = tmp_path / "routing.json"
+    command = [sys.executable, "-m", "benchmarks.routing.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["policy"]: row for row in json.loads(record.read_text())["rows"]}
+    assert {"one", "ttft", "prefix", "least-loaded", "round-robin"} <= set(rows)
+    assert rows["ttft"]["hit_rate"] > rows["round-robin"]["hit_rate"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
+    record = tmp_path / "routing.json"
+    command = [sys.executable, "-m", "benchmarks.routing.processes", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert rows["ttft"]["hit_rate"] > rows["round-robin"]["hit_rate"]

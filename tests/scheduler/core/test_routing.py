@@ -1,11 +1,12 @@
 """Where requests go: what each policy looks at, and that what is placed counts at once."""
 
 from array import array
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
 from pagewise_scheduler.core.routing.destination import Destination, Match, Placement
 from pagewise_scheduler.core.routing.policies import (
     ROUTING_NAMES,
@@ -290,3 +291,14 @@ def test_whatever_ends_leaves_nothing_behind(name: RoutingName, steps: list[tupl
     for one in destinations:
         assert (one.load, one.num_decoding, one.queue_seconds(9, now)) == (0, 0, 0.0)
         assert find(one, list(range(1000, 1060))) == Match(0, 0, 0)
+
+
+def test_a_cost_model_that_started_far_off_learns_from_few_kinds_of_steps() -> None:
+    """Constants that are kept from falling below zero must not push the others up."""
+    truth, model = (4e-3, 4e-5, 1.3e-9, 0.0), CostModel(Costs(), 16, 8192)
+    spans = [(0, 4096), (3584, 512), (4000, 96)]
+    for number in range(600):
+        features = model.features(*spans[number % 3 if number < 60 else 1 + number % 2])
+        model.prefill.observe(sum(map(mul, truth, features)), *features)
+    for span in spans[1:]:
+        assert model.compute_seconds(*span) == pytest.approx(sum(map(mul, truth, model.features(*span))), rel=0.1)

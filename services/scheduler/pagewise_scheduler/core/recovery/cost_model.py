@@ -57,10 +57,14 @@ class OnlineLine:
         gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
         weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
         residual = seconds - predicted
-        size = len(gains)
+        size, before = len(gains), self.constants[:]
         for i in range(size):
             # Kept from falling below zero here, not when predicting: else the others would make up for it.
             self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
+        if abs(seconds - self.predict(*features)) > abs(residual):
+            # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
+            ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
+            self.constants = [constant * ratio for constant in before]
         trace = 0.0
         for i in range(size):
             for j in range(size):
