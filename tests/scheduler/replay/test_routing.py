@@ -1,5 +1,7 @@
 """Replays with several executors: the routing policies that serve, in virtual time."""
 
+import random
+
 import pytest
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -13,12 +15,24 @@ from benchmarks.routing.run import BAR_BUSIEST, BAR_HIT_RATE, Case, simulate
 
 def replayed(routing: RoutingName, executors: int = 4) -> dict[str, object]:
     """Sixteen documents, asked about ten times each, whose executors hold a quarter of them each."""
-    trace = [TraceRequest(0.1 * i, 4096, 8, [100 * (i * 7 % 16) + j for j in range(7)], 512, i) for i in range(160)]
+    rng, costs = random.Random(0), llama_3_8b(16)
+    documents = [rng.randrange(16) for _ in range(160)]
+    trace = [
+        TraceRequest(0.1 * i, 4096, 8, [100 * document + j for j in range(7)], 512, i)
+        for i, document in enumerate(documents)
+    ]
     schedulers = [
-        Scheduler(num_blocks=1800, block_size=16, max_num_seqs=32, max_num_batched_tokens=8192, eviction="cost")
+        Scheduler(
+            num_blocks=1500,
+            block_size=16,
+            max_num_seqs=32,
+            max_num_batched_tokens=8192,
+            eviction="cost",
+            costs=costs.prefill,
+        )
         for _ in range(executors)
     ]
-    outcome = Simulation(schedulers, llama_3_8b(16), routing=make_routing(routing)).run(trace)
+    outcome = Simulation(schedulers, costs, routing=make_routing(routing)).run(trace)
     assert len(outcome.served) == 160
     assert all(one.kv.num_available == one.kv.pool.num_blocks for one in schedulers)
     assert all(executor.destination.load == 0 for executor in outcome.executors)

@@ -34,20 +34,6 @@ class Match(NamedTuple):
     promised: int
 
 
-class Work(NamedTuple):
-    """Computing a span, in the cost model's features; of several, their sums."""
-
-    tokens: float = 0.0
-    pairs: float = 0.0
-    context: float = 0.0
-
-    def plus(self, other: "Work", times: int = 1) -> "Work":
-        """Both, the other one so many times."""
-        return Work(
-            self.tokens + times * other.tokens, self.pairs + times * other.pairs, self.context + times * other.context
-        )
-
-
 class Outlook(NamedTuple):
     """What is predicted for a prompt on one executor, in seconds.
 
@@ -75,7 +61,8 @@ class Placement:
 
     Fields:
         reason: why there. predicted: seconds from ``time`` to its first token.
-        start: tokens of its prompt that others have computed or will. work: computing the rest.
+        start: tokens of its prompt that others have computed or will.
+        seconds: computing the rest, without the fixed costs of steps, which are shared.
         num_blocks: blocks that it takes beside what is there or promised.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
@@ -87,7 +74,7 @@ class Placement:
     predicted: float
     time: float
     start: int
-    work: Work
+    seconds: float
     num_blocks: int
     waits: bool = True
     ended: bool = False
@@ -128,7 +115,7 @@ class Destination:
         self.scheduler = scheduler
         self.load = 0
         self._waiting: dict[Placement, None] = {}
-        self._work: dict[int, Work] = {}
+        self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority
         self._num_blocks = 0
         self._num_sequences = 0
         self._answered_at = 0.0
@@ -184,29 +171,25 @@ class Destination:
         """Until everything that goes before a prompt of this priority is computed."""
         if not self._waiting and not self.scheduler.num_in_flight:
             return 0.0
-        ahead = Work()
+        tokens, seconds = 0, 0.0
         for level, work in self._work.items():
             if level <= priority:
-                ahead = ahead.plus(work)
+                tokens += work[0]
+                seconds += work[1]
         # Results come back step by step, but the first of those that wait has been computing since it was planned,
         # or since the one before it was done.
-        started, since = Work(), now
+        begun, since = 0.0, now
         for placement in islice(self._waiting, _LOOKED_AT):
-            begun = placement.request.scheduled_time
-            if placement.prompt.priority <= priority and begun >= placement.time:  # it is NaN before
-                started, since = started.plus(placement.work), min(since, begun)
-        done = min(now - max(since, self._answered_at), self._work_seconds(started))
+            when = placement.request.scheduled_time
+            if when >= placement.time and placement.prompt.priority <= priority:  # it is NaN before
+                begun += placement.seconds
+                since = min(since, when)
+        done = min(now - max(since, self._answered_at), begun) if begun else 0.0
         # The steps under way come back first, with whatever decodes in them.
-        steps = self.scheduler.num_in_flight * self.costs.prefill.predict(1, self.num_decoding, 0, 0)
-        return max(0.0, self._work_seconds(ahead) - done) + steps
-
-    def _work_seconds(self, work: Work) -> float:
-        """Computing so much, beside what decodes."""
-        if not work.tokens:
-            return 0.0
-        steps = ceil(work.tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
-        tokens = work.tokens + steps * self.num_decoding
-        return self.costs.prefill.predict(steps, tokens, work.pairs, work.context)
+        steps = ceil(tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
+        steps += self.scheduler.num_in_flight
+        constants = self.costs.prefill.constants
+        return max(0.0, seconds - done) + steps * (constants[0] + constants[1] * self.num_decoding)
 
     def room_seconds(self, prompt: Prompt, num_blocks: int, now: float) -> float:
         """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
@@ -247,15 +230,18 @@ class Destination:
         """The request is the executor's from now on."""
         start = match.promised
         kv = self.scheduler.kv
-        work = Work(*self.costs.features(start, prompt.num_tokens - start, self.share)[1:])
+        num_tokens = prompt.num_tokens - start
+        steps, *features = self.costs.features(start, num_tokens, self.share)
+        seconds = self.costs.prefill.predict(0, *features)
         num_blocks = kv.blocks_for(prompt.num_tokens) - start // kv.block_size
-        placement = Placement(self, request, prompt, reason, predicted, now, start, work, num_blocks)
-        self._computed.add(self.costs.compute_seconds(start, prompt.num_tokens - start, self.share), now)
+        placement = Placement(self, request, prompt, reason, predicted, now, start, seconds, num_blocks)
+        self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
         self.load += prompt.num_sequences
         self._num_sequences += prompt.num_sequences
         self._num_blocks += num_blocks
         self._waiting[placement] = None
-        self._work[prompt.priority] = self._work.get(prompt.priority, Work()).plus(work)
+        others = self._work.get(prompt.priority, (0, 0.0))
+        self._work[prompt.priority] = others[0] + num_tokens, others[1] + seconds
         if prompt.uses_cache:
             self._promises.add(prompt.space, prompt.tokens)
         return placement
@@ -267,10 +253,10 @@ class Destination:
         del self._waiting[placement]
         self._num_sequences -= prompt.num_sequences
         self._num_blocks -= placement.num_blocks
-        if any(other.prompt.priority == prompt.priority for other in self._waiting):
-            self._work[prompt.priority] = self._work[prompt.priority].plus(placement.work, -1)
-        else:
-            del self._work[prompt.priority]  # sums of differences would drift
+        tokens, seconds = self._work.pop(prompt.priority)
+        tokens -= prompt.num_tokens - placement.start
+        if tokens:  # else nobody waits any more: what is left of the seconds is rounding
+            self._work[prompt.priority] = tokens, seconds - placement.seconds
         if prompt.uses_cache:
             self._promises.remove(prompt.space, prompt.tokens)
 

@@ -35,13 +35,14 @@ class Promises:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Leading tokens that are equal. Halves the span in question: slices are compared at the speed of memory."""
-    start, end = 0, min(len(one), len(other)) // _BYTES_PER_TOKEN
+    """Leading tokens that are equal: doubles the span until it differs, then halves it. Slices compare fast."""
+    start, end, span = 0, min(len(one), len(other)) // _BYTES_PER_TOKEN, 16
     while start < end:
-        middle = (start + end + 1) // 2
-        span = slice(start * _BYTES_PER_TOKEN, middle * _BYTES_PER_TOKEN)
-        if one[span] == other[span]:
-            start = middle
+        stop = min(start + span, end)
+        piece = slice(start * _BYTES_PER_TOKEN, stop * _BYTES_PER_TOKEN)
+        if one[piece] == other[piece]:
+            start, span = stop, span * 2
         else:
-            end = middle - 1
+            end = stop - 1
+            span = max(1, (end - start + 1) // 2)
     return start
