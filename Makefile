@@ -77,6 +77,8 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
 	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
+	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
+	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json
 
 docs: setup ## Check that documents point at what exists and know every option and metric
 	$(PY) -m pytest tests/architecture/test_documents.py tests/architecture/test_operations.py

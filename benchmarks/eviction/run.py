@@ -37,7 +37,7 @@ def hit_rate(trace: list[TraceRequest], tokens: int, policy: Policy) -> float:
         eviction=belady if policy == "belady" else policy,
     )
     outcome = replay_cache_only(scheduler, trace, lambda index: setattr(belady, "now", index))
-    rate: float = summarise(outcome, scheduler, slo_first_token=1.0, slo_per_token=1.0)["hit_rate"]["of_trace_blocks"]
+    rate: float = summarise(outcome, [scheduler], slo_first_token=1.0, slo_per_token=1.0)["hit_rate"]["of_trace_blocks"]
     return rate
 
 

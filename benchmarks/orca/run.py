@@ -96,7 +96,7 @@ def simulate(trace: list[TraceRequest], kind: Memory, block_size: int) -> dict[s
         kv=kv,
     )
     watch = Watch(scheduler)
-    outcome = Simulation(scheduler, costs, salt=str, watch=watch).run(trace)
+    outcome = Simulation([scheduler], costs, salt=str, watch=watch).run(trace)
     total = sum(watch.parts.values())
     output_tokens = sum(request.num_output_tokens for request in trace)
     return {

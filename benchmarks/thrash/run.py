@@ -35,7 +35,7 @@ def serve(trace: list[TraceRequest], pool_tokens: int, host_tokens: int, recover
         recovery=recovery,
         eviction="cost",
     )
-    outcome = Simulation(scheduler, costs).run(trace)
+    outcome = Simulation([scheduler], costs).run(trace)
     assert len(outcome.served) == len(trace)
     tokens = sum(request.num_output_tokens for request in trace)
     return {

@@ -38,7 +38,7 @@ _GROUPS = {
         "simulate",
         "simulate_step",
     ),
-    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_waiting_tokens"),
+    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_waiting_tokens", "routing"),
     "KV cache": (
         "block_size",
         "num_blocks",
@@ -132,6 +132,10 @@ Eviction = Annotated[
     Literal["lru", "cost"],
     _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
 ]
+Routing = Annotated[
+    Literal["ttft", "prefix", "least-loaded", "round-robin"],
+    _help("which executor a request goes to; ttft: where its first token is predicted to cost the least"),
+]
 Deterministic = Annotated[
     bool, _help("the same tokens to the last bit whatever else runs, slower; Triton kernels and some families only")
 ]
@@ -198,6 +202,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     recovery: Recovery = "auto"
     eviction: Eviction = "cost"
+    routing: Routing = "ttft"
 
 
 class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):

@@ -45,3 +45,25 @@ def test_streams(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["streams"], row["errors"]) == (20, 0)
+
+
+@pytest.mark.timeout(300)
+def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
+    record = tmp_path / "routing.json"
+    command = [sys.executable, "-m", "benchmarks.routing.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["policy"]: row for row in json.loads(record.read_text())["rows"]}
+    assert {"one", "ttft", "prefix", "least-loaded", "round-robin"} <= set(rows)
+    assert rows["ttft"]["hit_rate"] > rows["round-robin"]["hit_rate"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
+    record = tmp_path / "routing.json"
+    command = [sys.executable, "-m", "benchmarks.routing.processes", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert rows["ttft"]["hit_rate"] > rows["round-robin"]["hit_rate"]

@@ -24,6 +24,8 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from pagewise_scheduler.core.routing.policies import REASONS
+
 MEMORY_EVENTS = (
     "evicted",
     "demoted",
@@ -60,6 +62,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_DECISION = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
+_RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -173,6 +177,14 @@ class Metrics:
         self._recovery_predicted.labels(self._model_name, method).observe(predicted)
         self._recovery_actual.labels(self._model_name, method).observe(actual)
 
+    def placements(self, reason: str) -> Counter:
+        """The counter of requests placed for one of ``REASONS`` of the core's routing."""
+        return self._placements.labels(self._model_name, reason)
+
+    def placement_answered(self, predicted: float, actual: float) -> None:
+        """The first token of a request has come, so many seconds after it was placed."""
+        self.placement_actual_ratio.observe(actual / max(predicted, 1e-6))
+
     def kv_blocks(self, tier: str, state: str) -> Gauge:
         """The gauge of blocks of a tier ("device", "host") in a state ("free", "cached", "in_use")."""
         return self._kv_blocks.labels(self._model_name, tier, state)
@@ -214,6 +226,9 @@ class Metrics:
         self._recoveries = self._raw_counter(
             "recoveries", "Sequences that began with cached blocks or came back, by how they got their KV.", ("method",)
         )
+        self._placements = self._raw_counter("placements", "Requests placed on executors, by why there.", ("reason",))
+        for reason in REASONS:
+            self.placements(reason)
         for source in ("device", "host", "peer"):
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
@@ -272,6 +287,15 @@ class Metrics:
         )
         self._recovery_actual = self._raw_histogram(
             "recovery_actual_seconds", "From a sequence's start until all its KV from the host was there.", ("method",)
+        )
+        self.placement_predicted_seconds = self._histogram(
+            "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _FIRST_TOKEN
+        )
+        self.placement_actual_ratio = self._histogram(
+            "placement_actual_ratio", "That time as it was, by what was predicted.", _RATIO
+        )
+        self.placement_decision_seconds = self._histogram(
+            "placement_decision_seconds", "What deciding where a request goes took.", _DECISION
         )
         self.iteration_tokens = self._histogram("iteration_tokens", "Tokens computed in one step.", _TOKENS)
 

@@ -41,7 +41,13 @@ async def serve(config: SchedulerConfig) -> None:
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
     model_name = config.served_model_name or config.model
     metrics = Metrics(model_name)
-    router = Router(tokenizer, metrics, max_waiting=config.max_waiting, max_waiting_tokens=config.max_waiting_tokens)
+    router = Router(
+        tokenizer,
+        metrics,
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        routing=config.routing,
+    )
     fleet = Fleet(
         config.listen,
         router,

@@ -169,7 +169,7 @@ async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
         assert len(first) == 8
         assert await stack.generate([1, 2, 3]) == first
         (engine,) = stack.router.engines
-        assert engine.load == 0
+        assert stack.router.placing.load(engine) == 0
         async with asyncio.timeout(5):
             while engine.scheduler.kv.num_available != 64:
                 await asyncio.sleep(0.01)

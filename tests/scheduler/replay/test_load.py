@@ -24,7 +24,7 @@ def tokens_per_second(trace: list[TraceRequest], pool_tokens: int, host_tokens: 
         recovery=mode,
         eviction="cost",
     )
-    outcome = Simulation(scheduler, costs).run(trace)
+    outcome = Simulation([scheduler], costs).run(trace)
     assert len(outcome.served) == len(trace), "everybody finishes"
     assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
     return sum(request.num_output_tokens for request in trace) / outcome.seconds

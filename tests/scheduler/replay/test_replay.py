@@ -157,7 +157,7 @@ def test_a_replay_is_reproducible() -> None:
             num_host_blocks=100,
             eviction="cost",
         )
-        outcome = Simulation(scheduler, llama_3_8b(16)).run(trace)
+        outcome = Simulation([scheduler], llama_3_8b(16)).run(trace)
         assert scheduler.kv.num_available == 120
         return [served.finished for served in outcome.served]
 

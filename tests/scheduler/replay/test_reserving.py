@@ -52,7 +52,7 @@ def test_only_as_many_run_as_have_their_reservation() -> None:
     )
     running: list[int] = []
     outcome = Simulation(
-        scheduler, llama_3_8b(16), salt=str, watch=lambda now: running.append(len(scheduler.running))
+        [scheduler], llama_3_8b(16), salt=str, watch=lambda now: running.append(len(scheduler.running))
     ).run(trace)
     assert len(outcome.served) == 12
     assert max(running) <= 4

@@ -96,9 +96,9 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``load``: sequences assigned and not finished; ``arriving``: of those, what is in the mailbox. ``ended``: it takes
-    no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in
-    seconds of ``clock``; None if none is in flight. ``moved``: the requests that it has handed over, None before that.
+    ``arriving``: what was assigned and is in the mailbox. ``ended``: it takes no requests any more.
+    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
+    none is in flight. ``moved``: the requests that it has handed over, None before that.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class Engine(Actor[EngineMessage]):
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
         self._copies: dict[tuple[int, str], float] = {}
-        self.load = 0
         self.arriving = Load()
         self.ended = False
         self._link = link
@@ -125,7 +124,6 @@ class Engine(Actor[EngineMessage]):
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
-        self.load += live.request.num_sequences
         self.arriving = self.arriving.plus(Load.of(live))
         self.tell(Serve(live))
 
@@ -180,7 +178,6 @@ class Engine(Actor[EngineMessage]):
             return
         self.scheduler.release_all()
         self.moved, self._live = list(self._live.values()), {}
-        self.load = 0
         self._metrics.request_moves("left").inc(len(self.moved))
         self._sink.give_back(self.moved)
 
@@ -194,7 +191,6 @@ class Engine(Actor[EngineMessage]):
             self._sink.give_back([live])
             return
         if live.done or live.abandoned:
-            self.load -= live.request.num_sequences
             live.take_error("aborted", clock())
             return
         self._live[live.request.request_id] = live
@@ -314,7 +310,6 @@ class Engine(Actor[EngineMessage]):
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
         del self._live[live.request.request_id]
-        self.load -= live.request.num_sequences
 
     async def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
         """Something failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""

@@ -36,8 +36,9 @@ from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lo
 from pagewise_scheduler.actors.entry import Entry
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
-from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -118,7 +119,7 @@ class Fleet:
         self._executor_timeout = executor_timeout
         self._step_timeout = step_timeout
         self._recovery: RecoveryMode = recovery
-        self._eviction: EvictionName = eviction
+        self._eviction: Eviction = UseHistory() if eviction == "cost" else eviction  # all executors learn together
         self._members: dict[bytes, Member] = {}
         self._directory = Directory()
         self._draining = Draining(router.tokenizer, self._staying, metrics)

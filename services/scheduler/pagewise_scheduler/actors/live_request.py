@@ -7,6 +7,7 @@ from time import monotonic
 
 from pagewise_shared.protocol import TokenLogprobs
 
+from pagewise_scheduler.core.routing.destination import Placement
 from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_scheduler.generation import (
     GenerationError,
@@ -28,9 +29,9 @@ MOST_UNREAD = 32_768
 class LiveRequest:
     """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
 
-    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last. ``deaths``: executors in a row
-    that died in a step of it, without a token of it in between. Deltas that the client has not read yet are merged
-    into one list; where that grows too long, the request is stopped.
+    ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last, ``placement``: how. ``deaths``:
+    executors in a row that died in a step of it, without a token of it in between. Deltas that the client has not read
+    yet are merged into one list; where that grows too long, the request is stopped.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LiveRequest:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.deaths = 0
         self.engine: object | None = None
+        self.placement: Placement | None = None
         self.done = False
         self.abandoned = False
         self._texts = [
@@ -96,6 +98,9 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.
         """
         self.stats.output_tokens += 1
+        if (placement := self.placement) is not None and placement.waits:
+            placement.answered(now)
+            self._metrics.placement_answered(placement.predicted, now - placement.time)
         index = sequence.index
         if self._first_token_time is None:
             self.stats.cached_tokens = self.request.num_cached_tokens
@@ -176,6 +181,8 @@ class LiveRequest:
 
     def _end(self, now: float) -> None:
         self.done = True
+        if self.placement is not None:
+            self.placement.end(now)
         self._changed.set()
         request, metrics = self.request, self._metrics
         metrics.e2e_request_latency_seconds.observe(now - request.arrival_time)

@@ -8,7 +8,9 @@ from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.backlog import Backlog, Homeless, Load
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.placing import Placing
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
+from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -64,6 +66,7 @@ class Router(Actor[RouterMessage]):
         max_waiting: int,
         max_waiting_tokens: int,
         patience: float = 60.0,
+        routing: RoutingName = "ttft",
     ) -> None:
         super().__init__("router")
         self.tokenizer = tokenizer
@@ -71,6 +74,7 @@ class Router(Actor[RouterMessage]):
         self._backlog = Backlog(max_waiting, max_waiting_tokens)
         self._arriving = Load()
         self._patience = patience
+        self.placing = Placing(routing, metrics)
         self._engines: dict[Engine, Joined] = {}
         self._homeless = Homeless()
         self._capacity: Capacity | None = None
@@ -171,11 +175,13 @@ class Router(Actor[RouterMessage]):
                     live.take_error(NoExecutorError(reason), clock())
             case Joined():
                 self._engines[message.engine] = message
+                self.placing.joined(message.engine)
                 self._update_capacity()
                 for live in self._homeless.take_all():
                     self._place(live)
             case Left(engine):
                 self._engines.pop(engine, None)
+                self.placing.left(engine)
                 self._update_capacity()
 
     def _place(self, live: LiveRequest) -> None:
@@ -198,8 +204,7 @@ class Router(Actor[RouterMessage]):
             loop = asyncio.get_running_loop()
             self._homeless.add(live, loop.call_later(self._patience, self.tell, Expired(live)))
             return
-        engine = min(able, key=lambda e: e.load)
-        live.engine = engine
+        live.engine = engine = self.placing.place(live, able)
         engine.assign(live)
 
     def _abort(self, live: LiveRequest) -> None:

@@ -1,6 +1,6 @@
 """What steps and copies of a simulated executor cost."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pagewise_scheduler.core.recovery.cost_model import Costs
 
@@ -15,6 +15,11 @@ class DeviceCosts:
     prefill: Costs
     decode: float
     context: float
+
+    def times_as_fast(self, speed: float) -> "DeviceCosts":
+        """Of a device and links ``speed`` times as fast."""
+        prefill = Costs(**{name: value / speed for name, value in asdict(self.prefill).items()})
+        return DeviceCosts(prefill, self.decode / speed, self.context / speed)
 
 
 def modelled(

@@ -12,6 +12,8 @@ from typing import Any
 
 from pagewise_shared.errors import ConfigError
 
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
+from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
@@ -19,6 +21,19 @@ from pagewise_scheduler.replay.report import plot, summarise
 from pagewise_scheduler.replay.simulation import Simulation, replay_cache_only
 from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 
+_SETTINGS = (
+    "kv_tokens",
+    "host_tokens",
+    "block_size",
+    "eviction",
+    "recovery",
+    "cache_only",
+    "speed",
+    "link",
+    "executors",
+    "routing",
+    "device_speed",
+)
 _UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
@@ -53,10 +68,13 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
     """Replay ``trace``; returns what it came to, and how to draw it.
 
     Raises:
-        ConfigError: the pool is too small for a block, or Belady's policy is asked for where order is not known.
+        ConfigError: the pool is too small for a block, Belady's policy is asked for where order is not known, or
+            several executors without a clock.
     """
     if options.eviction == "belady" and not options.cache_only:
         raise ConfigError("--eviction belady has to know the order in which requests run: add --cache-only")
+    if options.cache_only and options.executors > 1:
+        raise ConfigError("--cache-only replays one cache: --executors needs the clock")
     began = time.perf_counter()
     size = options.block_size
     largest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
@@ -64,41 +82,42 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
     tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
     if tokens < size:
         raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {size}")
-    costs = llama_3_8b(size, options.link * 1e9)
+    costs = llama_3_8b(size, options.link * 1e9).times_as_fast(options.device_speed)
     belady = Belady(trace) if options.eviction == "belady" else None
+    eviction = UseHistory() if options.eviction == "cost" else belady or options.eviction
     budget = max(largest, 8192) if options.cache_only else options.max_num_batched_tokens
-    scheduler = Scheduler(
-        num_blocks=tokens // size,
-        block_size=size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=budget,
-        num_host_blocks=parse_tokens(options.host_tokens) // size,
-        costs=costs.prefill,
-        recovery=options.recovery,
-        eviction=belady or options.eviction,
-    )
+    schedulers = [
+        Scheduler(
+            num_blocks=tokens // size,
+            block_size=size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=budget,
+            num_host_blocks=parse_tokens(options.host_tokens) // size,
+            costs=costs.prefill,
+            recovery=options.recovery,
+            eviction=eviction,
+        )
+        for _ in range(options.executors)
+    ]
 
     def tick(index: int) -> None:
         if belady is not None:
             belady.now = index
 
     if options.cache_only:
-        outcome = replay_cache_only(scheduler, trace, tick)
+        outcome = replay_cache_only(schedulers[0], trace, tick)
     else:
         for request in trace:
             if request.after < 0:
                 request.arrival /= options.speed
-        outcome = Simulation(scheduler, costs, tick=tick).run(trace)
+        outcome = Simulation(schedulers, costs, routing=make_routing(options.routing), tick=tick).run(trace)
     summary = summarise(
-        outcome, scheduler, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
+        outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
     if options.cache_only:  # where nothing takes any time, times mean nothing
-        for name in ("virtual_seconds", "device_busy", "good_requests", "seconds"):
+        for name in ("virtual_seconds", "device_busy", "good_requests", "seconds", "routing"):
             del summary[name]
-    settings = {
-        name: getattr(options, name)
-        for name in ("kv_tokens", "host_tokens", "block_size", "eviction", "recovery", "cache_only", "speed", "link")
-    }
+    settings = {name: getattr(options, name) for name in _SETTINGS}
     result = {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
     return result, lambda path: plot(outcome, summary, path)
 
@@ -150,6 +169,14 @@ def _parser() -> argparse.ArgumentParser:
         "clock: a modelled Llama 3 8B on a modelled device. Prints JSON.",
     )
     parser.add_argument("trace", type=Path, help="Mooncake or agentic JSON lines, Azure or ShareGPT CSV; .gz too")
+    fleet = parser.add_argument_group("executors")
+    fleet.add_argument(
+        "--executors", type=_count, default=1, metavar="N", help="executors, each with the memory below (default: 1)"
+    )
+    fleet.add_argument("--routing", choices=ROUTING_NAMES, default="ttft", help="where requests go (default: ttft)")
+    fleet.add_argument(
+        "--device-speed", type=_amount, default=1.0, metavar="X", help="device and links X times as fast (default: 1)"
+    )
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--kv-tokens", default="1M", metavar="N", help="tokens the device holds, 3M, or all (default: 1M)"

@@ -6,6 +6,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.simulation import Outcome, Served
@@ -14,7 +15,7 @@ _LAST_TOKENS = 16
 
 
 def summarise(
-    outcome: Outcome, scheduler: Scheduler, *, slo_first_token: float, slo_per_token: float
+    outcome: Outcome, schedulers: Sequence[Scheduler], *, slo_first_token: float, slo_per_token: float
 ) -> dict[str, Any]:
     """Hit rates, waste, preemptions, recoveries, goodput and latencies.
 
@@ -27,7 +28,7 @@ def summarise(
     output_tokens = sum(one.trace.num_output_tokens for one in served)
     good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]
     seconds = max(outcome.seconds, 1e-9)
-    counters = scheduler.kv.pool.counters
+    counters = [scheduler.kv.pool.counters for scheduler in schedulers]
     return {
         "requests": {"finished": len(served), "never_fit": outcome.refused},
         "tokens": {"prompt": prompt_tokens, "output": output_tokens, "cached_device": device, "cached_host": host},
@@ -37,13 +38,14 @@ def summarise(
             "all": _ratio(device + host, prompt_tokens),
             "of_trace_blocks": _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served)),
         },
-        "blocks": {name: getattr(counters, name) for name in counters.__slots__},
-        "preemptions": scheduler.num_preemptions,
+        "blocks": {name: sum(getattr(one, name) for one in counters) for name in MemoryCounters.__slots__},
+        "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
         "recoveries": _recoveries(outcome.recoveries),
         "waste": _waste(outcome),
         "virtual_seconds": round(outcome.seconds, 1),
-        "device_busy": _ratio(outcome.busy, seconds),
+        "device_busy": _ratio(sum(one.busy for one in outcome.executors), seconds * len(schedulers)),
         "steps": outcome.steps,
+        "routing": _routing(outcome, served),
         "throughput_tokens_per_second": round(output_tokens / seconds, 1) if outcome.seconds else None,
         "goodput_requests_per_second": round(len(good) / seconds, 3) if outcome.seconds else None,
         "good_requests": _ratio(len(good), len(served)),
@@ -108,6 +110,27 @@ def _recoveries(recoveries: Sequence[Recovery]) -> dict[str, Any]:
         "predicted_seconds": round(sum(recovery.predicted for recovery in timed), 3),
         "actual_seconds": round(sum(recovery.ended - recovery.began for recovery in timed), 3),
     }
+
+
+def _routing(outcome: Outcome, served: Sequence[Served]) -> dict[str, Any]:
+    """Reasons of placements, how evenly executors were loaded, and what became of the predictions."""
+    ratios = sorted((one.first_token - one.arrival) / one.predicted for one in served if one.predicted > 0)
+    return {
+        "reasons": dict(sorted(Counter(one.reason for one in outcome.served).items())),
+        "busiest_of_mean": {
+            "busy_seconds": _busiest([executor.busy for executor in outcome.executors]),
+            "computed_tokens": _busiest([executor.computed for executor in outcome.executors]),
+        },
+        "actual_of_predicted": {
+            name: round(ratios[min(len(ratios) - 1, int(share * len(ratios)))], 3) if ratios else None
+            for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))
+        },
+    }
+
+
+def _busiest(loads: Sequence[float]) -> float | None:
+    """The largest load as a multiple of the mean."""
+    return round(max(loads) * len(loads) / sum(loads), 3) if sum(loads) else None
 
 
 def _waste(outcome: Outcome) -> dict[str, Any]:

@@ -5,8 +5,7 @@ Nothing is computed. The scheduler is the one that serves; only the executor, th
 
 import heapq
 from array import array
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -15,6 +14,8 @@ from pagewise_shared.protocol import Copied, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.ways import Recovery
+from pagewise_scheduler.core.routing.destination import Destination, Placement
+from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
@@ -26,13 +27,23 @@ _SAMPLE_EVERY = 0.25
 
 @dataclass(slots=True)
 class Served:
-    """What became of a request; times in seconds of the virtual clock, NaN if it never came to that."""
+    """What became of a request; times in seconds of the virtual clock, NaN if it never came to that.
+
+    ``reason``: why it was placed where it was. ``predicted``: seconds to its first token, as was thought then.
+    """
 
     trace: TraceRequest
     arrival: float
     request: Request
+    reason: str = "only"
+    predicted: float = float("nan")
     first_token: float = float("nan")
     finished: float = float("nan")
+
+    def forget(self) -> None:
+        """Let go of its tokens: a day of prompts would not fit into memory."""
+        self.request.prompt_token_ids = array("i")
+        self.request.sequences.clear()
 
 
 @dataclass(slots=True)
@@ -57,123 +68,58 @@ class Outcome:
     refused: int = 0
     seconds: float = 0.0
     steps: int = 0
-    busy: float = 0.0
+    executors: "list[SimulatedExecutor]" = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
 
 
-class Simulation:
-    """One scheduler, one simulated executor with links of its own to the host, and a trace.
+class SimulatedExecutor:
+    """One scheduler with a simulated executor, which has links of its own to its host.
 
-    ``tick`` is told the index of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with
-    the time whenever memory is sampled.
+    ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
+    what happens to this executor then.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         costs: DeviceCosts,
-        *,
-        depth: int = 2,
-        tick: Callable[[int], None] = lambda index: None,
-        salt: Callable[[int], str | None] = lambda index: None,
-        watch: Callable[[float], None] = lambda now: None,
+        at: Callable[[float, "SimulatedExecutor", StepResult | Copied], None],
+        depth: int,
     ) -> None:
-        self.now = 0.0
-        self._salt = salt
-        self._watch = watch
-        self._tick = tick
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        self.destination = Destination(scheduler)
+        self.steps = self.computed = 0
+        self.busy = 0.0
         self._costs = costs
+        self._at = at
         self._depth = depth
-        self._events: list[tuple[float, int, str, object]] = []
-        self._tie = count()
         self._free_at = {"step": 0.0, "store": 0.0, "load": 0.0}
-        self._results: deque[StepResult] = deque()
-        self._outcome = Outcome()
-        self._by_id: dict[str, tuple[int, Served]] = {}
-        self._next_sample = 0.0
 
-    def run(self, trace: list[TraceRequest]) -> Outcome:
-        """Replay a trace to its end."""
-        followers: dict[int, list[int]] = {}
-        for index, request in enumerate(trace):
-            if request.after >= 0:
-                followers.setdefault(request.after, []).append(index)
-            else:
-                self._at(request.arrival, "arrival", index)
-        while self._events:
-            self.now, _, kind, what = heapq.heappop(self._events)
-            if kind == "arrival":
-                assert isinstance(what, int)
-                if not self._arrive(what, trace[what]):
-                    self._follow(followers, trace, what)
-            elif kind == "result":
-                for index in self._take_result():
-                    self._follow(followers, trace, index)
-            else:
-                assert isinstance(what, Copied)
-                self._scheduler.copied(what)
-            self._plan()
-            self._outcome.recoveries += self._scheduler.recoveries.reports
-            self._scheduler.recoveries.reports.clear()
-        self._outcome.seconds = self.now
-        return self._outcome
+    def plan(self, now: float) -> bool:
+        """Plan steps as far ahead as allowed; returns whether any was."""
+        scheduler, before = self.scheduler, self.steps
+        while scheduler.num_in_flight < self._depth and (plan := scheduler.schedule(now)) is not None:
+            self._execute(plan, now)
+        return self.steps > before
 
-    def _at(self, time: float, kind: str, what: object) -> None:
-        heapq.heappush(self._events, (time, next(self._tie), kind, what))
-
-    def _follow(self, followers: dict[int, list[int]], trace: list[TraceRequest], index: int) -> None:
-        for follower in followers.get(index, ()):
-            self._at(self.now + trace[follower].arrival, "arrival", follower)
-
-    def _arrive(self, index: int, trace: TraceRequest) -> bool:
-        scheduler = self._scheduler
-        self._tick(index)
-        if not scheduler.fits(trace.num_prompt_tokens, trace.num_output_tokens):
-            self._outcome.refused += 1
-            return False
-        request = Request(
-            str(index),
-            trace.prompt(),
-            trace.num_output_tokens,
-            _SAMPLING,
-            cache_salt=self._salt(index),
-            arrival_time=self.now,
-        )
-        served = Served(trace, self.now, request)
-        self._outcome.served.append(served)
-        self._by_id[request.request_id] = (index, served)
-        scheduler.add(request)
-        return True
-
-    def _plan(self) -> None:
-        scheduler = self._scheduler
-        while scheduler.num_in_flight < self._depth and (plan := scheduler.schedule(self.now)) is not None:
-            self._execute(plan)
-            if self.now >= self._next_sample:
-                self._sample()
-
-    def _execute(self, plan: StepPlan) -> None:
+    def _execute(self, plan: StepPlan, now: float) -> None:
         """Book the device and the links for a plan; its results come as events."""
-        costs, step = self._costs, self._scheduler.steps_in_flight[-1]
+        costs, step = self._costs, self.scheduler.steps_in_flight[-1]
         num_decodes = step.num_seqs - len(step.chunk_rows)
         seconds = costs.prefill.step + costs.prefill.token * (step.num_tokens - num_decodes)
         seconds += costs.prefill.attention * step.attention + costs.decode * num_decodes
-        pool = self._scheduler.kv.pool
+        pool = self.scheduler.kv.pool
         if num_decodes:
-            seconds += costs.context * pool.num_in_use * self._scheduler.kv.block_size
+            seconds += costs.context * pool.num_in_use * self.scheduler.kv.block_size
         if not step.num_tokens:
             seconds = 0.0
-        self._outcome.steps += 1
-        self._outcome.busy += seconds
-        end = self._occupy("step", seconds)
-        self._results.append(
-            StepResult(
-                plan.epoch, plan.step, pack_int32s([0] * len(step.sampled)), elapsed_us=max(1, int(seconds * 1e6))
-            )
-        )
-        self._at(end, "result", None)
+        self.steps += 1
+        self.busy += seconds
+        self.computed += step.num_tokens - num_decodes
+        tokens = pack_int32s([0] * len(step.sampled))
+        result = StepResult(plan.epoch, plan.step, tokens, elapsed_us=max(1, int(seconds * 1e6)))
+        self._at(self._occupy("step", seconds, now), self, result)
         if plan.memory is None:
             return
         direction: Literal["store", "load"]
@@ -183,44 +129,134 @@ class Simulation:
         ):
             if data:
                 seconds = setup + len(data) // 8 * block
-                self._at(
-                    self._occupy(direction, seconds),
-                    "copied",
-                    Copied(plan.epoch, plan.step, direction, max(1, int(seconds * 1e6))),
-                )
+                copied = Copied(plan.epoch, plan.step, direction, max(1, int(seconds * 1e6)))
+                self._at(self._occupy(direction, seconds, now), self, copied)
 
-    def _occupy(self, resource: str, seconds: float) -> float:
-        end = self._free_at[resource] = max(self.now, self._free_at[resource]) + seconds
+    def _occupy(self, resource: str, seconds: float, now: float) -> float:
+        end = self._free_at[resource] = max(now, self._free_at[resource]) + seconds
         return end
 
-    def _take_result(self) -> list[int]:
+
+class Simulation:
+    """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
+
+    ``tick`` is told the index of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with
+    the time whenever memory is sampled.
+    """
+
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        costs: DeviceCosts,
+        *,
+        routing: RoutingPolicy | None = None,
+        depth: int = 2,
+        tick: Callable[[int], None] = lambda index: None,
+        salt: Callable[[int], str | None] = lambda index: None,
+        watch: Callable[[float], None] = lambda now: None,
+    ) -> None:
+        self.now = 0.0
+        self.executors = [SimulatedExecutor(scheduler, costs, self._at, depth) for scheduler in schedulers]
+        self._routing = routing or make_routing("ttft")
+        self._salt = salt
+        self._watch = watch
+        self._tick = tick
+        self._events: list[tuple[float, int, SimulatedExecutor | None, StepResult | Copied | int]] = []
+        self._tie = count()
+        self._outcome = Outcome(executors=self.executors)
+        self._by_id: dict[str, tuple[int, Served, Placement]] = {}
+        self._next_sample = 0.0
+
+    def run(self, trace: list[TraceRequest]) -> Outcome:
+        """Replay a trace to its end."""
+        followers: dict[int, list[int]] = {}
+        for index, request in enumerate(trace):
+            if request.after >= 0:
+                followers.setdefault(request.after, []).append(index)
+            else:
+                self._at(request.arrival, None, index)
+        while self._events:
+            self.now, _, executor, what = heapq.heappop(self._events)
+            if isinstance(what, int):
+                executor = self._arrive(what, trace[what])
+                if executor is None:
+                    self._follow(followers, trace, what)
+                    continue
+            assert executor is not None
+            if isinstance(what, StepResult):
+                for index in self._take_result(executor.scheduler, what):
+                    self._follow(followers, trace, index)
+            elif isinstance(what, Copied):
+                executor.scheduler.copied(what)
+            if executor.plan(self.now) and self.now >= self._next_sample:
+                self._sample()
+            self._outcome.recoveries += executor.scheduler.recoveries.reports
+            executor.scheduler.recoveries.reports.clear()
+        self._outcome.seconds = self.now
+        self._outcome.steps = sum(executor.steps for executor in self.executors)
+        return self._outcome
+
+    def _at(self, time: float, executor: SimulatedExecutor | None, what: StepResult | Copied | int) -> None:
+        heapq.heappush(self._events, (time, next(self._tie), executor, what))
+
+    def _follow(self, followers: dict[int, list[int]], trace: list[TraceRequest], index: int) -> None:
+        for follower in followers.get(index, ()):
+            self._at(self.now + trace[follower].arrival, None, follower)
+
+    def _arrive(self, index: int, trace: TraceRequest) -> SimulatedExecutor | None:
+        self._tick(index)
+        size = trace.num_prompt_tokens, trace.num_output_tokens
+        able = {one.destination: one for one in self.executors if one.scheduler.fits(*size)}
+        if not able:
+            self._outcome.refused += 1
+            return None
+        request = Request(
+            str(index),
+            trace.prompt(),
+            trace.num_output_tokens,
+            _SAMPLING,
+            cache_salt=self._salt(index),
+            arrival_time=self.now,
+        )
+        placement = place(self._routing, request, list(able), self.now)
+        served = Served(trace, self.now, request, placement.reason, placement.predicted)
+        self._outcome.served.append(served)
+        self._by_id[request.request_id] = (index, served, placement)
+        executor = able[placement.destination]
+        executor.scheduler.add(request)
+        return executor
+
+    def _take_result(self, scheduler: Scheduler, result: StepResult) -> list[int]:
         """Returns the indices of requests that finished."""
-        output = self._scheduler.update(self._results.popleft())
+        output = scheduler.update(result)
         for sequence in output.sequences:
             if len(sequence.output_token_ids) == 1:
-                self._by_id[sequence.request.request_id][1].first_token = self.now
+                _, served, placement = self._by_id[sequence.request.request_id]
+                served.first_token = self.now
+                placement.answered(self.now)
         finished = []
         for sequence in output.finished:
-            index, served = self._by_id.pop(sequence.request.request_id)
+            index, served, placement = self._by_id.pop(sequence.request.request_id)
             served.finished = self.now
-            served.request.prompt_token_ids = array("i")  # a day of prompts would not fit into memory
-            served.request.sequences.clear()
+            placement.end(self.now)
+            served.forget()
             finished.append(index)
         return finished
 
     def _sample(self) -> None:
-        scheduler = self._scheduler
-        pool, running = scheduler.kv.pool, scheduler.running
+        schedulers = [executor.scheduler for executor in self.executors]
+        pools = [scheduler.kv.pool for scheduler in schedulers]
+        running = [sequence for scheduler in schedulers for sequence in scheduler.running]
         self._next_sample = self.now + _SAMPLE_EVERY
         self._watch(self.now)
         self._outcome.samples.append(
             Sample(
                 time=self.now,
                 running=len(running),
-                waiting=scheduler.num_waiting,
-                in_use=pool.num_in_use,
-                cached=pool.num_cached,
-                host_used=pool.host.num_used,
+                waiting=sum(scheduler.num_waiting for scheduler in schedulers),
+                in_use=sum(pool.num_in_use for pool in pools),
+                cached=sum(pool.num_cached for pool in pools),
+                host_used=sum(pool.host.num_used for pool in pools),
                 allocated=sum(sequence.table.num_slots for sequence in running),
                 used=sum(min(sequence.num_tokens, sequence.table.num_slots) for sequence in running),
             )
@@ -239,7 +275,7 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
             outcome.refused += 1
             continue
         request = Request(str(index), record.prompt(), record.num_output_tokens, _SAMPLING, arrival_time=float(index))
-        served = Served(record, record.arrival, request, record.arrival, record.arrival)
+        served = Served(record, record.arrival, request, first_token=record.arrival, finished=record.arrival)
         scheduler.add(request)
         while not request.finished:
             plan = scheduler.schedule(float(index))
@@ -250,10 +286,9 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
                 scheduler.copied(Copied(plan.epoch, plan.step, "store"))
             if plan.memory is not None and plan.memory.loads:
                 scheduler.copied(Copied(plan.epoch, plan.step, "load"))
-            outcome.steps += 1
+                outcome.steps += 1
         outcome.recoveries += scheduler.recoveries.reports
         scheduler.recoveries.reports.clear()
-        request.prompt_token_ids = array("i")
-        request.sequences.clear()
+        served.forget()
         outcome.served.append(served)
     return outcome

@@ -89,6 +89,10 @@ class BlockPool:
         """Blocks with at least one reference."""
         return self.num_blocks - len(self._free) - self._num_cached
 
+    def next_evicted(self) -> CachedBlock | None:
+        """The cached block that gives way first, if there is one."""
+        return self._evictable.peek()
+
     def references(self, block: int) -> int:
         """How many holders the block has; 0 means free or cached."""
         return self._references[block]

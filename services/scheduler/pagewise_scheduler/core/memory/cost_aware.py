@@ -22,18 +22,16 @@ _HALF_LIFE = 1 << 15
 """Counted uses after which what was learned weighs half."""
 
 
-class CostAware:
-    """GreedyDual with learned probabilities.
+class UseHistory:
+    """What is known of prefixes that were used and came back, in one executor's cache or in those of a fleet.
 
-    ``seconds(block)``: the cheapest way back if its tier loses the block. ``memory``: prefixes that are remembered
-    after their blocks were evicted too, so that a return is noticed. Neighbouring blocks share their fate: every
-    sixteenth is remembered and counted, the others go by the one before them.
+    Executors of one model may share it: the same users ask all of them, and each alone would learn from a part of what
+    there is to learn. ``memory``: prefixes that are remembered after their blocks were evicted too, so that a return is
+    noticed. Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one
+    before them.
     """
 
-    learns = True
-
-    def __init__(self, seconds: Callable[[CachedBlock], float], memory: int = 1 << 18) -> None:
-        self._seconds = seconds
+    def __init__(self, memory: int = 1 << 18) -> None:
         self._memory = memory
         self._seen: OrderedDict[BlockHash, int] = OrderedDict()
         num_classes = (_MOST_USES + 1) * 2 * (_KINDS + 1)
@@ -41,13 +39,9 @@ class CostAware:
         self._returns = [0.0] * num_classes
         self._until_halved = _HALF_LIFE
 
-    def priority(self, block: CachedBlock, clock: float) -> float:
-        """The clock plus the expected cost of losing the block now."""
-        return clock + self.probability(block) * self._seconds(block)
-
-    def probability(self, block: CachedBlock) -> float:
-        """How likely the block is used again, by what became of others of its class."""
-        return (self._returns[block.kind] + 0.5) / (self._uses[block.kind] + 1.0)
+    def probability(self, kind: int) -> float:
+        """How likely a block of that class is used again, by what became of others of it."""
+        return (self._returns[kind] + 0.5) / (self._uses[kind] + 1.0)
 
     def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
         """Count the return of those used before, and put each into its class."""
@@ -75,3 +69,25 @@ class CostAware:
             self._until_halved = _HALF_LIFE
             self._uses = [value / 2 for value in self._uses]
             self._returns = [value / 2 for value in self._returns]
+
+
+class CostAware:
+    """GreedyDual with learned probabilities. ``seconds(block)``: the cheapest way back if its tier loses the block."""
+
+    learns = True
+
+    def __init__(self, seconds: Callable[[CachedBlock], float], history: UseHistory | None = None) -> None:
+        self._seconds = seconds
+        self._history = history or UseHistory()
+
+    def priority(self, block: CachedBlock, clock: float) -> float:
+        """The clock plus the expected cost of losing the block now."""
+        return clock + self._history.probability(block.kind) * self._seconds(block)
+
+    def probability(self, block: CachedBlock) -> float:
+        """How likely the block is used again."""
+        return self._history.probability(block.kind)
+
+    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+        """Count the return of those used before, and put each into its class."""
+        self._history.used(blocks, output_tokens)

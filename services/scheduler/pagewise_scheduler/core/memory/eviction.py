@@ -82,6 +82,16 @@ class EvictionQueue:
                 return block
         return None
 
+    def peek(self) -> CachedBlock | None:
+        """The block that goes first, left where it is; None if none may be evicted."""
+        heap = self._heap
+        while heap:
+            rank, _, _, last_used, block = heap[0]
+            if last_used == block.last_used and self._may_go(block, rank):
+                return block
+            heapq.heappop(heap)
+        return None
+
     def shrink(self, num_evictable: int) -> None:
         """Drop stale entries once they are most of the queue, so that it stays in proportion to the pool."""
         if len(self._heap) > 64 + 4 * num_evictable:

@@ -9,8 +9,9 @@ section 7.3) compare them, put into closed form; the split for both at once foll
 
 from dataclasses import dataclass
 from math import log2, sqrt
+from operator import mul
 
-from pagewise_scheduler.core.memory.cost_aware import CostAware
+from pagewise_scheduler.core.memory.cost_aware import CostAware, UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 
 _FORGETTING = 0.99
@@ -20,6 +21,9 @@ _FADE = 0.02
 _RESTS = 64
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
+
+Eviction = EvictionName | EvictionPolicy | UseHistory
+"""Which eviction policy: by name, one that exists, or by cost with a history that executors share."""
 
 
 class OnlineLine:
@@ -40,7 +44,8 @@ class OnlineLine:
 
     def predict(self, *features: float) -> float:
         """Seconds for these features."""
-        return sum(constant * feature for constant, feature in zip(self.constants, features, strict=True))
+        seconds: float = sum(map(mul, self.constants, features))
+        return seconds
 
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
@@ -53,10 +58,14 @@ class OnlineLine:
         gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
         weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
         residual = seconds - predicted
-        size = len(gains)
+        size, before = len(gains), self.constants[:]
         for i in range(size):
             # Kept from falling below zero here, not when predicting: else the others would make up for it.
             self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
+        if abs(seconds - self.predict(*features)) > abs(residual):
+            # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
+            ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
+            self.constants = [constant * ratio for constant in before]
         trace = 0.0
         for i in range(size):
             for j in range(size):
@@ -159,12 +168,14 @@ class CostModel:
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
-        if count <= 0:
-            return 0.0
+        return self.prefill.predict(*self.features(start, count, share)) if count > 0 else 0.0
+
+    def features(self, start: int, count: int, share: float = 1.0) -> tuple[float, float, float, float]:
+        """What ``prefill`` knows of computing that: steps, tokens, pairs that attend, and context of the chunks."""
         chunk = max(1, int(self._chunk * share))
         steps = -(-count // chunk)
         pairs = start * count + count * count / 2
-        return self.prefill.predict(steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2))
+        return steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2)
 
     def link(self, peer: str) -> Link:
         """The link to a peer, "" for the host."""
@@ -252,8 +263,13 @@ class CostModel:
         return min(load, recompute) if to_host else recompute
 
 
-def make_policy(name: EvictionName, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
-    """The eviction policy of that name."""
-    if name == "lru":
+def make_policy(eviction: Eviction, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
+    """The eviction policy of that name, one by cost that shares a history, or the one given."""
+    if eviction == "lru":
         return LeastRecentlyUsed()
-    return CostAware(lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0))
+    if eviction == "cost" or isinstance(eviction, UseHistory):
+        history = eviction if isinstance(eviction, UseHistory) else None
+        return CostAware(
+            lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0), history
+        )
+    return eviction

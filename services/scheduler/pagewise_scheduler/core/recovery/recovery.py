@@ -111,6 +111,15 @@ class Recoveries:
         link.rests = max(0, link.rests - 1)
         return link.rests == 0
 
+    def can_fetch_from(self, peer: str) -> bool:
+        """Whether that peer's blocks would be of use here, and nothing speaks against asking for them."""
+        if self.directory is None or self.mode == "recompute":
+            return False
+        own, other = self.directory.lenders.get(self.endpoint), self.directory.lenders.get(peer)
+        if own is None or other is None or own is other:
+            return False
+        return own.block_format == other.block_format and self.costs.link(peer).rests == 0
+
     def _own_host(self) -> BlockSource:
         return BlockSource("", self.costs.load, self._kv.pool)
 

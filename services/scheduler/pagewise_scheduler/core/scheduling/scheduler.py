@@ -4,9 +4,9 @@ from collections import deque
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 
-from pagewise_scheduler.core.memory.eviction import PREEMPTED, EvictionName, EvictionPolicy
+from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, make_policy
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.ways import Asked, RecoveryMode
 from pagewise_scheduler.core.scheduling.choosing import Choosing
@@ -44,14 +44,14 @@ class Scheduler:
         num_host_blocks: int = 0,
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
-        eviction: EvictionName | EvictionPolicy = "lru",
+        eviction: Eviction = "lru",
         kv: KVCacheManager | None = None,
         model_fingerprint: str = "",
         virtual_tokens: VirtualTokens | None = None,
     ) -> None:
         self.epoch = epoch
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
-        policy = make_policy(eviction, self.costs, num_host_blocks) if isinstance(eviction, str) else eviction
+        policy = make_policy(eviction, self.costs, num_host_blocks)
         self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.recoveries = Recoveries(self.kv, self.costs, recovery)

@@ -1,0 +1,181 @@
+"""Eight executors beside one of eight times the memory and speed: what routing keeps of the prefix cache.
+
+The Mooncake synthetic trace at its own times, on the real scheduler cores and routing policies under a virtual clock.
+Each policy, and the default one with a term left out. Prints a table and, with ``--json`` and ``--plot``, writes it.
+
+    python -m benchmarks.routing.run --jobs 2
+    python -m benchmarks.routing.run --smoke      # a few seconds: the first 200 requests
+"""
+
+import argparse
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewise_scheduler.core.memory.cost_aware import UseHistory
+from pagewise_scheduler.core.routing.destination import Outlook
+from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, LeastTimeToFirstToken, RoutingPolicy, make_routing
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.replay.costs import llama_3_8b
+from pagewise_scheduler.replay.report import summarise
+from pagewise_scheduler.replay.simulation import Simulation
+from pagewise_scheduler.replay.traces import read_trace
+
+from benchmarks.record import write_record
+
+TRACE = Path(__file__).parents[1] / "traces" / "mooncake_synthetic_trace.jsonl.gz"
+EXECUTORS = 8
+BLOCK_SIZE = 128  # the trace repeats blocks of 512
+BAR_HIT_RATE, BAR_BUSIEST = 0.95, 1.15
+
+
+class WithoutEviction(LeastTimeToFirstToken):
+    """What is pushed out counts nothing."""
+
+    def cost(self, found: Outlook) -> float:
+        return found.queue + found.recovery / (1.0 - found.busy)
+
+
+class WithoutOthers(LeastTimeToFirstToken):
+    """That computing delays those who come next counts nothing."""
+
+    def cost(self, found: Outlook) -> float:
+        return found.queue + found.recovery + found.evicted
+
+
+class WithoutQueue(LeastTimeToFirstToken):
+    """What waits before it counts nothing."""
+
+    def cost(self, found: Outlook) -> float:
+        return (found.recovery + found.evicted) / (1.0 - found.busy)
+
+
+ABLATIONS: dict[str, type[LeastTimeToFirstToken]] = {
+    "ttft without eviction": WithoutEviction,
+    "ttft without others": WithoutOthers,
+    "ttft without queue": WithoutQueue,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``million_tokens``: that each of the ``executors`` holds. ``speed``: of arrivals, 1 is the trace's own.
+
+    ``learn_apart``: each executor learns for itself what is used again, instead of all together.
+    """
+
+    policy: str
+    million_tokens: float
+    speed: float = 1.0
+    executors: int = EXECUTORS
+    learn_apart: bool = False
+    limit: int | None = None
+
+
+def simulate(case: Case) -> dict[str, Any]:
+    """Replay the trace. One executor stands for all of them: as much memory, as fast."""
+    trace = read_trace(TRACE, limit=case.limit)
+    for request in trace:
+        request.arrival /= case.speed
+    times = EXECUTORS // case.executors
+    costs = llama_3_8b(BLOCK_SIZE).times_as_fast(times)
+    history = [UseHistory() for _ in range(case.executors if case.learn_apart else 1)] * case.executors
+    schedulers = [
+        Scheduler(
+            num_blocks=int(times * case.million_tokens * 1e6) // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            costs=costs.prefill,
+            eviction=history[number],
+        )
+        for number in range(case.executors)
+    ]
+    routing: RoutingPolicy
+    if case.policy in ABLATIONS:
+        routing = ABLATIONS[case.policy]()
+    else:
+        routing = make_routing(next((name for name in ROUTING_NAMES if name == case.policy), "ttft"))
+    outcome = Simulation(schedulers, costs, routing=routing).run(trace)
+    summary = summarise(outcome, schedulers, slo_first_token=10.0, slo_per_token=0.2)
+    return asdict(case) | {
+        "hit_rate": summary["hit_rate"]["all"],
+        "busiest_of_mean": summary["routing"]["busiest_of_mean"],
+        "device_busy": summary["device_busy"],
+        "first_token_seconds": summary["seconds"]["first_token"],
+        "reasons": summary["routing"]["reasons"],
+        "actual_of_predicted": summary["routing"]["actual_of_predicted"],
+    }
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    """Every policy at one million tokens and the trace's own speed; the default one elsewhere too."""
+    limit = 200 if smoke else None
+    for policy in ("one", *ROUTING_NAMES, *ABLATIONS):
+        yield Case(policy, 1.0, executors=1 if policy == "one" else EXECUTORS, limit=limit)
+    yield Case("ttft", 1.0, learn_apart=True, limit=limit)
+    if not smoke:
+        for tokens, speed in ((0.5, 1.0), (2.0, 1.0), (1.0, 2.0)):
+            for policy in ("one", "ttft", "prefix"):
+                yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="the first 200 requests only: does it work")
+    parser.add_argument("--jobs", type=int, default=1, help="replays at once")
+    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    one: dict[tuple[float, float], float] = {}
+    print(f"{'':>30}{'hit rate':>10}{'of one':>8}{'busiest':>9}{'busy':>7}{'TTFT p50':>10}{'mean':>8}{'p99':>8}")
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for row in pool.map(simulate, cases(args.smoke)):
+            place = row["million_tokens"], row["speed"]
+            if row["policy"] == "one":
+                one[place] = row["hit_rate"]
+            row["hit_rate_of_one"] = round(row["hit_rate"] / one[place], 4)
+            rows.append(row)
+            name = (
+                f"{row['policy']}{' apart' if row['learn_apart'] else ''} {row['million_tokens']:g}M x{row['speed']:g}"
+            )
+            seconds, busiest = row["first_token_seconds"], row["busiest_of_mean"]["busy_seconds"]
+            print(
+                f"{name:>30}{row['hit_rate']:>10.1%}{row['hit_rate_of_one']:>8.1%}{busiest:>9.2f}"
+                f"{row['device_busy']:>7.0%}{seconds['p50']:>10.3f}{seconds['mean']:>8.3f}{seconds['p99']:>8.2f}",
+                flush=True,
+            )
+    if args.json:
+        write_record(args.json, {"rows": rows}, clock="virtual")
+    if args.plot:
+        plot([row for row in rows if (row["million_tokens"], row["speed"]) == (1.0, 1.0)], args.plot)
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+    names = [row["policy"] + (", learning apart" if row["learn_apart"] else "") for row in rows]
+    for axis, label, values, bar in (
+        (axes[0], "% of one executor's hit rate", [100 * row["hit_rate_of_one"] for row in rows], 100 * BAR_HIT_RATE),
+        (axes[1], "busiest, by the mean", [row["busiest_of_mean"]["busy_seconds"] for row in rows], BAR_BUSIEST),
+        (axes[2], "mean seconds to first token", [row["first_token_seconds"]["mean"] for row in rows], None),
+    ):
+        axis.barh(names, values, color=["tab:blue" if name == "ttft" else "lightsteelblue" for name in names])
+        axis.set(xlabel=label)
+        if bar is not None:
+            axis.axvline(bar, color="grey", linestyle=":")
+    axes[2].set(xscale="log")
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

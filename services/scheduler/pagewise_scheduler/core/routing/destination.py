@@ -1,0 +1,267 @@
+"""One executor as routing sees it: what it holds of a prompt, and what was placed there and waits.
+
+A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, exp
+from typing import NamedTuple
+
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.routing.promises import Promises
+from pagewise_scheduler.core.routing.prompt import Prompt
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+_LOOKED_AT = 8
+"""Of those that wait, so many of the oldest are looked at for what is computed of them already."""
+
+_LATELY = 60.0
+"""Seconds over which an executor's use is averaged."""
+_MOST_BUSY = 0.9
+
+
+class Match(NamedTuple):
+    """Leading tokens of a prompt: ``device`` of them lie on the device, ``host`` more on the host.
+
+    ``promised``: tokens that are cached or will be when the prompts placed before are computed, at least those.
+    """
+
+    device: int
+    host: int
+    promised: int
+
+
+class Outlook(NamedTuple):
+    """What is predicted for a prompt on one executor, in seconds.
+
+    Fields:
+        queue: until there is room for it and what was placed before it is computed.
+        recovery: from then on until its own KV is there, loaded or computed.
+        evicted: what getting back the blocks that give way for it is expected to cost others.
+        busy: the share of its time that the executor computes prompts, with this one.
+    """
+
+    queue: float
+    recovery: float
+    evicted: float
+    busy: float
+
+    @property
+    def first_token(self) -> float:
+        """Until its first token."""
+        return self.queue + self.recovery
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request at the executor it was placed on, and what it was thought to take there.
+
+    Fields:
+        reason: why there. predicted: seconds from ``time`` to its first token.
+        start: tokens of its prompt that others have computed or will.
+        seconds: computing the rest, without the fixed costs of steps, which are shared.
+        num_blocks: blocks that it takes beside what is there or promised.
+        waits: its first token has not come back. ended: it is not the executor's any more.
+    """
+
+    destination: "Destination"
+    request: Request
+    prompt: Prompt
+    reason: str
+    predicted: float
+    time: float
+    start: int
+    seconds: float
+    num_blocks: int
+    waits: bool = True
+    ended: bool = False
+
+    def answered(self, now: float) -> None:
+        """Its first token is back: its prompt is computed and cached. Harmless the second time."""
+        if self.waits:
+            self.waits = False
+            self.destination.answered(self, now)
+
+    def end(self, now: float) -> None:
+        """It has finished, failed, or leaves the executor; harmless the second time."""
+        self.answered(now)
+        if not self.ended:
+            self.ended = True
+            self.destination.ended(self, now)
+
+
+class _Lately:
+    """A sum in which what is older weighs less, by 1/e in ``_LATELY`` seconds."""
+
+    __slots__ = ("_at", "_sum")
+
+    def __init__(self) -> None:
+        self._sum = self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        self._sum, self._at = self.sum(now) + amount, now
+
+    def sum(self, now: float) -> float:
+        return self._sum * exp((self._at - now) / _LATELY) if self._sum else 0.0
+
+
+class Destination:
+    """``load``: sequences placed and unfinished. ``scheduler``: the executor's own, which is only read."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.load = 0
+        self._waiting: dict[Placement, None] = {}
+        self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority
+        self._num_blocks = 0
+        self._num_sequences = 0
+        self._answered_at = 0.0
+        self._promises = Promises()
+        self._victim: CachedBlock | None = None
+        self._victim_seconds = 0.0
+        self._computed = _Lately()
+        self._ended = _Lately()
+
+    @property
+    def costs(self) -> CostModel:
+        """What computing and loading take there."""
+        return self.scheduler.costs
+
+    # ---- what is there -------------------------------------------------------------------------------
+
+    def find(self, prompt: Prompt) -> Match:
+        """How much of a prompt is cached. O(blocks found)."""
+        kv = self.scheduler.kv
+        kv.claim(prompt.space, lambda: prompt.tokens)
+        size, promised = kv.block_size, 0
+        if prompt.uses_cache and self._waiting:
+            promised = min(self._promises.shared(prompt.space, prompt.tokens), prompt.num_tokens - 1) // size * size
+        node = kv.pool.tree.root_of(prompt.space)
+        if node is None:
+            return Match(0, 0, promised)
+        for key in prompt.keys(size):
+            found = node.children.get(key)
+            if found is None:
+                break
+            node = found
+        there = node.depth
+        while node.parent is not None and node.block < 0:
+            if node.host < 0:  # it lies nowhere: what comes after it is of no use
+                there = node.depth - 1
+            node = node.parent
+        device = node.depth
+        return Match(device * size, (there - device) * size, max(promised, there * size))
+
+    # ---- what it would take --------------------------------------------------------------------------
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences placed that have begun to answer: each takes a token of every step."""
+        return max(0, self.load - self._num_sequences)
+
+    @property
+    def share(self) -> float:
+        """The part of a step's token budget that is left for prompts."""
+        budget = self.scheduler.limits.max_num_batched_tokens
+        return max(1.0, budget - self.num_decoding) / budget
+
+    def queue_seconds(self, priority: int, now: float) -> float:
+        """Until everything that goes before a prompt of this priority is computed."""
+        if not self._waiting and not self.scheduler.num_in_flight:
+            return 0.0
+        tokens, seconds = 0, 0.0
+        for level, work in self._work.items():
+            if level <= priority:
+                tokens += work[0]
+                seconds += work[1]
+        # Results come back step by step, but the first of those that wait has been computing since it was planned,
+        # or since the one before it was done.
+        begun, since = 0.0, now
+        for placement in islice(self._waiting, _LOOKED_AT):
+            when = placement.request.scheduled_time
+            if when >= placement.time and placement.prompt.priority <= priority:  # it is NaN before
+                begun += placement.seconds
+                since = min(since, when)
+        done = min(now - max(since, self._answered_at), begun) if begun else 0.0
+        # The steps under way come back first, with whatever decodes in them.
+        steps = ceil(tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
+        steps += self.scheduler.num_in_flight
+        constants = self.costs.prefill.constants
+        return max(0.0, seconds - done) + steps * (constants[0] + constants[1] * self.num_decoding)
+
+    def room_seconds(self, prompt: Prompt, num_blocks: int, now: float) -> float:
+        """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
+
+        Going by how many have ended lately.
+        """
+        scheduler = self.scheduler
+        pool, running = scheduler.kv.pool, max(1, scheduler.num_running)
+        rows = self.load + prompt.num_sequences - scheduler.limits.max_num_seqs
+        blocks = num_blocks + self._num_blocks - pool.num_available
+        missing = max(rows, blocks * running / max(1, pool.num_in_use))
+        return missing * _LATELY / max(1.0, self._ended.sum(now)) if missing > 0 else 0.0
+
+    def busy(self, seconds: float, now: float) -> float:
+        """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.
+
+        At most ``_MOST_BUSY``.
+        """
+        return min(_MOST_BUSY, (self._computed.sum(now) + seconds) / _LATELY)
+
+    def eviction_seconds(self, num_blocks: int) -> float:
+        """What it is expected to cost others if a prompt takes ``num_blocks`` blocks; free ones cost nothing."""
+        pool = self.scheduler.kv.pool
+        evicted = num_blocks - max(0, pool.num_free - self._num_blocks)
+        victim = pool.next_evicted() if evicted > 0 else None
+        if victim is None:
+            return 0.0
+        if victim is not self._victim:
+            lost = self.costs.seconds_lost(victim.depth, pool.host.num_blocks > 0)
+            self._victim, self._victim_seconds = victim, pool.policy.probability(victim) * lost
+        return evicted * self._victim_seconds
+
+    # ---- what is placed ------------------------------------------------------------------------------
+
+    def place(
+        self, request: Request, prompt: Prompt, match: Match, *, reason: str, predicted: float, now: float
+    ) -> Placement:
+        """The request is the executor's from now on."""
+        start = match.promised
+        kv = self.scheduler.kv
+        num_tokens = prompt.num_tokens - start
+        steps, *features = self.costs.features(start, num_tokens, self.share)
+        seconds = self.costs.prefill.predict(0, *features)
+        num_blocks = kv.blocks_for(prompt.num_tokens) - start // kv.block_size
+        placement = Placement(self, request, prompt, reason, predicted, now, start, seconds, num_blocks)
+        self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
+        self.load += prompt.num_sequences
+        self._num_sequences += prompt.num_sequences
+        self._num_blocks += num_blocks
+        self._waiting[placement] = None
+        others = self._work.get(prompt.priority, (0, 0.0))
+        self._work[prompt.priority] = others[0] + num_tokens, others[1] + seconds
+        if prompt.uses_cache:
+            self._promises.add(prompt.space, prompt.tokens)
+        return placement
+
+    def answered(self, placement: Placement, now: float) -> None:
+        """A placement does not wait any more."""
+        self._answered_at = now
+        prompt = placement.prompt
+        del self._waiting[placement]
+        self._num_sequences -= prompt.num_sequences
+        self._num_blocks -= placement.num_blocks
+        tokens, seconds = self._work.pop(prompt.priority)
+        tokens -= prompt.num_tokens - placement.start
+        if tokens:  # else nobody waits any more: what is left of the seconds is rounding
+            self._work[prompt.priority] = tokens, seconds - placement.seconds
+        if prompt.uses_cache:
+            self._promises.remove(prompt.space, prompt.tokens)
+
+    def ended(self, placement: Placement, now: float) -> None:
+        """A placement is not the executor's any more."""
+        self.load -= placement.prompt.num_sequences
+        self._ended.add(placement.prompt.num_sequences, now)

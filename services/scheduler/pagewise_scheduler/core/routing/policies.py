@@ -1,0 +1,172 @@
+"""Where a request goes: policies behind one interface.
+
+The default is the least predicted time to first token. Nothing in it knows of sessions or of hot prefixes: a session
+goes where its prefix is because that is the soonest, and a prefix comes to a second executor when its holder's queue is
+longer than what computing it there costs, and pushing others out for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol, get_args
+
+from pagewise_scheduler.core.routing.destination import Destination, Match, Outlook, Placement
+from pagewise_scheduler.core.routing.prompt import Prompt
+from pagewise_scheduler.core.scheduling.request import Request
+
+RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
+ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
+
+Reason = Literal["only", "turn", "load", "cached", "elsewhere"]
+"""Why a request was placed where it is: there is one executor only; it was its turn; nobody holds any of the prompt, or
+that was not asked; the executor holds the most of it; another one holds more, but would take longer."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """An executor that could take ``prompt``. Its prefix tree is asked when somebody wants to know."""
+
+    destination: Destination
+    prompt: Prompt
+    _match: Match | None = field(default=None)
+
+    @property
+    def match(self) -> Match:
+        """What it holds of the prompt."""
+        if self._match is None:
+            self._match = self.destination.find(self.prompt)
+        return self._match
+
+
+Recovery = Callable[[Candidate, Candidate], float]
+"""Seconds until a candidate (the first) has the KV of its prompt if it begins now. The second one holds the most of it:
+where KV can come from another executor, that is where from."""
+
+
+class RoutingPolicy(Protocol):
+    """Chooses among candidates, at least two of them."""
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+        """The one, and why."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+        """The next one."""
+        self._turn += 1
+        return candidates[self._turn % len(candidates)], "turn"
+
+
+class LeastLoaded:
+    """The fewest sequences that have not finished."""
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+        """The first of those with the least load."""
+        return min(candidates, key=lambda candidate: candidate.destination.load), "load"
+
+
+class LongestPrefix:
+    """The most cached tokens; load breaks ties."""
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+        """Who holds the most of the prompt, or will when the prompts before it are computed."""
+        best = max(candidates, key=lambda candidate: (candidate.match.promised, -candidate.destination.load))
+        return best, "cached" if best.match.promised else "load"
+
+
+def recovery_seconds(candidate: Candidate, holder: Candidate) -> float:
+    """What is on the device costs nothing, what is on the host the cheapest of its ways, the rest is computed; or what
+    the holder has is fetched from there, if that is sooner."""
+    scheduler, match = candidate.destination.scheduler, candidate.match
+    costs, share, start = scheduler.costs, candidate.destination.share, match.device
+    seconds = 0.0
+    if match.host and match.promised == match.device + match.host:
+        estimate = costs.estimate(start, match.host // costs.block_size, scheduler.recoveries.num_loading, share)
+        seconds = min(estimate.load, estimate.recompute, estimate.both)
+    seconds += costs.compute_seconds(match.promised, candidate.prompt.num_tokens - match.promised, share)
+    return min(seconds, _fetching_seconds(candidate, holder))
+
+
+def _fetching_seconds(candidate: Candidate, holder: Candidate) -> float:
+    """Fetching from the holder what the candidate's device lacks, and computing the rest; endless if it cannot."""
+    recoveries, costs = candidate.destination.scheduler.recoveries, candidate.destination.scheduler.costs
+    start, end = candidate.match.device, holder.match.device + holder.match.host
+    peer = holder.destination.scheduler.recoveries.endpoint
+    if end <= start or not peer or not recoveries.can_fetch_from(peer):
+        return inf
+    share, link = candidate.destination.share, costs.link(peer)
+    estimate = costs.estimate(start, (end - start) // costs.block_size, link.num_loading, share, link)
+    return min(estimate.load, estimate.both) + costs.compute_seconds(end, candidate.prompt.num_tokens - end, share)
+
+
+def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recovery = recovery_seconds) -> Outlook:
+    """What is predicted for a candidate at the time ``now``."""
+    destination, prompt = candidate.destination, candidate.prompt
+    kv, match = destination.scheduler.kv, candidate.match
+    num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
+    seconds = recovery(candidate, holder)
+    return Outlook(
+        destination.queue_seconds(prompt.priority, now) + destination.room_seconds(prompt, num_blocks, now),
+        seconds,
+        destination.eviction_seconds(num_blocks),
+        destination.busy(seconds, now),
+    )
+
+
+class LeastTimeToFirstToken:
+    """The least sum of queue, recovery, and what the placement pushes out; load breaks ties.
+
+    What is computed, now or again later, also delays whoever comes next. On a device that is busy a share r of its
+    time, work of w seconds delays others by w r / (1 - r) altogether (exact where they share the device equally), so
+    work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
+    """
+
+    def __init__(self, recovery: Recovery = recovery_seconds) -> None:
+        self._recovery = recovery
+
+    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+        """The one whose first token is predicted to cost the least."""
+        holder = max(candidates, key=lambda candidate: candidate.match.promised)
+
+        def cost(candidate: Candidate) -> tuple[float, int]:
+            found = outlook(candidate, holder, now, self._recovery)
+            return self.cost(found), candidate.destination.load
+
+        best = min(candidates, key=cost)
+        if not holder.match.promised:
+            return best, "load"
+        return best, "cached" if best.match.promised == holder.match.promised else "elsewhere"
+
+    def cost(self, found: Outlook) -> float:
+        """Seconds that a placement costs this request and others."""
+        return found.queue + (found.recovery + found.evicted) / (1.0 - found.busy)
+
+
+def make_routing(name: RoutingName) -> RoutingPolicy:
+    """The policy of that name."""
+    policies: dict[RoutingName, Callable[[], RoutingPolicy]] = {
+        "ttft": LeastTimeToFirstToken,
+        "prefix": LongestPrefix,
+        "least-loaded": LeastLoaded,
+        "round-robin": RoundRobin,
+    }
+    return policies[name]()
+
+
+def place(policy: RoutingPolicy, request: Request, destinations: Sequence[Destination], now: float) -> Placement:
+    """Place a request on one of ``destinations``, at least one, all of which could hold it. ``now``: seconds."""
+    prompt = Prompt(request)
+    candidates = [Candidate(destination, prompt) for destination in destinations]
+    reason: Reason = "only"
+    best = candidates[0]
+    if len(candidates) > 1:
+        best, reason = policy.choose(candidates, now)
+    predicted = outlook(best, best, now).first_token
+    return best.destination.place(request, prompt, best.match, reason=reason, predicted=predicted, now=now)

@@ -1,0 +1,38 @@
+"""The router places by cached prefixes, over a real socket, and counts what it does."""
+
+import asyncio
+from pathlib import Path
+
+from tests.scheduler.actors.test_fleet import Stack, executor, running
+
+
+def count(stack: Stack, reason: str) -> float:
+    return float(stack.metrics.placements(reason)._value.get())
+
+
+async def test_a_session_stays_where_its_prefix_is(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "one"), executor(tmp_path, "two"):
+        await stack.ready(2)
+        prompts = [list(range(10 * session, 10 * session + 40)) for session in (1, 50)]
+        for _ in range(4):
+            for prompt in prompts:
+                prompt += await stack.generate(prompt, max_tokens=4)
+        assert count(stack, "load") == 2, "each session's first turn"
+        assert count(stack, "cached") == 6
+        hits = [engine.scheduler.num_prefix_hits for engine in stack.router.engines]
+        assert sum(hits) >= 2 * (40 + 44 + 48)
+        ratios = stack.metrics.placement_actual_ratio
+        assert sum(bucket.get() for bucket in ratios._buckets) == 8, "each prediction was compared with what it took"
+
+
+async def test_requests_that_move_are_placed_anew_and_leave_nothing_behind(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        async with executor(tmp_path, "one", step_seconds=0.01):
+            await stack.ready(1)
+            moving = [asyncio.create_task(stack.generate([5, 6, number], max_tokens=40)) for number in range(3)]
+            await asyncio.sleep(0.1)
+        async with executor(tmp_path, "two"):
+            assert [len(tokens) for tokens in await asyncio.gather(*moving)] == [40, 40, 40]
+            (engine,) = stack.router.engines
+            assert stack.router.placing.load(engine) == 0
+        assert count(stack, "only") == 6

@@ -1,0 +1,304 @@
+"""Where requests go: what each policy looks at, and that what is placed counts at once."""
+
+from array import array
+from operator import mul
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
+from pagewise_scheduler.core.routing.destination import Destination, Match, Placement
+from pagewise_scheduler.core.routing.policies import (
+    ROUTING_NAMES,
+    Candidate,
+    LeastTimeToFirstToken,
+    RoutingName,
+    make_routing,
+    place,
+    recovery_seconds,
+)
+from pagewise_scheduler.core.routing.promises import Promises
+from pagewise_scheduler.core.routing.prompt import Prompt
+from pagewise_scheduler.core.scheduling.request import Request
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.test_scheduler import executor_for, run
+
+COSTS = Costs(step=1e-3, token=1e-3, attention=0.0, load_setup=1e-4, load_block=1e-4)
+LONG = list(range(100, 140))
+OTHER = list(range(200, 240))
+
+
+def destination(
+    *cached: list[int], num_blocks: int = 256, num_host_blocks: int = 0, costs: Costs = COSTS, salt: str | None = None
+) -> Destination:
+    """An executor with blocks of four tokens that has served these prompts."""
+    scheduler = create_scheduler(num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs)
+    executor = executor_for(scheduler)
+    for prompt in cached:
+        request = create_request(prompt=prompt, max_tokens=1)
+        request.cache_salt = salt
+        scheduler.add(request)
+        run(scheduler, executor)
+    return Destination(scheduler)
+
+
+def placed(name: RoutingName, prompt: list[int], *destinations: Destination, now: float = 0.0) -> Placement:
+    return place(make_routing(name), create_request(prompt=prompt), destinations, now)
+
+
+def find(destination: Destination, prompt: list[int], salt: str | None = None) -> Match:
+    request = create_request(prompt=prompt)
+    request.cache_salt = salt
+    return destination.find(Prompt(request))
+
+
+# ---- the directory -----------------------------------------------------------------------------------
+
+
+def test_the_directory_counts_full_blocks_and_leaves_the_newest_token_out() -> None:
+    holder = destination(LONG)
+    assert find(holder, LONG) == Match(36, 0, 36)
+    assert find(holder, [*LONG, 1]) == Match(40, 0, 40)
+    assert find(holder, LONG[:6] + OTHER) == Match(4, 0, 4)
+    assert find(holder, OTHER) == Match(0, 0, 0)
+
+
+def test_a_salt_asks_its_own_space() -> None:
+    holder = destination(LONG, salt="tenant")
+    assert find(holder, LONG).device == 0
+    assert find(holder, LONG, "tenant").device == 36
+    assert find(holder, LONG, "another").device == 0
+
+
+def test_what_lies_on_the_host_is_told_apart() -> None:
+    holder = destination(LONG, OTHER, num_blocks=14, num_host_blocks=64)
+    match = find(holder, LONG)
+    assert match.device + match.host == 36
+    assert match.host > 0
+    assert find(holder, OTHER) == Match(36, 0, 36)
+
+
+def test_prompt_logprobs_use_no_cache() -> None:
+    holder = destination(LONG)
+    request = create_request(prompt=LONG)
+    request.sampling = request.sampling.__class__(temperature=0, prompt_logprobs=1)
+    assert holder.find(Prompt(request)) == Match(0, 0, 0)
+
+
+def test_one_that_moves_is_looked_up_with_its_outputs() -> None:
+    request = create_request(prompt=LONG[:38], max_tokens=8)
+    request.create_sequences()
+    request.sequences[0].output_token_ids += [138, 139, 7]
+    assert destination(LONG).find(Prompt(request)).device == 40
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8),
+    st.lists(st.integers(0, 2), max_size=12),
+)
+def test_the_longest_prefix_shared_with_any_prompt_is_found(prompts: list[list[int]], wanted: list[int]) -> None:
+    promises = Promises()
+    for prompt in prompts:
+        promises.add(None, array("i", prompt).tobytes())
+    longest = max(
+        (
+            next((i for i in range(len(wanted)) if prompt[i : i + 1] != wanted[i : i + 1]), len(wanted))
+            for prompt in prompts
+        ),
+        default=0,
+    )
+    assert promises.shared(None, array("i", wanted).tobytes()) == longest
+    assert promises.shared("another", array("i", wanted).tobytes()) == 0
+    for prompt in prompts:
+        promises.remove(None, array("i", prompt).tobytes())
+    assert promises.shared(None, array("i", wanted).tobytes()) == 0
+
+
+# ---- policies ----------------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_turns() -> None:
+    policy, destinations = make_routing("round-robin"), [destination(LONG), destination(), destination()]
+    chosen = [place(policy, create_request(prompt=LONG), destinations, 0.0).destination for _ in range(6)]
+    assert chosen == destinations * 2
+
+
+def test_least_loaded_counts_what_was_placed_and_not_finished() -> None:
+    policy, destinations = make_routing("least-loaded"), [destination(), destination()]
+    first, second = (place(policy, create_request(n=2), destinations, 0.0) for _ in range(2))
+    assert [first.destination, second.destination] == destinations
+    second.end(1.0)
+    assert place(policy, create_request(), destinations, 1.0).destination is second.destination
+    assert [one.load for one in destinations] == [2, 1]
+
+
+def test_prefix_takes_the_holder_however_long_its_queue_is() -> None:
+    holder, idle = destination(LONG), destination(LONG[:8])
+    for _ in range(20):
+        placement = placed("prefix", LONG, idle, holder)
+        assert (placement.destination, placement.reason) == (holder, "cached")
+    placement = placed("prefix", OTHER, holder, idle)
+    assert (placement.destination, placement.reason) == (idle, "load"), "load breaks ties"
+
+
+def test_the_first_token_comes_soonest_where_the_prompt_is_cached() -> None:
+    placement = placed("ttft", [*LONG, 1], destination(), destination(LONG), destination(LONG[:20]))
+    assert placement.reason == "cached"
+    assert placement.predicted == pytest.approx(2e-3, rel=0.01), "one step of one token"
+
+
+def test_a_hot_prefix_comes_to_a_second_executor_when_waiting_takes_longer_than_computing() -> None:
+    holder, idle = destination(LONG), destination()
+    reasons = [placed("ttft", [*LONG, number, *range(12)], holder, idle).reason for number in range(12)]
+    assert reasons[0] == "cached"
+    assert "elsewhere" in reasons
+    first = reasons.index("elsewhere")
+    assert reasons[:first] == ["cached"] * first
+    assert "cached" in reasons[first:], "then both hold it, as far as anybody knows"
+
+
+def test_sessions_stick_to_their_executor_while_it_is_not_much_busier() -> None:
+    policy, destinations = make_routing("ttft"), [destination() for _ in range(4)]
+    executors = {one: executor_for(one.scheduler) for one in destinations}
+    prompts = [[1000 * session + i for i in range(40)] for session in range(4)]
+    homes: list[set[int]] = [set() for _ in prompts]
+    for turn in range(5):
+        for session, prompt in enumerate(prompts):
+            request = create_request(prompt=list(prompt))
+            placement = place(policy, request, destinations, 10.0 * turn)
+            scheduler = placement.destination.scheduler
+            scheduler.add(request)
+            run(scheduler, executors[placement.destination])
+            placement.end(10.0 * turn + 1)
+            homes[session].add(destinations.index(placement.destination))
+            prompt += [*request.sequences[0].output_token_ids, turn, turn, turn, turn]
+    assert all(len(home) == 1 for home in homes)
+
+
+def test_a_burst_spreads_before_any_scheduler_has_heard_of_it() -> None:
+    policy, destinations = make_routing("ttft"), [destination() for _ in range(4)]
+    for number in range(16):
+        place(policy, create_request(prompt=[number * 100 + i for i in range(40)]), destinations, 0.0)
+    assert [one.load for one in destinations] == [4, 4, 4, 4]
+
+
+def test_a_burst_of_one_prefix_stays_together_before_any_of_it_is_computed() -> None:
+    costs = Costs(step=1e-4, token=1e-3, attention=0.0)
+    policy, destinations = make_routing("ttft"), [destination(num_blocks=2048, costs=costs) for _ in range(4)]
+    document = list(range(4000))
+    burst = [place(policy, create_request(prompt=[*document, n]), destinations, 0.0) for n in range(5)]
+    assert len({one.destination for one in burst}) == 1
+    assert [one.start for one in burst] == [0, 4000, 4000, 4000, 4000], "what is promised is not computed twice"
+
+
+def test_who_evicts_what_is_dear_to_others_is_passed_over() -> None:
+    full, free = destination(LONG, num_blocks=10), destination(num_blocks=10)
+    for destinations in ([full, free], [free, full]):
+        placement = placed("ttft", OTHER[:36], *destinations)
+        assert placement.destination is free
+        placement.end(0.0)
+
+
+def test_a_loaded_row_set_means_waiting_for_others_to_end() -> None:
+    holder, idle = destination(LONG), destination()
+    placements = [placed("prefix", LONG[:8], holder) for _ in range(8)]  # all of its rows
+    for one in placements:
+        one.answered(0.0)
+    placement = placed("ttft", LONG, holder, idle)
+    assert (placement.destination, placement.reason) == (idle, "elsewhere")
+
+
+def test_a_faster_executor_takes_more() -> None:
+    fast = destination(costs=Costs(step=1e-3, token=2.5e-4, attention=0.0))
+    slow = destination()
+    policy = make_routing("ttft")
+    for number in range(10):
+        place(policy, create_request(prompt=[number * 100 + i for i in range(40)]), [slow, fast], 0.0)
+    assert (fast.load, slow.load) == (8, 2)
+
+
+def test_better_priorities_do_not_wait_for_worse_ones() -> None:
+    one = destination()
+    for number in range(4):
+        place(
+            make_routing("ttft"), create_request(prompt=[number * 100 + i for i in range(40)], priority=1), [one], 0.0
+        )
+    assert one.queue_seconds(0, 0.0) == 0.0
+    assert one.queue_seconds(1, 0.0) == pytest.approx(4 * 40e-3, rel=0.1)
+
+
+def test_what_is_computed_of_the_queue_is_not_waited_for_again() -> None:
+    one = destination()
+    request = create_request(prompt=[*range(500, 596)], max_tokens=1, arrival_time=0.0)
+    placement = place(make_routing("ttft"), request, [one], 0.0)
+    assert one.queue_seconds(0, 10.0) == pytest.approx(0.1, rel=0.1), "nobody has begun"
+    scheduler, executor = one.scheduler, executor_for(one.scheduler)
+    scheduler.add(request)
+    plan = scheduler.schedule(10.0)
+    assert plan is not None
+    scheduler.update(executor.execute(plan))
+    assert one.queue_seconds(0, 10.06) == pytest.approx(0.04, rel=0.1)
+    assert one.queue_seconds(0, 99.0) < 0.01, "it takes longer than predicted"
+    placement.answered(99.0)
+    assert one.queue_seconds(0, 99.0) == 0.0
+
+
+def test_another_way_of_recovery_is_one_more_term() -> None:
+    """What a transfer between executors would plug in: KV from whoever holds the most of the prompt."""
+    asked: list[tuple[Destination, Destination]] = []
+
+    def with_fetch(candidate: Candidate, holder: Candidate) -> float:
+        asked.append((candidate.destination, holder.destination))
+        fetch = 1e-6 * (holder.match.device - candidate.match.device)
+        return min(recovery_seconds(candidate, holder), fetch)
+
+    holder, idle = destination(LONG), destination()
+    placed("prefix", OTHER, holder)
+    placement = place(LeastTimeToFirstToken(with_fetch), create_request(prompt=LONG), [holder, idle], 0.0)
+    assert placement.destination is idle
+    assert asked == [(holder, holder), (idle, holder)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ROUTING_NAMES),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60), st.integers(0, 3), st.integers(0, 2)), max_size=40),
+)
+def test_whatever_ends_leaves_nothing_behind(name: RoutingName, steps: list[tuple[int, int, int, int]]) -> None:
+    policy, destinations = make_routing(name), [destination() for _ in range(3)]
+    live: list[Placement] = []
+    now = 0.0
+    for prefix, length, priority, action in steps:
+        now += 0.5
+        prompt = [prefix * 1000 + i for i in range(length)]
+        if action == 2 and live:
+            live.pop(len(live) // 2).end(now)
+            continue
+        if action == 1 and live:
+            live[0].answered(now)
+            live[0].answered(now)
+        request: Request = create_request(prompt=prompt, priority=priority, n=1 + prefix % 2)
+        placement = place(policy, request, destinations, now)
+        assert placement.destination in destinations
+        assert placement.predicted >= 0.0
+        live.append(placement)
+        assert sum(one.load for one in destinations) == sum(one.request.num_sequences for one in live)
+    for placement in live:
+        placement.end(now)
+        placement.end(now)
+    for one in destinations:
+        assert (one.load, one.num_decoding, one.queue_seconds(9, now)) == (0, 0, 0.0)
+        assert find(one, list(range(1000, 1060))) == Match(0, 0, 0)
+
+
+def test_a_cost_model_that_started_far_off_learns_from_few_kinds_of_steps() -> None:
+    """Constants that are kept from falling below zero must not push the others up."""
+    truth, model = (4e-3, 4e-5, 1.3e-9, 0.0), CostModel(Costs(), 16, 8192)
+    spans = [(0, 4096), (3584, 512), (4000, 96)]
+    for number in range(600):
+        features = model.features(*spans[number % 3 if number < 60 else 1 + number % 2])
+        model.prefill.observe(sum(map(mul, truth, features)), *features)
+    for span in spans[1:]:
+        assert model.compute_seconds(*span) == pytest.approx(sum(map(mul, truth, model.features(*span))), rel=0.1)
