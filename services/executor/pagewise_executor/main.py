@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
+def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
     """The runner that ``config`` asks for. Torch is imported only if a model is run.
 
     Raises:

@@ -116,20 +116,7 @@ class ExecutorService:
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, handler, signal.Signals(number).name)
         context = zmq.asyncio.Context()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
-        if self._keys is not None:
-            self._keys.secure_client(self._socket)
+        self._socket = self._make_socket(context)
         connections = Connections(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
@@ -163,6 +150,23 @@ class ExecutorService:
             connections.close()
             self._socket.close()
             context.term()
+
+    def _make_socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
+        if self._keys is not None:
+            self._keys.secure_client(socket)
+        return socket
 
     def stop(self, reason: str) -> None:
         """Say Goodbye once the step in progress is answered, and end ``run``."""

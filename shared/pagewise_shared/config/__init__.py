@@ -1,0 +1,33 @@
+"""Configuration: the one place that reads options and ``PAGEWISE_*`` environment variables.
+
+A configuration is a frozen struct whose fields are the options: ``max_num_seqs`` is ``--max-num-seqs`` on the
+command line and ``PAGEWISE_MAX_NUM_SEQS`` in the environment, in that order of precedence. The same option has
+the same name, meaning and default in every command. A secret is read from the environment alone: command lines are for
+all users of a machine to see.
+"""
+
+from pagewise_shared.config.options import DEMO_MODEL, Device, ExecutorConfig, SchedulerConfig, ServeConfig
+from pagewise_shared.config.reading import (
+    VARIABLE_PREFIX,
+    build_config,
+    parse_config,
+    parse_size,
+    secret_variables,
+    secrets,
+    to_argv,
+)
+
+__all__ = [
+    "DEMO_MODEL",
+    "VARIABLE_PREFIX",
+    "Device",
+    "ExecutorConfig",
+    "SchedulerConfig",
+    "ServeConfig",
+    "build_config",
+    "parse_config",
+    "parse_size",
+    "secret_variables",
+    "secrets",
+    "to_argv",
+]
