@@ -39,8 +39,7 @@ async def serve(config: SchedulerConfig) -> None:
         OSError, zmq.ZMQError: an address cannot be bound.
     """
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
-    model_name = config.served_model_name or config.model
-    metrics = Metrics(model_name)
+    metrics = Metrics(config.served_model_name or config.model)
     router = Router(
         tokenizer,
         metrics,
@@ -81,10 +80,9 @@ async def serve(config: SchedulerConfig) -> None:
         ]
         try:
             async with surface as (host, port):
-                shown = f"[{host}]" if ":" in host else host
                 calm_garbage_collector()
                 log.info("executors connect to %s", fleet.endpoint)
-                print(f"listening http://{shown}:{port}", flush=True)
+                print(f"listening http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
                 await stop.wait()
                 log.info("stopping")
         finally:

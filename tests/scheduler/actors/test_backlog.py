@@ -148,7 +148,7 @@ async def test_a_socket_that_is_not_read_from_holds_no_blocks(tmp_path: Path) ->
                 client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
                 engine = stack.router.engines[0]
                 async with asyncio.timeout(60):
-                    while engine.scheduler.num_prefix_queries == 0 or engine.load:
+                    while engine.scheduler.num_prefix_queries == 0 or stack.router.placing.load(engine):
                         await asyncio.sleep(0.01)
                 await until_free(engine.scheduler)
                 assert b'http_slow_readers_total{model_name="m"} 1.0' in stack.metrics.render()

@@ -335,9 +335,11 @@ class FleetRules(RuleBasedStateMachine):
 
 
 def _borrowed(recoveries: Recoveries, pool: object) -> int:
-    """Blocks of ``pool`` that recoveries hold."""
-    waiting = sum(one.back for one in recoveries._active.values() if one.source.pool is pool)
-    return waiting + sum(one.num_blocks for one in recoveries._transfers.values() if one.source.pool is pool)
+    """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
+    sources = [one.source for one in recoveries._active.values()]
+    sources += [part[0].source for one in recoveries._transfers.values() for part in one.parts]
+    unique = {id(source): source for source in sources if source.peer and source.pool is pool}
+    return sum(source._pinned + len(source._before) for source in unique.values())
 
 
 def _check(examples: int) -> None:

@@ -214,7 +214,7 @@ class Recoveries:
             blocks = recovery.sequence.table.blocks[start : start + count]
             # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
             self._kv.pool.share(blocks)
-            transfer = asked.setdefault(source.peer, Transfer(source))
+            transfer = asked.setdefault(source.peer, Transfer(source.link))
             transfer.parts.append((recovery, places, blocks))
             transfer.num_blocks += count
             recovery.loading += count
@@ -278,9 +278,9 @@ class Recoveries:
             return []
         wrong, failed = set(bad), []
         self._end(transfer)
-        counters, from_peer = self._kv.pool.counters, bool(transfer.source.peer)
+        counters, from_peer = self._kv.pool.counters, bool(key[1])
         if not wrong:
-            transfer.source.link.observe(seconds, 1, transfer.num_blocks)
+            transfer.link.observe(seconds, 1, transfer.num_blocks)
         for recovery, places, blocks in transfer.parts:
             came = zip(places, blocks, strict=True)
             spoiled = [place for place, block in came if (block if from_peer else place.block) in wrong]
@@ -302,15 +302,15 @@ class Recoveries:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
         if from_peer and failed:
-            transfer.source.link.failed()
+            transfer.link.failed()
         return failed
 
     def _end(self, transfer: Transfer) -> None:
         """A transfer is over: what it held is let go of."""
         self._num_loading -= transfer.num_blocks
-        transfer.source.link.num_loading -= transfer.num_blocks
-        for _, places, blocks in transfer.parts:
-            transfer.source.unpin(reversed(places))
+        transfer.link.num_loading -= transfer.num_blocks
+        for recovery, places, blocks in transfer.parts:
+            recovery.source.unpin(reversed(places))
             self._kv.drop(blocks, None)
 
     def lose(self, peer: str) -> list[Sequence]:

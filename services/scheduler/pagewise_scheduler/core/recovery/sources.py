@@ -37,10 +37,21 @@ class BlockSource:
     link: Link
     pool: BlockPool
     wake: Callable[[], None] = lambda: None
+    _pinned: int = 0
+    _before: list[int] = field(default_factory=list)
 
-    def pin(self, nodes: Iterable[CachedBlock]) -> list[Place]:
-        """Keep these blocks where they are until they are unpinned; a peer's device is read before its host."""
+    def pin(self, nodes: list[CachedBlock]) -> list[Place]:
+        """Keep these blocks, one after the other of a prefix, where they are until they are unpinned.
+
+        A peer's device is read before its host. What comes before them there is kept too: what is in use stands on it.
+        """
         places = []
+        self._pinned += len(nodes)
+        before = nodes[0].parent if self.peer else None
+        while before is not None and before.block >= 0:
+            self.pool.lend(before.block)
+            self._before.append(before.block)
+            before = before.parent
         for node in nodes:
             if self.peer and node.block >= 0:
                 self.pool.lend(node.block)
@@ -54,10 +65,14 @@ class BlockSource:
         """The counterpart of ``pin``, the last block first."""
         lent: list[int] = []
         for place in places:
+            self._pinned -= 1
             if place.tier == DEVICE_TIER:
                 lent.append(place.block)
             else:
                 self.pool.host.unpin((place.node,))
+        if not self._pinned:
+            lent += self._before
+            self._before = []
         if lent:
             self.pool.take_back(lent)
         if self.peer:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from pagewise_shared.protocol import Fetch
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import Estimate
+from pagewise_scheduler.core.recovery.cost_model import Estimate, Link
 from pagewise_scheduler.core.recovery.sources import BlockSource, Place
 from pagewise_scheduler.core.scheduling.request import Sequence
 
@@ -107,9 +107,9 @@ class Recovery:
 
 @dataclass(slots=True)
 class Transfer:
-    """Blocks of one step that come from one source: whose they are, their places, and the device blocks they go to."""
+    """Blocks of one step that come by one link: whose they are, their places, and the device blocks they go to."""
 
-    source: BlockSource
+    link: Link
     parts: list[tuple[Recovery, list[Place], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
 
