@@ -109,7 +109,6 @@ async def hit_rate(client: openai.AsyncOpenAI) -> float:
     return statistics.fmean(usage.prompt_tokens_details.cached_tokens / usage.prompt_tokens for usage in usages)
 
 
-@pytest.mark.xfail(strict=False, reason="executors do not offer their cached blocks to a new scheduler yet")
 async def test_the_cache_is_warm_after_a_restart(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, scheduler_options=OPTIONS, executor_options=("--num-blocks=800",))
     with running(cluster, 2):

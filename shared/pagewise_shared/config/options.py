@@ -130,6 +130,9 @@ Simulate = Annotated[bool, _help("invent tokens instead of running a model: for 
 SimulateStep = Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")]
 
 
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
+
+
 class ModelOptions(Struct, frozen=True, kw_only=True):
     """Options that every command has."""
 
@@ -160,7 +163,7 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
         Seconds, _help("seconds a connection may be without a request, or take to send the head of one", "S")
     ] = 75.0
     write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
-    api_keys: Annotated[str | None, Meta(extra={"secret": True})] = None
+    api_keys: Annotated[str | None, Meta(extra={"secret": True})] = None  # nosec B105 # it says that there is one
     api_keys_file: Annotated[
         str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")
     ] = None
@@ -209,7 +212,7 @@ class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "auto"
     kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
-    host_memory_dir: HostMemoryDir = "/dev/shm"  # noqa: S108 - locked, of this user alone, and checked
+    host_memory_dir: HostMemoryDir = SHARED_MEMORY
     keep_host_memory: KeepHostMemory = False
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False
@@ -252,7 +255,7 @@ class ServeConfig(HTTPOptions, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "auto"
     kv_layout: KVLayout = "layers"
     host_memory: HostMemory = None
-    host_memory_dir: HostMemoryDir = "/dev/shm"  # noqa: S108 - locked, of this user alone, and checked
+    host_memory_dir: HostMemoryDir = SHARED_MEMORY
     keep_host_memory: KeepHostMemory = False
     host_bandwidth: HostBandwidth = None
     verify_copies: VerifyCopies = False
