@@ -72,7 +72,7 @@ bench-gpu: setup ## Measure on a GPU: kernels beside their peers, the engine bes
 	$(PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
 	$(PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 
-experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 15 minutes)
+experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 25 minutes)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg

@@ -7,5 +7,6 @@ from pagewise_executor import main
 from pagewise_executor.simulated import SimulatedRunner
 
 if __name__ == "__main__":
-    main.build_runner = lambda config: SimulatedRunner(config, float(os.environ.get("STEP_MS", "20")) / 1000)
+    step = float(os.environ.get("STEP_MS", "20")) / 1000
+    main.build_runner = lambda config, keys=None: SimulatedRunner(config, step)
     sys.exit(main.main())

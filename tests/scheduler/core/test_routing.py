@@ -109,11 +109,13 @@ def test_the_longest_prefix_shared_with_any_prompt_is_found(prompts: list[list[i
         ),
         default=0,
     )
-    assert promises.shared(None, array("i", wanted).tobytes()) == longest
-    assert promises.shared("another", array("i", wanted).tobytes()) == 0
+    assert promises.shared(None, array("i", wanted).tobytes(), 0, 1) == longest
+    assert promises.shared(None, array("i", wanted).tobytes(), 0, 4) == longest // 4 * 4
+    assert promises.shared(None, array("i", wanted).tobytes(), 3, 1) == max(3, longest)
+    assert promises.shared("another", array("i", wanted).tobytes(), 0, 1) == 0
     for prompt in prompts:
         promises.remove(None, array("i", prompt).tobytes())
-    assert promises.shared(None, array("i", wanted).tobytes()) == 0
+    assert promises.shared(None, array("i", wanted).tobytes(), 0, 1) == 0
 
 
 # ---- policies ----------------------------------------------------------------------------------------

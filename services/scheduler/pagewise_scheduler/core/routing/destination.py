@@ -136,24 +136,24 @@ class Destination:
         """How much of a prompt is cached. O(blocks found)."""
         kv = self.scheduler.kv
         kv.claim(prompt.space, lambda: prompt.tokens)
-        size, promised = kv.block_size, 0
-        if prompt.uses_cache and self._waiting:
-            promised = min(self._promises.shared(prompt.space, prompt.tokens), prompt.num_tokens - 1) // size * size
-        node = kv.pool.tree.root_of(prompt.space)
-        if node is None:
-            return Match(0, 0, promised)
-        for key in prompt.keys(size):
-            found = node.children.get(key)
-            if found is None:
-                break
-            node = found
-        there = node.depth
-        while node.parent is not None and node.block < 0:
-            if node.host < 0:  # it lies nowhere: what comes after it is of no use
-                there = node.depth - 1
-            node = node.parent
-        device = node.depth
-        return Match(device * size, (there - device) * size, max(promised, there * size))
+        size, keys, node = kv.block_size, prompt.keys(kv.block_size), kv.pool.tree.root_of(prompt.space)
+        device = there = 0
+        if node is not None:
+            for key in keys:
+                found = node.children.get(key)
+                if found is None:
+                    break
+                node = found
+            there = node.depth
+            while node.parent is not None and node.block < 0:
+                if node.host < 0:  # it lies nowhere: what comes after it is of no use
+                    there = node.depth - 1
+                node = node.parent
+            device = node.depth
+        promised = there * size
+        if self._waiting and there < len(keys):
+            promised = min(self._promises.shared(prompt.space, prompt.tokens, promised, size), len(keys) * size)
+        return Match(device * size, (there - device) * size, promised)
 
     # ---- what it would take --------------------------------------------------------------------------
 

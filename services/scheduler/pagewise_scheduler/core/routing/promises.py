@@ -25,24 +25,29 @@ class Promises:
         if not prompts:
             del self._spaces[space]
 
-    def shared(self, space: Hashable, tokens: bytes) -> int:
-        """The most leading tokens that ``tokens`` shares with any of them."""
+    def shared(self, space: Hashable, tokens: bytes, known: int, unit: int) -> int:
+        """The most leading tokens, ``known`` plus whole ``unit``s of them, that ``tokens`` shares with any of them.
+
+        At least ``known``, whether they are shared or not: who has so many elsewhere asks only for more.
+        """
         prompts = self._spaces.get(space)
         if prompts is None:
-            return 0
+            return known
         index = bisect_left(prompts, tokens)
-        return max(_common(tokens, other) for other in prompts[max(0, index - 1) : index + 1])
+        for other in prompts[max(0, index - 1) : index + 1]:
+            if other.startswith(tokens[: (known + unit) * _BYTES_PER_TOKEN]):
+                known += _common(tokens, other, known * _BYTES_PER_TOKEN, unit * _BYTES_PER_TOKEN) * unit
+        return known
 
 
-def _common(one: bytes, other: bytes) -> int:
-    """Leading tokens that are equal: doubles the span until it differs, then halves it. Slices compare fast."""
-    start, end, span = 0, min(len(one), len(other)) // _BYTES_PER_TOKEN, 16
-    while start < end:
-        stop = min(start + span, end)
-        piece = slice(start * _BYTES_PER_TOKEN, stop * _BYTES_PER_TOKEN)
-        if one[piece] == other[piece]:
-            start, span = stop, span * 2
+def _common(one: bytes, other: bytes, start: int, unit: int) -> int:
+    """Units of bytes that are equal from ``start`` on: doubles the span until it differs, then halves it."""
+    found, end, span = 0, (min(len(one), len(other)) - start) // unit, 16
+    while found < end:
+        stop = min(found + span, end)
+        if other.startswith(one[start + found * unit : start + stop * unit], start + found * unit):
+            found, span = stop, span * 2
         else:
             end = stop - 1
-            span = max(1, (end - start + 1) // 2)
-    return start
+            span = max(1, (end - found + 1) // 2)
+    return found
