@@ -91,12 +91,20 @@ class Cluster:
         self.scheduler: Process
         self.executors: list[Process] = []
         self._model = model
+        # Network namespaces of its own: nobody else can reach them.
+        self._plaintext = () if address == "127.0.0.1" else ("--plaintext",)
         self._scheduler_options = scheduler_options
         self._executor, self._executor_options = executor, executor_options
 
     def start_scheduler(self, seconds: float = 60.0) -> None:
         """Start it, under the same ports each time, and wait until HTTP answers."""
-        options = [self._model, f"--port={self.port}", f"--listen={self.endpoint}", *self._scheduler_options]
+        options = [
+            self._model,
+            f"--port={self.port}",
+            f"--listen={self.endpoint}",
+            *self._plaintext,
+            *self._scheduler_options,
+        ]
         self.scheduler = Process("scheduler", [sys.executable, "-m", "pagewise_scheduler.main", *options], self.folder)
         wait_until(lambda: self._answers("/version"), seconds, "the scheduler answers", self.scheduler)
 
@@ -105,7 +113,14 @@ class Cluster:
     ) -> Process:
         """Start one; ``prefix``: what goes in front of its command."""
         run = [self._executor] if self._executor.endswith(".py") else ["-m", self._executor]
-        own = [self._model, f"--scheduler={self.endpoint}", f"--executor-id={name}", "--no-profile", "--threads=1"]
+        own = [
+            self._model,
+            f"--scheduler={self.endpoint}",
+            f"--executor-id={name}",
+            "--no-profile",
+            "--threads=1",
+            *self._plaintext,
+        ]
         command = [*prefix, sys.executable, *run, *own, *self._executor_options, *options]
         process = Process(name, command, self.folder, environment)
         self.executors.append(process)

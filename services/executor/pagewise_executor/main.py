@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
-from pagewise_shared.curve import Keys, load_keys
+from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
 
@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level, "executor")
     try:
         # Before the worker, which takes its time to load a model.
-        keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
+        endpoint = next(
+            (each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://"
+        )
+        keys = load_keys(config.keys, config.key_name, endpoint, config.plaintext)
         service = ExecutorService(
             Worker(lambda: build_runner(config, keys)),
             config.scheduler,
