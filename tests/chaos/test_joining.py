@@ -94,7 +94,12 @@ def network() -> Iterator[Namespace]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "executor_timeout"), [(4.5, 3.0), (8.0, 30.0), pytest.param(30.0, 3.0, marks=pytest.mark.chaos)]
+    ("seconds", "executor_timeout"),
+    [
+        (4.5, 3.0),
+        pytest.param(8.0, 30.0, marks=pytest.mark.chaos),
+        pytest.param(30.0, 3.0, marks=pytest.mark.chaos),
+    ],
 )
 async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_scheduler_has_noticed(
     tmp_path: Path, network: Namespace, seconds: float, executor_timeout: float

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,25 @@ def test_a_welcome_that_keeps_nothing_forgets_everything(model_path: Path) -> No
     assert runner.inventory() is None
 
 
+def test_an_inventory_waits_for_copies_that_are_on_their_way(model_path: Path) -> None:
+    """A block of the host that is about to be written again is not offered by the name that it had."""
+    runner = build_runner(model_path, host_bandwidth="200KB", host_memory="100KiB")
+    runner.reset(Welcome(1, 8, 64))
+    scheduler = scheduler_for(runner, 12)
+    scheduler.kv.pool.host.max_storing = 10**6
+    serve(runner, scheduler, 4)
+    inventory = runner.inventory()
+    assert inventory is not None
+    _, offered = named_blocks(inventory)
+    assert runner._host is not None
+    assert offered == {name: block for block, name in runner._host.memory.names().items()}
+    time.sleep(0.5)
+    assert offered == {name: block for block, name in runner._host.memory.names().items()}, "nothing changes later"
+
+
 CHILD = """
 import sys
+import time
 from pathlib import Path
 from tests.executor.test_inventory import build_runner, scheduler_for, serve
 from pagewise_shared.protocol import Welcome

@@ -20,6 +20,7 @@ from pagewise_shared.protocol import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    Leaving,
     MemoryWork,
     Message,
     NewSequence,
@@ -191,6 +192,55 @@ async def test_it_says_hello_again_when_it_is_forgotten(tmp_path: Path) -> None:
         await scheduler.send(Welcome(9, 4, 16))
         await scheduler.send(plan(1, epoch=9, **FIRST))
         assert (await scheduler.result()).epoch == 9
+
+
+async def test_plans_of_a_life_whose_blocks_were_offered_are_not_run(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(plan(1, **FIRST))
+        await scheduler.result()
+        await scheduler.send(Rejoin())
+        await scheduler.send(plan(2))
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(9, 4, 16, keeps_blocks=True))
+        await scheduler.send(plan(1, epoch=9, **FIRST))
+        assert (await scheduler.result()).epoch == 9, "and not the result of step 2"
+
+
+async def test_one_inventory_is_good_for_one_welcome(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(Welcome(6, 4, 16, keeps_blocks=True))
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(7, 4, 16, keeps_blocks=True))
+        await scheduler.send(plan(1, epoch=7, **FIRST))
+        assert (await scheduler.result()).epoch == 7
+
+
+async def test_it_asks_to_be_drained_and_asks_again_when_it_is_let_in_anew(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, running, service):
+        await scheduler.receive(Heartbeat)  # it is in
+        service.leave("SIGTERM")
+        first = await scheduler.receive(Leaving)
+        assert first.epoch == 5
+        assert 29_000 < first.patience_ms <= 30_000
+        await scheduler.send(Rejoin())
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(6, 4, 16))
+        again = await scheduler.receive(Leaving)
+        assert again.epoch == 6
+        assert again.patience_ms < 30_000
+        await scheduler.send(Drain(6))
+        await scheduler.receive(Goodbye)
+        await running
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, running, service):
+        await scheduler.receive(Heartbeat)
+        service.leave("SIGTERM")
+        await scheduler.receive(Leaving)
+        service.leave("SIGTERM")
+        await scheduler.receive(Goodbye)
+        await running
 
 
 @pytest.mark.parametrize("message", [Shutdown(), Drain(5)])

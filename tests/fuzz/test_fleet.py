@@ -158,9 +158,9 @@ async def check(background: Background) -> None:
         (engine,) = stack.router.engines
         while engine.scheduler.kv.num_available != BLOCKS:
             await asyncio.sleep(0.01)
-    assert engine.load == 0
+    assert stack.router.placing.load(engine) == 0
     assert engine.scheduler.requests == []
-    assert stack.router.num_waiting == 0
+    assert stack.router.waiting.sequences == 0
     assert len(stack.fleet._members) == 1
     assert len(stack.fleet._bad_frames) <= 10_001
 

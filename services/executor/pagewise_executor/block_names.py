@@ -5,11 +5,15 @@ Steps themselves cost nothing: tokens are hashed when a sequence leaves.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash
 from pagewise_shared.protocol import Inventory, pack_int32s
 
 from pagewise_executor.rows import Int32s, Row, RowTable
+
+_MOST_NAMES = 1_000_000
+"""Of an inventory, which is one frame of a Hello."""
 
 
 class BlockNames:
@@ -54,7 +58,8 @@ class BlockNames:
 
     def inventory(self, host: dict[int, BlockHash]) -> Inventory | None:
         """All that is known, on the device and on the host; None if that is nothing."""
-        known = [(block, name) for block, name in enumerate(self._names) if name is not None]
+        known = [(block, name) for block, name in enumerate(self._names) if name is not None][:_MOST_NAMES]
+        host = dict(islice(host.items(), _MOST_NAMES - len(known)))
         if not known and not host:
             return None
         return Inventory(

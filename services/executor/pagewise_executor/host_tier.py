@@ -142,6 +142,12 @@ class HostTier:
         if len(pairs):
             self._inboxes["load"].put(_Job(plan.epoch, plan.step, pairs, after=self._last_store, ready=self._event()))
 
+    def names(self) -> dict[int, BlockHash]:
+        """What lies here, by block hash, once the stores that were asked for before are done."""
+        if (last := self._last_store) is not None:
+            last.result()
+        return self.memory.names()
+
     def least_valuable(self, count: int) -> list[int]:
         """So many blocks to try copies with: those whose content nobody can name, as far as there are any."""
         named = self.memory.names()
@@ -155,8 +161,8 @@ class HostTier:
         for row, slot in zip(rows, slots, strict=True):
             held = self.memory.slot(slot)
             row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-            if not self._is_sound(slot):
-                raise OSError(f"block {slot} of the host is not what was left there")
+            if self.memory.checksum(slot) is None or not self._is_sound(slot):
+                raise OSError(f"block {slot} of the host is not what was stored there")
         return rows
 
     def _is_sound(self, slot: int) -> bool:

@@ -115,7 +115,8 @@ class ModelRunner:
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
         block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
-        content = f"{loaded.fingerprint} {block_format} {config.block_size}"
+        # The fingerprint takes samples; what outlives the process must not meet weights that were changed meanwhile.
+        content = f"{loaded.fingerprint} {loaded.weights_changed} {block_format} {config.block_size}"
         self._host = make_host_tier(config, self._pool, host_folder, content)
         self._keep_host_memory = config.keep_host_memory
         self.info = dataclasses.replace(self.info, num_host_blocks=self._host.num_blocks if self._host else 0)
@@ -193,7 +194,7 @@ class ModelRunner:
         """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
         for row in list(self._table.rows):
             self._table.let_go(row)
-        return self._names.inventory(self._host.memory.names() if self._host is not None else {})
+        return self._names.inventory(self._host.names() if self._host is not None else {})
 
     def close(self) -> None:
         """Lend nothing any more, and leave nothing behind."""

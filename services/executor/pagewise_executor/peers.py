@@ -22,6 +22,7 @@ import zmq
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
 from pagewise_executor.block_store import BlockStore
@@ -61,6 +62,7 @@ class BlockServer:
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
+        self._complaints = BoundedLog(log)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="block server", daemon=True)
         self._thread.start()
@@ -84,11 +86,11 @@ class BlockServer:
         while not self._closed:
             if not self._socket.poll(_LOOK_UP_MS):
                 continue
+            identity, *frames = self._socket.recv_multipart()
             try:
-                identity, *frames = self._socket.recv_multipart()
                 request = decode_from_peer(frames[-1]) if frames else None
             except ProtocolError as error:
-                log.warning("dropped a request for blocks: %s", error)
+                self._complaints.warning("dropped a request for blocks: %s", error)
                 continue
             if not isinstance(request, ReadBlocks):
                 continue

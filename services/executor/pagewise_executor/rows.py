@@ -121,9 +121,6 @@ class RowTable:
             if row not in self.rows:
                 raise InvalidPlanError(f"row {row} leaves but holds no sequence")
             self.let_go(row)
-            if row in self._decoding:
-                del self._decoding[row]
-                self._changed = True
         for new in plan.joined:
             self._join(new)
         self._change_tables(_int32s(plan.tables))
@@ -155,6 +152,9 @@ class RowTable:
     def let_go(self, row: int) -> None:
         """The row's sequence is gone."""
         held = self.rows.pop(row)
+        if row in self._decoding:
+            del self._decoding[row]
+            self._changed = True
         self.on_leave(held, self.tables[row, : self.num_blocks[row]], int(self.num_computed[row]))
 
     def advance(self, work: StepWork) -> None:

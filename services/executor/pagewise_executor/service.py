@@ -185,9 +185,13 @@ class ExecutorService:
         """Go on until the scheduler lets this executor go, or is gone itself, or takes too long."""
         await self._leaving.wait()
         until = monotonic() + self._drain_timeout
-        if self._welcome is not None:
-            await self._send(Leaving(self._welcome.epoch, int(self._drain_timeout * 1000)))
-        while monotonic() < min(until, self._last_heard + _SILENCE_WHILE_LEAVING):  # noqa: ASYNC110
+        told: Welcome | None = None
+        while monotonic() < min(until, self._last_heard + _SILENCE_WHILE_LEAVING):
+            if self._welcome is not None and self._welcome is not told:  # again to one that has let it in anew
+                told, left = self._welcome, until - monotonic()
+                with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_SECONDS):
+                        await self._send(Leaving(told.epoch, max(0, int(left * 1000))))
             await asyncio.sleep(0.1)
         self.stop("it was not drained in time")
         await asyncio.Event().wait()
@@ -270,10 +274,14 @@ class ExecutorService:
             self._last_heard = monotonic()
             match message:
                 case StepPlan():
-                    worker.put(message)
+                    if self._welcome is not None:  # else its life is over, and its blocks have been offered
+                        worker.put(message)
                 case Welcome() if not self._offers(message):
                     self.bad_frames += 1
                     log.error("dropped a Welcome that asks for more than this executor offers: %r", message)
+                case Welcome(keeps_blocks=True) if self._welcome is not None:
+                    log.warning("let in twice for one inventory, which is not true any more: saying Hello again")
+                    self._rejoin()
                 case Welcome():
                     first = self._welcome is None
                     self._welcome = message

@@ -249,7 +249,7 @@ class Fetch(Piece, frozen=True):
 
     Fields:
         peer: its block endpoint. epoch: its epoch; under another one it refuses.
-        step: the last step it was sent when this was planned: it answers once it has begun that one.
+        step: it answers once it has begun this step, which may send the blocks to its host.
         blocks: triples of tier (DEVICE_TIER or HOST_TIER) and block there, and own device block (int32 bytes).
         key: the peer's public key (Z85 text), empty where connections have none.
     """

@@ -359,3 +359,44 @@ async def test_admission(tmp_path: Path) -> None:
             await stack.generate([1])
         assert error.value.kind == "unavailable"
         await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_on(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        offer = hello(block_endpoint="ipc:///blocks", block_format="x")
+        first, second = RawExecutor(tmp_path), RawExecutor(tmp_path)
+        for raw in (first, second):
+            await raw.send(offer)
+            assert isinstance(await raw.receive(), Welcome)
+        await stack.ready(1)
+        async with asyncio.timeout(5):
+            while len(stack.router.engines) != 1:
+                await asyncio.sleep(0.01)
+        (engine,) = stack.router.engines
+        assert stack.fleet._directory.lenders["ipc:///blocks"].scheduler is engine.scheduler
+        assert engine.scheduler.recoveries.endpoint == "ipc:///blocks"
+        first.close()
+        second.close()
+
+
+async def test_a_request_goes_to_an_executor_that_takes_its_length(tmp_path: Path) -> None:
+    short = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4, max_model_len=16))
+    async with running(tmp_path) as stack, executor(tmp_path, "short", runner=short), executor(tmp_path, "long"):
+        await stack.ready(2)
+        for _ in range(6):
+            assert len(await stack.generate(list(range(40)))) == 8
+        assert {engine.scheduler.max_model_len for engine in stack.router.engines} == {16, 8192}
+
+
+async def test_a_core_that_fails_takes_nobody_along(tmp_path: Path) -> None:
+    def broken(*arguments: object) -> None:
+        raise KeyError("broken")
+
+    async with running(tmp_path) as stack, executor(tmp_path, "one", 0.05):
+        await stack.ready(1)
+        expected = await stack.generate([1, 2, 3])
+        (engine,) = stack.router.engines
+        serving = asyncio.create_task(stack.generate([1, 2, 3]))
+        await asyncio.sleep(0.1)
+        engine.scheduler.schedule = engine.scheduler.release_all = broken  # type: ignore[method-assign, assignment]
+        assert await serving == expected, "it goes on when the executor has joined again"

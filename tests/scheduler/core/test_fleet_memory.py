@@ -2,9 +2,11 @@
 
 from collections import deque
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
@@ -14,7 +16,14 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepResult
 
 from tests.scheduler.core.builders import create_request, create_scheduler
-from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.test_scheduler import (
+    assert_all_free,
+    check_states,
+    every_node,
+    executor_for,
+    expected_tokens,
+    run,
+)
 
 
 class Node:
@@ -221,8 +230,11 @@ class FleetRules(RuleBasedStateMachine):
         num_blocks=st.integers(8, 30),
         num_host_blocks=st.sampled_from([0, 5, 40]),
         recovery=st.sampled_from(["auto", "swap", "both"]),
+        piece=st.sampled_from([1, 2, 128]),
     )
-    def start(self, block_size: int, num_blocks: int, num_host_blocks: int, recovery: RecoveryMode) -> None:
+    def start(self, block_size: int, num_blocks: int, num_host_blocks: int, recovery: RecoveryMode, piece: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(recovery_module, "_FETCHED_BLOCKS", piece)
         costs = Costs(step=1e-4, token=1e-2, load_block=1e-4, fetch_setup=1e-4, fetch_block=1e-4)
         self.nodes = fleet(
             3, recovery, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs
@@ -305,6 +317,8 @@ class FleetRules(RuleBasedStateMachine):
         for node in self.nodes:
             scheduler, pool = node.scheduler, node.scheduler.kv.pool
             check_states(pool)
+            blocked = {node.parent for node in every_node(pool) if node.block >= 0 and pool.references(node.block)}
+            assert not any(node.block >= 0 and not pool.references(node.block) for node in blocked if node is not None)
             sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
             references = sum(pool.references(block) for block in range(pool.num_blocks))
@@ -314,6 +328,7 @@ class FleetRules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "nodes"):
             return
+        self.patch.undo()
         for _ in range(5000):
             for where in range(3):
                 self.step(where, 3)
@@ -339,7 +354,7 @@ def _borrowed(recoveries: Recoveries, pool: object) -> int:
     sources = [one.source for one in recoveries._active.values()]
     sources += [part[0].source for one in recoveries._transfers.values() for part in one.parts]
     unique = {id(source): source for source in sources if source.peer and source.pool is pool}
-    return sum(source._pinned + len(source._before) for source in unique.values())
+    return sum(len(source._lent) for source in unique.values())
 
 
 def _check(examples: int) -> None:
@@ -354,3 +369,9 @@ def _check(examples: int) -> None:
 
 def test_the_memory_rules_hold_in_a_fleet() -> None:
     _check(60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_memory_rules_hold_in_a_fleet_over_200_000_operations() -> None:
+    _check(2000)

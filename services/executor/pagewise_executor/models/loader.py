@@ -30,12 +30,13 @@ class LoadedModel:
     """A model that is ready to run, and what the rest has to know of it.
 
     ``attention``: attention modules in layer order; ``shapes``: (kv_heads, head_dim) of each. ``kernels``: who computes
-    attention, and the small operations of fused layers.
+    attention, and the small operations of fused layers. ``weights_changed``: when the newest weight file was written.
     """
 
     model: torch.nn.Module
     config: PretrainedConfig
     fingerprint: str
+    weights_changed: int
     vocab_size: int
     max_model_len: int
     device: torch.device
@@ -94,7 +95,9 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         config=text,
-        fingerprint=fingerprint(path, files),
+        # A rope that was fixed for a length makes other keys with another length.
+        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else ""),
+        weights_changed=max(file.stat().st_mtime_ns for file in files),
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
         device=device,

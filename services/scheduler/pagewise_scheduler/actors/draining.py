@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from pagewise_shared.protocol import Drain as DrainMessage
-from pagewise_shared.protocol import encode
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.actors.engine import Abort, Engine, HandOver
@@ -39,7 +37,7 @@ class Draining:
     async def drain(self, engine: Engine, patience: float) -> None:
         """Let an engine's work and cache go to others; over after ``patience`` seconds at most.
 
-        The engine has been taken from the router. In the end its executor is told that it may leave.
+        The engine has been taken from the router. Afterwards its executor may leave.
         """
         deadline = clock() + patience
         engine.tell(HandOver())
@@ -48,33 +46,36 @@ class Draining:
         copies = [] if engine.ended else self._copy_cache(engine)
 
         def is_done() -> bool:
-            settled = all(_has_started(live) for live in moved) and all(live.done for live, _ in copies)
+            settled = all(_has_started(live, engine) for live in moved) and all(live.done for live in copies)
             return settled and not engine.scheduler.kv.pool.num_lent
 
         await _until(deadline, lambda: engine.ended or not self._others(engine) or is_done())
-        for live, target in copies:
-            if not live.done:
-                target.tell(Abort(live))
-        copied = sum(live.done for live, _ in copies)
+        for live in copies:
+            if not live.done:  # wherever it is by now
+                live.abandoned = True
+                if isinstance(live.engine, Engine):
+                    live.engine.tell(Abort(live))
+        if not engine.ended and clock() < deadline:
+            self._metrics.executors_drained.inc()
+        copied = sum(live.done for live in copies)
         log.info("%s has left %d requests and %d cached prefixes to others", engine.name, len(moved), copied)
-        self._metrics.executors_drained.inc()
-        await engine.send(encode(DrainMessage(engine.scheduler.epoch)))
 
-    def _copy_cache(self, engine: Engine) -> list[tuple[LiveRequest, Engine]]:
+    def _copy_cache(self, engine: Engine) -> list[LiveRequest]:
         """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""
         room = {
             other: int(_SHARE_OF_FREE * other.scheduler.kv.pool.num_free)
             for other in self._others(engine)
             if other.scheduler.recoveries.endpoint and engine.scheduler.recoveries.endpoint
         }
-        copies: list[tuple[LiveRequest, Engine]] = []
+        copies: list[LiveRequest] = []
         for chain in most_valuable_chains(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
             target = max(room, key=lambda other: room[other])
-            if room[target] < chain.num_blocks + 1:
+            if room[target] < chain.num_blocks + 1 or not target.scheduler.fits(len(chain.tokens) // 4 + 1, 0):
                 continue
             room[target] -= chain.num_blocks
             live = self._errand(chain)
-            copies.append((live, target))
+            copies.append(live)
+            live.engine = target
             target.assign(live)
         return copies
 
@@ -100,7 +101,9 @@ async def _until(deadline: float, holds: Callable[[], bool]) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _has_started(live: LiveRequest) -> bool:
+def _has_started(live: LiveRequest, left: Engine) -> bool:
     """Whether another executor has taken it on, so that it has fetched or is fetching what it needs."""
-    sequences = live.request.sequences
-    return live.done or all(sequence.status is not SequenceStatus.WAITING for sequence in sequences)
+    if live.done:
+        return True
+    taken = isinstance(live.engine, Engine) and live.engine is not left and live.engine.serves(live)
+    return taken and all(sequence.status is not SequenceStatus.WAITING for sequence in live.request.sequences)

@@ -181,9 +181,9 @@ class Engine(Actor[EngineMessage]):
         self._metrics.request_moves("left").inc(len(self.moved))
         self._sink.give_back(self.moved)
 
-    async def send(self, frame: bytes) -> None:
-        """Send something to the executor beside the plans."""
-        await self._link.send(frame)
+    def serves(self, live: LiveRequest) -> bool:
+        """Whether the request has arrived here and is being served."""
+        return live.request.request_id in self._live
 
     def _serve(self, live: LiveRequest) -> None:
         self.arriving = self.arriving.minus(Load.of(live))
@@ -340,8 +340,11 @@ class Engine(Actor[EngineMessage]):
 
     def _hand_over(self) -> None:
         self.ended = True
-        self._blame()
-        self.scheduler.release_all()
+        try:
+            self._blame()
+            self.scheduler.release_all()
+        except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
+            log.exception("%s cannot be put away", self.name)
         live, self._live = list(self._live.values()), {}
         for message in self.leftover():
             if isinstance(message, Serve):

@@ -16,6 +16,7 @@ from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     Copied,
+    Drain,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
@@ -208,9 +209,17 @@ class Fleet:
                     log.info("executor %s is leaving: its work moves", member.hello.executor_id)
                     self._router.tell(Left(member.engine))
                     seconds = min(patience / 1000, _MOST_PATIENCE) * _SHARE_OF_PATIENCE
-                    tasks.create_task(self._draining.drain(member.engine, seconds), name="drain")
+                    tasks.create_task(self._drain(identity, member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
                 self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})", died=False)
+
+    async def _drain(self, identity: bytes, engine: Engine, seconds: float) -> None:
+        """Drain an executor; if that fails, it is told to go at once."""
+        try:
+            await self._draining.drain(engine, seconds)
+        except Exception:
+            log.exception("draining %s failed", engine.executor_id)
+        await self._send(identity, Drain(engine.scheduler.epoch))
 
     def _pass_on(self, identity: bytes, member: Member, message: StepResult | Copied) -> None:
         """Hand a result to the engine, unless it tells of what cannot be."""
@@ -222,6 +231,11 @@ class Fleet:
             self._give_up(identity, f"it told of {flaw}")
 
     async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
+        for other, member in list(self._members.items()):
+            # The same process on another connection: the old one has broken, which nobody may have noticed yet.
+            same = (member.hello.executor_id, member.hello.block_endpoint, member.key)
+            if other != identity and hello.block_endpoint and same == (hello.executor_id, hello.block_endpoint, key):
+                self._give_up(other, "it is back on another connection", died=False)
         refusal = self._refusal(identity, hello, key)
         if refusal is not None:
             self._refusals.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
@@ -253,6 +267,7 @@ class Fleet:
             costs=_costs(hello),
             recovery=self._recovery,
             eviction=self._eviction,
+            max_model_len=limit,
             virtual_tokens=self._virtual_tokens,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
@@ -333,8 +348,9 @@ class Fleet:
 
     def _end_lending(self, engine: Engine) -> None:
         """Nobody fetches from this executor any more."""
-        endpoint = engine.scheduler.recoveries.endpoint
-        if endpoint and self._directory.lenders.pop(endpoint, None) is not None:
+        endpoint, lenders = engine.scheduler.recoveries.endpoint, self._directory.lenders
+        if (lender := lenders.get(endpoint)) is not None and lender.scheduler is engine.scheduler:
+            del lenders[endpoint]
             for member in self._members.values():
                 if member.engine is not engine:
                     member.engine.tell(PeerLost(endpoint))

@@ -160,7 +160,12 @@ class Router(Actor[RouterMessage]):
         """Place requests until cancelled."""
         while True:
             for message in await self.receive():
-                self._handle(message)
+                try:
+                    self._handle(message)
+                except Exception:
+                    log.exception("a %s failed", type(message).__name__)
+                    if isinstance(message, Place):
+                        message.live.take_error("it could not be placed", clock())
 
     def _handle(self, message: RouterMessage) -> None:
         match message:

@@ -81,8 +81,9 @@ def _post(path: str) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
     responses = _good(_ref(answer))
     if event is not None:
-        # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]" instead.
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
+        # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]".
+        chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
+        data = {"anyOf": [{"const": "[DONE]"}, chunk]}
         item = {"type": "object", "required": ["data"], "properties": {"data": data}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
     responses |= {

@@ -21,7 +21,7 @@ class BlockPool:
     """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
     ``num_lent``: references of other executors that read blocks. ``unclaimed``: cached blocks from before whose content
-    nobody has asked for yet, by block hash, the first to go first.
+    nobody has asked for yet, by block hash; they are the first to go.
 
     Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
     one that has to be evicted. What is evicted goes to ``host`` if that takes it, else it is dropped.
@@ -172,15 +172,16 @@ class BlockPool:
             self._nodes[block] = node
             self._evictable.push(node)
 
-    def lend(self, block: int) -> None:
-        """Another executor reads this block: it stays, and stays as it is, until it is taken back."""
-        self.share((block,))
-        self.num_lent += 1
+    def lend(self, blocks: list[int]) -> None:
+        """Another executor reads these blocks: they stay, and stay as they are, until they are taken back."""
+        self.share(blocks)
+        self.num_lent += len(blocks)
 
     def take_back(self, blocks: list[int]) -> None:
         """The counterpart of ``lend``, a sequence's last block first."""
         self.num_lent -= len(blocks)
-        self.release(blocks)
+        if blocks:
+            self.release(blocks)
 
     def remember(self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
@@ -200,7 +201,7 @@ class BlockPool:
 
     def _evict(self, count: int) -> None:
         while count and self.unclaimed:
-            self._free.append(self.unclaimed.pop(next(iter(self.unclaimed))))
+            self._free.append(self.unclaimed.popitem()[1])
             self._num_cached -= 1
             self.counters.evicted += 1
             self.counters.dropped += 1

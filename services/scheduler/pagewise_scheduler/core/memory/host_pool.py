@@ -23,7 +23,7 @@ class HostPool:
         stores: pairs (device block, host block) to be copied before the next step computes anything.
         num_storing: blocks whose copy to the host has been asked for and not confirmed. With ``max_storing`` of them
             under way, no more prefixes are begun: what is evicted then is dropped.
-        unclaimed: blocks from before whose content nobody has asked for yet, by block hash, the first to go first.
+        unclaimed: blocks from before whose content nobody has asked for yet, by block hash; the first to go.
         worth_keeping: whether the prefix that ends with a node, which the device evicts, is worth its copies.
     """
 
@@ -155,7 +155,7 @@ class HostPool:
             return self._free.pop()
         if self.unclaimed:
             self.counters.host_evicted += 1
-            return self.unclaimed.pop(next(iter(self.unclaimed)))
+            return self.unclaimed.popitem()[1]
         node = self._evictable.pop()
         if node is None:
             return -1

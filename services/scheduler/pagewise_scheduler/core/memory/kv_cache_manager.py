@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
 
 from pagewise_shared.block_hash import BlockHash, block_hash
@@ -102,11 +103,8 @@ class KVCacheManager:
         if not (pool.unclaimed or pool.host.unclaimed):
             return
         tokens = tokens_of()
-        known, keys, hashes = pool.tree.root_hash(space), [], []
-        for start in range(0, len(tokens) - size + 1, size):
-            keys.append(tokens[start : start + size])
-            known = block_hash(known, keys[-1])
-            hashes.append(known)
+        hashes = list(_chain(pool.tree.root_hash(space), tokens, size))
+        keys = [tokens[start : start + size] for start in range(0, size * len(hashes), size)]
         while hashes and hashes[-1] not in pool.unclaimed and hashes[-1] not in pool.host.unclaimed:
             hashes.pop()
         node = pool.tree.root(space) if hashes else None
@@ -285,3 +283,12 @@ class KVCacheManager:
         )
         fresh.host.worth_keeping = pool.host.worth_keeping
         self.pool = fresh
+
+
+@lru_cache(maxsize=32)
+def _chain(root: BlockHash, tokens: bytes, size: int) -> tuple[BlockHash, ...]:
+    """Block hashes of the full blocks of ``size`` bytes: asked for by many executors, one after the other."""
+    hashes: list[BlockHash] = []
+    for start in range(0, len(tokens) - size + 1, size):
+        hashes.append(block_hash(hashes[-1] if hashes else root, tokens[start : start + size]))
+    return tuple(hashes)

@@ -7,7 +7,7 @@ and loading from the back, until the two meet. Loading alone and computing alone
 from collections import deque
 from collections.abc import Iterable
 
-from pagewise_shared.protocol import Copied, Fetch, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import HOST_TIER, Copied, Fetch, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -99,9 +99,8 @@ class Recoveries:
                 found = self.directory.longest(self.endpoint, space, tokens, start, self._usable)
             if found is not None:
                 lender, nodes = found
-                source = BlockSource(
-                    lender.endpoint, self.costs.link(lender.endpoint), lender.scheduler.kv.pool, lender.wake
-                )
+                link, lending = self.costs.link(lender.endpoint), lender.scheduler
+                source = BlockSource(lender.endpoint, link, lending.kv.pool, lending.epoch, lender.wake)
                 ways.append(Way("load", source, nodes[start:], start, start))
         return ways
 
@@ -206,7 +205,8 @@ class Recoveries:
         for recovery in self._active.values():
             source = recovery.source
             count = min(2 * _PIECE_BLOCKS - source.link.num_loading, self._next_piece(recovery))
-            if count <= 0:
+            # One request is for one life of a peer: blocks that were pinned before it was reset are not there any more.
+            if count <= 0 or asked.get(source.peer, source).epoch != source.epoch:
                 continue
             recovery.back -= count
             places = recovery.places[recovery.back : recovery.back + count]
@@ -214,7 +214,7 @@ class Recoveries:
             blocks = recovery.sequence.table.blocks[start : start + count]
             # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
             self._kv.pool.share(blocks)
-            transfer = asked.setdefault(source.peer, Transfer(source.link))
+            transfer = asked.setdefault(source.peer, Transfer(source.link, source.epoch))
             transfer.parts.append((recovery, places, blocks))
             transfer.num_blocks += count
             recovery.loading += count
@@ -234,7 +234,10 @@ class Recoveries:
         for _, places, blocks in transfer.parts:
             for place, block in zip(places, blocks, strict=True):
                 triples += (place.tier, place.block, block)
-        return Fetch(peer, lending.epoch, lending.last_step, pack_int32s(triples), lender.key)
+        # What is on its device came with steps that are back; only what it sends to its host may be on the way.
+        on_host = any(place.tier == HOST_TIER for _, places, _ in transfer.parts for place in places)
+        step = lending.last_step if on_host else 0
+        return Fetch(peer, transfer.epoch, step, pack_int32s(triples), lender.key)
 
     def _next_piece(self, recovery: Recovery) -> int:
         piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS

@@ -30,15 +30,16 @@ class BlockSource:
 
     Fields:
         peer: the block endpoint of the executor that lends them; empty: they come from the own host.
-        link: what it costs. pool: whose blocks they are. wake: called when some were given back.
+        link: what it costs. pool: whose blocks they are, of the peer's ``epoch``. wake: called when they are back.
     """
 
     peer: str
     link: Link
     pool: BlockPool
+    epoch: int = 0
     wake: Callable[[], None] = lambda: None
     _pinned: int = 0
-    _before: list[int] = field(default_factory=list)
+    _lent: list[int] = field(default_factory=list)
 
     def pin(self, nodes: list[CachedBlock]) -> list[Place]:
         """Keep these blocks, one after the other of a prefix, where they are until they are unpinned.
@@ -49,32 +50,30 @@ class BlockSource:
         self._pinned += len(nodes)
         before = nodes[0].parent if self.peer else None
         while before is not None and before.block >= 0:
-            self.pool.lend(before.block)
-            self._before.append(before.block)
+            self._lent.append(before.block)
             before = before.parent
+        self._lent.reverse()
         for node in nodes:
             if self.peer and node.block >= 0:
-                self.pool.lend(node.block)
+                self._lent.append(node.block)
                 places.append(Place(node, DEVICE_TIER, node.block))
             else:
                 self.pool.host.pin((node,))
                 places.append(Place(node, HOST_TIER, node.host))
+        self.pool.lend(self._lent)
         return places
 
     def unpin(self, places: Iterable[Place]) -> None:
-        """The counterpart of ``pin``, the last block first."""
-        lent: list[int] = []
+        """The counterpart of ``pin``, the last block first. A peer gets its device blocks back all at once: else some
+        would stand on others that may go."""
         for place in places:
             self._pinned -= 1
-            if place.tier == DEVICE_TIER:
-                lent.append(place.block)
-            else:
+            if place.tier == HOST_TIER:
                 self.pool.host.unpin((place.node,))
-        if not self._pinned:
-            lent += self._before
-            self._before = []
-        if lent:
-            self.pool.take_back(lent)
+        if self._pinned:
+            return
+        lent, self._lent = self._lent, []
+        self.pool.take_back(lent[::-1])
         if self.peer:
             self.wake()
 

@@ -107,9 +107,13 @@ class Recovery:
 
 @dataclass(slots=True)
 class Transfer:
-    """Blocks of one step that come by one link: whose they are, their places, and the device blocks they go to."""
+    """Blocks of one step that come by one link: whose they are, their places, and the device blocks they go to.
+
+    ``epoch``: of the peer whose blocks were pinned.
+    """
 
     link: Link
+    epoch: int = 0
     parts: list[tuple[Recovery, list[Place], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
 

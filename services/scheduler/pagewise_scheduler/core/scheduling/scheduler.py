@@ -48,8 +48,9 @@ class Scheduler:
         kv: KVCacheManager | None = None,
         model_fingerprint: str = "",
         virtual_tokens: VirtualTokens | None = None,
+        max_model_len: int = 2**31,
     ) -> None:
-        self.epoch = epoch
+        self.epoch, self.max_model_len = epoch, max_model_len
         self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
         policy = make_policy(eviction, self.costs, num_host_blocks)
         self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
@@ -110,7 +111,8 @@ class Scheduler:
 
     def fits(self, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
-        return max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) <= self.kv.capacity_tokens
+        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1)
+        return slots <= self.kv.capacity_tokens and num_prompt_tokens + max_tokens <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
