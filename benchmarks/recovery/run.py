@@ -18,6 +18,7 @@ from typing import Any
 
 import transformers
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.peers import MakePeers
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
@@ -48,15 +49,13 @@ def build_model(path: Path, max_len: int) -> None:
 
 
 class Bench:
-    """One executor behind one scheduler."""
+    """One executor behind one scheduler. ``bandwidth``: of the link to its host, None if it keeps nothing there."""
 
-    def __init__(self, path: Path, bandwidth: float, tokens: int) -> None:
+    def __init__(self, path: Path, bandwidth: float | None, tokens: int, exchange: MakePeers | None = None) -> None:
         blocks = tokens // 16 + 32
-        self.runner = ModelRunner(
-            ExecutorConfig(
-                model=str(path), device="cpu", num_blocks=blocks, host_memory="2GiB", host_bandwidth=str(int(bandwidth))
-            )
-        )
+        host = {} if bandwidth is None else {"host_memory": "2GiB", "host_bandwidth": str(int(bandwidth))}
+        config = ExecutorConfig(model=str(path), device="cpu", num_blocks=blocks, **host)  # type: ignore[arg-type]
+        self.runner = ModelRunner(config, exchange=exchange)
         info = self.runner.info
         assert info.costs is not None
         costs = {name: getattr(info.costs, name) * 1e-6 for name in info.costs.__struct_fields__}
@@ -66,7 +65,7 @@ class Bench:
             max_num_seqs=8,
             max_num_batched_tokens=BUDGET,
             num_host_blocks=info.num_host_blocks,
-            costs=Costs(**costs),
+            costs=Costs(**costs, fetch_block=info.bytes_per_block / 1e9),  # as the fleet guesses until it knows
             recovery="both",  # keeps everything on the host; each run sets its own
         )
         self.scheduler.kv.pool.host.max_storing = 1_000_000

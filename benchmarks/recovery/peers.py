@@ -1,0 +1,90 @@
+"""How long KV takes to come from another executor: fetched, computed again, both at once, or as the cost model chooses.
+
+    python -m benchmarks.recovery.peers [--json FILE]
+
+Two real CPU executors, each behind the real scheduler core, in one process; blocks go between them over ZeroMQ on
+loopback. One has computed a prompt, the other is asked for it: measured is the time from the request to its first
+token, all ways side by side.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import transformers
+from pagewise_executor.block_store import BlockStore
+from pagewise_executor.peers import Peers
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
+
+from benchmarks.record import write_record
+from benchmarks.recovery.run import MODES, Bench, build_model
+
+
+def on_loopback(store: BlockStore) -> Peers:
+    return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
+
+
+def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
+    """Median milliseconds to the first token by mode, and what auto chose."""
+    directory = Directory()
+    lender, borrower = (Bench(path, None, tokens, on_loopback) for _ in range(2))
+    for bench in (lender, borrower):
+        info, recoveries = bench.runner.info, bench.scheduler.recoveries
+        one = Lender(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
+        directory.lenders[info.block_endpoint] = one
+        recoveries.directory, recoveries.endpoint = directory, info.block_endpoint
+    rng = random.Random(1)
+    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    lender.first_token(prompt, "cold")
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    chosen = []
+    for repeat in range(repeats + 1):
+        for mode in MODES:
+            borrower.push_out()
+            borrower.scheduler.recoveries.mode = mode
+            borrower.scheduler.recoveries.reports.clear()
+            took = borrower.first_token(prompt, f"{mode}{repeat}")
+            if repeat:  # the first round warms up
+                times[mode].append(took)
+            if repeat and mode == "auto":
+                chosen.append(borrower.scheduler.recoveries.reports[-1].method)
+    for bench in (lender, borrower):
+        bench.runner.close()
+    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
+    size = borrower.runner.info.bytes_per_block
+    return {
+        "tokens": tokens,
+        "median_ms": median,
+        "auto_chose": max(set(chosen), key=chosen.count),
+        "auto_over_best": round(median["auto"] / min(median[mode] for mode in MODES if mode != "auto"), 2),
+        "recompute_over_fetch": round(median["recompute"] / median["swap"], 2),
+        "fetched_GB_per_s": round(size * ((tokens - 1) // 16) / median["swap"] / 1e6, 2),
+        "bytes_per_token": size // 16,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="file to write the numbers to")
+    args = parser.parse_args()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    print(f"{'tokens':>8}" + "".join(f"{mode + ' ms':>14}" for mode in MODES) + f"{'auto chose':>12}{'auto/best':>11}")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        build_model(Path(folder), max(args.tokens) + 64)
+        for tokens in args.tokens:
+            rows.append(row := measure(Path(folder), tokens, args.repeats))
+            values = "".join(f"{row['median_ms'][mode]:>14}" for mode in MODES)
+            print(f"{tokens:>8}{values}{row['auto_chose']:>12}{row['auto_over_best']:>11}", flush=True)
+    if args.json:
+        write_record(args.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
