@@ -165,7 +165,7 @@ async def check(background: Background) -> None:
     assert len(stack.fleet._bad_frames) <= 10_001
 
 
-@examples(60)
+@examples(25)
 @given(moves=MOVES, beam=st.booleans())
 def test_a_hostile_executor_disturbs_nobody(
     background: Background, moves: list[Message | bytes | str], beam: bool

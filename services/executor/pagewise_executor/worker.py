@@ -106,7 +106,8 @@ class Worker:
             if message is None:
                 break
             if isinstance(message, concurrent.futures.Future):
-                message.set_result(self._runner.inventory())
+                # After a failed step nobody knows what was written.
+                message.set_result(self._runner.inventory() if self._error is None else None)
             elif isinstance(message, Welcome):
                 self._finish(pending)
                 pending = None

@@ -28,19 +28,18 @@ from pagewise_shared.protocol import (
     StepResult,
     decode_from_executor,
     encode,
-    named_blocks,
 )
 
 from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.draining import Draining
-from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, GivenBack, Lost, PeerLost
+from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
 from pagewise_scheduler.actors.entry import Entry
+from pagewise_scheduler.actors.lending import Lending
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
@@ -122,7 +121,7 @@ class Fleet:
         self._recovery: RecoveryMode = recovery
         self._eviction: Eviction = UseHistory() if eviction == "cost" else eviction  # all executors learn together
         self._members: dict[bytes, Member] = {}
-        self._directory = Directory()
+        self._lending = Lending(metrics)
         self._draining = Draining(router.tokenizer, self._staying, metrics)
         self._bad_frames: dict[bytes, int] = {}
         self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
@@ -271,10 +270,10 @@ class Fleet:
             virtual_tokens=self._virtual_tokens,
         )
         engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
-        self._let_lend(hello, engine, key)
+        self._lending.begin(hello, engine, key)
         now = clock()
         self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
-        await self._send(identity, engine.welcome(keeps_blocks=self._take_over(hello, scheduler)))
+        await self._send(identity, engine.welcome(keeps_blocks=self._lending.take_over(hello, scheduler)))
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
         log.info(
@@ -291,7 +290,7 @@ class Fleet:
         """Run an engine; one that ended by itself takes its executor out of the fleet."""
         await engine.run()
         self._router.tell(Left(engine))
-        self._end_lending(engine)
+        self._lending.end(engine, self._engines())
         if (member := self._members.get(identity)) is not None and member.engine is engine:
             del self._members[identity]
             log.warning("executor %s is gone: its engine has ended; its requests move on", engine.executor_id)
@@ -314,46 +313,16 @@ class Fleet:
         member = self._members.pop(identity)
         log.warning("executor %s is gone: %s; its requests move on", member.hello.executor_id, reason)
         self._router.tell(Left(member.engine))
-        self._end_lending(member.engine)
+        self._lending.end(member.engine, self._engines())
         member.engine.tell(Lost(reason, died))
 
-    def _take_over(self, hello: Hello, scheduler: Scheduler) -> bool:
-        """Expect what the executor holds from before; False: it holds nothing that could be used."""
-        if hello.inventory is None:
-            return False
-        try:
-            scheduler.kv.expect(*named_blocks(hello.inventory))
-        except (ValueError, ProtocolError) as error:
-            self._metrics.frames_dropped("bad_inventory").inc()
-            log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
-            return False
-        pool = scheduler.kv.pool
-        log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
-        return True
+    def _engines(self) -> list[Engine]:
+        return [member.engine for member in self._members.values()]
 
     def _staying(self, leaving: Engine) -> list[Engine]:
         """Engines of members that are not about to leave."""
         engines = [member.engine for member in self._members.values() if not member.leaving]
         return [engine for engine in engines if engine is not leaving and not engine.ended]
-
-    def _let_lend(self, hello: Hello, engine: Engine, key: str) -> None:
-        """Let others fetch blocks from this executor, and it from them."""
-        endpoint, scheduler = hello.block_endpoint, engine.scheduler
-        if not endpoint or endpoint in self._directory.lenders:
-            return
-        block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
-        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()), key)
-        self._directory.lenders[endpoint] = lender
-        scheduler.recoveries.directory, scheduler.recoveries.endpoint = self._directory, endpoint
-
-    def _end_lending(self, engine: Engine) -> None:
-        """Nobody fetches from this executor any more."""
-        endpoint, lenders = engine.scheduler.recoveries.endpoint, self._directory.lenders
-        if (lender := lenders.get(endpoint)) is not None and lender.scheduler is engine.scheduler:
-            del lenders[endpoint]
-            for member in self._members.values():
-                if member.engine is not engine:
-                    member.engine.tell(PeerLost(endpoint))
 
     def _drop(self, identity: bytes, reason: str, detail: str) -> None:
         self._metrics.frames_dropped(reason).inc()
