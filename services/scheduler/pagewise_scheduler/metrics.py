@@ -43,6 +43,8 @@ MEMORY_EVENTS = (
 REFUSALS = (
     "max_waiting",
     "max_waiting_tokens",
+    "max_waiting_share",
+    "max_waiting_tokens_share",
     "no_executor",
     "key_concurrent",
     "key_requests_per_minute",

@@ -4,10 +4,13 @@ import asyncio
 import json
 import socket
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors.backlog import Backlog, Load
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -71,9 +74,32 @@ def test_tokens_are_bounded_but_a_large_request_may_wait_alone() -> None:
     backlog.admit(Load(1, 10), Load(1, 900), 0.0)
 
 
-def generation(name: str, prompt: list[int], max_tokens: int = 4, priority: int = 0) -> GenerationRequest:
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 300)), max_size=200))
+def test_no_key_takes_the_room_of_the_others(arrivals: list[tuple[str, int, int]]) -> None:
+    """Whatever comes in and never goes: a key that has nothing waiting finds room for a request of usual size."""
+    backlog = Backlog(100, 10_000)
+    backlog.admit(Load(1, 1), Load(), 0.0, key="d")
+    total, of_key = Load(), dict.fromkeys("abc", Load())
+    for key, sequences, tokens in arrivals:
+        new = Load(sequences, tokens)
+        with suppress(AdmissionError):
+            backlog.admit(new, total, 0.0, key=key, of_key=of_key[key])
+            total, of_key[key] = total.plus(new), of_key[key].plus(new)
+    backlog.admit(Load(4, 300), total, 0.0, key="d")
+
+
+def test_a_sole_key_may_fill_the_queue() -> None:
+    backlog = Backlog(4, 100)
+    for number in range(4):
+        backlog.admit(Load(1, 1), Load(number, number), 0.0, key="default", of_key=Load(number, number))
+    assert refused(backlog, Load(1, 1), Load(4, 4), 0.0).reason == "max_waiting"
+
+
+def generation(
+    name: str, prompt: list[int], max_tokens: int = 4, priority: int = 0, key: str = ""
+) -> GenerationRequest:
     tokens, sampling = array("i", prompt), SamplingParams(temperature=0)
-    return GenerationRequest(name, tokens, max_tokens, sampling, priority=priority, arrival_time=monotonic())
+    return GenerationRequest(name, tokens, max_tokens, sampling, priority=priority, arrival_time=monotonic(), key=key)
 
 
 async def finished_in_order(stack: Stack, requests: list[GenerationRequest]) -> list[str]:
@@ -104,6 +130,37 @@ async def test_a_burst_in_one_round_of_the_event_loop_is_bounded(tmp_path: Path)
         assert stack.router.waiting == Load()
         stack.router.submit(generation("long", [1] * 200))
         assert b'requests_refused_total{model_name="m",reason="max_waiting"} 1.0' in stack.metrics.render()
+
+
+@pytest.mark.parametrize("where", ["router", "engine"])
+async def test_a_key_that_floods_leaves_room_for_others(tmp_path: Path, where: str) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        # Four run, if they are let to the engine first.
+        running_now = [stack.router.submit(generation(f"r{number}", [number], 50, key="bob")) for number in range(4)]
+        engine = stack.router.engines[0]
+        async with asyncio.timeout(5):
+            while engine.scheduler.num_running < 4:
+                await asyncio.sleep(0.005)
+        streams, errors = [], []
+        for number in range(8):
+            try:
+                streams.append(stack.router.submit(generation(f"a{number}", [number, 1, 2], key="alice")))
+            except AdmissionError as error:
+                errors.append(error)
+            if where == "engine":
+                await asyncio.sleep(0.02)
+        assert [error.reason for error in errors] == ["max_waiting_share"] * 4
+        assert all(error.kind == "overloaded" and error.retry_after for error in errors)
+        assert len(engine.scheduler.waiting) == (4 if where == "engine" else 0)
+        streams.append(stack.router.submit(generation("b", [7, 8, 9], key="bob")))
+        for stream in running_now:
+            stream.abort()
+        for stream in streams:
+            async for _ in stream:
+                pass
+        assert stack.router.waiting == Load()
+        assert engine.scheduler.waiting.account("alice").num_prompt_tokens == 0
 
 
 async def test_priorities_at_the_router_and_at_the_engine(tmp_path: Path) -> None:

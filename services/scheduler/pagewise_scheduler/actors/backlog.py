@@ -35,29 +35,55 @@ class Load(NamedTuple):
         return Load(self.sequences - other.sequences, self.tokens - other.tokens)
 
 
-class Homeless:
-    """Requests that no engine can take now. ``load``: of all of them together."""
+class OnTheWay:
+    """Requests that have come in and are in the queue of no engine yet. ``load``: of all of them together."""
 
     def __init__(self) -> None:
         self.load = Load()
+        self._of_key: dict[str, Load] = {}
+        self._members: set[LiveRequest] = set()
+
+    def enter(self, live: LiveRequest) -> None:
+        """A request is on the way, if it was not already."""
+        if live not in self._members:
+            self._members.add(live)
+            self.load = self.load.plus(Load.of(live))
+            self._of_key[live.request.key] = self.of_key(live.request.key).plus(Load.of(live))
+
+    def leave(self, live: LiveRequest) -> None:
+        """A request has arrived, or ended; harmless for others."""
+        if live in self._members:
+            self._members.remove(live)
+            self.load = self.load.minus(Load.of(live))
+            left = self._of_key.pop(live.request.key).minus(Load.of(live))
+            if left != Load():
+                self._of_key[live.request.key] = left
+
+    def of_key(self, key: str) -> Load:
+        """Of the requests of one key."""
+        return self._of_key.get(key, Load())
+
+
+class Homeless:
+    """Requests that no engine can take now."""
+
+    def __init__(self) -> None:
         self._members: dict[LiveRequest, TimerHandle] = {}
 
     def add(self, live: LiveRequest, expiry: TimerHandle) -> None:
         """Let a request wait; ``expiry`` is cancelled when it waits no more."""
         self._members[live] = expiry
-        self.load = self.load.plus(Load.of(live))
 
     def discard(self, live: LiveRequest) -> bool:
         """Let a request wait no more; whether it did."""
         if live not in self._members:
             return False
         self._members.pop(live).cancel()
-        self.load = self.load.minus(Load.of(live))
         return True
 
     def take_all(self) -> Iterable[LiveRequest]:
         """Let nobody wait any more; returns who did, by priority and arrival as in the queues of the engines."""
-        members, self._members, self.load = self._members, {}, Load()
+        members, self._members = self._members, {}
         for expiry in members.values():
             expiry.cancel()
         return sorted(members, key=lambda live: queue_time_of(live.request))
@@ -91,33 +117,50 @@ class _Drain:
 
 
 class Backlog:
-    """Bounds of what may wait. Whoever is refused is told when there will be room, by how fast the queue has moved."""
+    """Bounds of what may wait. Whoever is refused is told when there will be room, by how fast the queue has moved.
+
+    Where several keys send requests, one may have as much waiting as there is room left, and no more: alone it fills
+    half of the queue, two of them a third each, and there is always room for another (Choudhury and Hahne, "Dynamic
+    queue length thresholds for shared-memory packet switches", 1998).
+    """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
-        self._max_waiting = max_waiting
-        self._max_waiting_tokens = max_waiting_tokens
+        self._most = Load(max_waiting, max_waiting_tokens)
         self._sequences, self._tokens = _Drain(), _Drain()
         self._observed: float | None = None
+        self._keys: set[str] = set()
 
-    def admit(self, new: Load, waiting: Load, now: float) -> None:
-        """Count a request that wants to come in beside what waits. One that is larger than all that may wait can come
-        in when nothing does.
+    def admit(self, new: Load, waiting: Load, now: float, *, key: str = "", of_key: Load = Load()) -> None:  # noqa: B008
+        """Count a request that wants to come in beside what waits, ``of_key`` of it from the same key. One that is
+        larger than all that may wait can come in when nothing does; one that is larger than the room that is left for
+        its key, when nothing of that does.
 
         Raises:
             AdmissionError: too much waits; ``reason`` says of what.
         """
-        over = waiting.sequences + new.sequences - self._max_waiting
-        if over > 0:
-            self.observe(waiting, now)
-            text = f"{waiting.sequences} sequences are waiting already, at most {self._max_waiting} may"
-            raise AdmissionError("overloaded", text, "max_waiting", _whole(self._sequences.seconds_for(over)))
-        over = waiting.tokens + new.tokens - self._max_waiting_tokens
-        if over > 0 and waiting.tokens:
-            self.observe(waiting, now)
-            text = f"prompts of {waiting.tokens} tokens are waiting already, at most {self._max_waiting_tokens} may"
-            raise AdmissionError("overloaded", text, "max_waiting_tokens", _whole(self._tokens.seconds_for(over)))
+        self._keys.add(key)
+        over = waiting.plus(new).minus(self._most)
+        if over.sequences > 0:
+            text = f"{waiting.sequences} sequences are waiting already, at most {self._most.sequences} may"
+            raise self._refusal("max_waiting", text, self._sequences, over.sequences, waiting, now)
+        if over.tokens > 0 and waiting.tokens:
+            text = f"prompts of {waiting.tokens} tokens are waiting already, at most {self._most.tokens} may"
+            raise self._refusal("max_waiting_tokens", text, self._tokens, over.tokens, waiting, now)
+        if len(self._keys) > 1:
+            over = over.plus(of_key)
+            if over.sequences > 0 and of_key.sequences:
+                text = f"{of_key.sequences} sequences of this API key are waiting already, more than there is room left"
+                raise self._refusal("max_waiting_share", text, self._sequences, over.sequences, waiting, now)
+            if over.tokens > 0 and of_key.tokens:
+                text = f"prompts of {of_key.tokens} tokens of this API key wait already, more than there is room left"
+                raise self._refusal("max_waiting_tokens_share", text, self._tokens, over.tokens, waiting, now)
         self._sequences.arrived += new.sequences
         self._tokens.arrived += new.tokens
+
+    def _refusal(self, reason: str, text: str, drain: _Drain, over: int, waiting: Load, now: float) -> AdmissionError:
+        self.observe(waiting, now)
+        seconds = ceil(drain.seconds_for(over))
+        return AdmissionError("overloaded", text, reason, max(1, min(_MOST_SECONDS, seconds)))
 
     def observe(self, waiting: Load, now: float) -> None:
         """Tell what waits, every second or so. ``now``: seconds."""
@@ -128,7 +171,3 @@ class Backlog:
             self._sequences.observe(waiting.sequences, seconds)
             self._tokens.observe(waiting.tokens, seconds)
         self._observed = now
-
-
-def _whole(seconds: float) -> int:
-    return max(1, min(_MOST_SECONDS, ceil(seconds)))

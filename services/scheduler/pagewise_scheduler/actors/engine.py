@@ -10,7 +10,6 @@ from pagewise_shared.logs import printable
 from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
-from pagewise_scheduler.actors.backlog import Load
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
@@ -88,6 +87,10 @@ class ExecutorLink(Protocol):
 class RequestSink(Protocol):
     """Where an engine that ends leaves what it could not finish."""
 
+    def arrived(self, live: LiveRequest) -> None:
+        """Told of each request that an engine was given, once it has it."""
+        ...
+
     def give_back(self, requests: list[LiveRequest]) -> None:
         """Let these requests go on elsewhere, from their tokens."""
         ...
@@ -96,9 +99,9 @@ class RequestSink(Protocol):
 class Engine(Actor[EngineMessage]):
     """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
 
-    ``arriving``: what was assigned and is in the mailbox. ``ended``: it takes no requests any more.
-    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
-    none is in flight. ``moved``: the requests that it has handed over, None before that.
+    ``ended``: it takes no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or became
+    the oldest, in seconds of ``clock``; None if none is in flight. ``moved``: the requests that it has handed over,
+    None before that.
     """
 
     def __init__(
@@ -109,7 +112,6 @@ class Engine(Actor[EngineMessage]):
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
         self._copies: dict[tuple[int, str], float] = {}
-        self.arriving = Load()
         self.ended = False
         self._link = link
         self._sink = sink
@@ -124,7 +126,6 @@ class Engine(Actor[EngineMessage]):
 
     def assign(self, live: LiveRequest) -> None:
         """Let the engine serve this request; called by the router."""
-        self.arriving = self.arriving.plus(Load.of(live))
         self.tell(Serve(live))
 
     @property
@@ -186,10 +187,10 @@ class Engine(Actor[EngineMessage]):
         return live.request.request_id in self._live
 
     def _serve(self, live: LiveRequest) -> None:
-        self.arriving = self.arriving.minus(Load.of(live))
         if self.moved is not None:
             self._sink.give_back([live])
             return
+        self._sink.arrived(live)
         if live.done or live.abandoned:
             live.take_error("aborted", clock())
             return
@@ -346,11 +347,7 @@ class Engine(Actor[EngineMessage]):
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.name)
         live, self._live = list(self._live.values()), {}
-        for message in self.leftover():
-            if isinstance(message, Serve):
-                live.append(message.live)
-            elif isinstance(message, Abort) and message.live in live:
-                live.remove(message.live)
+        live += [message.live for message in self.leftover() if isinstance(message, Serve)]
         self._metrics.request_moves("lost" if self._died else "left").inc(len(live))
         self._sink.give_back(live)
 

@@ -5,13 +5,20 @@ import logging
 from dataclasses import dataclass
 
 from pagewise_scheduler.actors.actor import Actor
-from pagewise_scheduler.actors.backlog import Backlog, Homeless, Load
+from pagewise_scheduler.actors.backlog import Backlog, Homeless, Load, OnTheWay
 from pagewise_scheduler.actors.engine import Abort, Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.placing import Placing
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.generation import AdmissionError, Capacity, GenerationRequest, GenerationStream, NoExecutorError
+from pagewise_scheduler.generation import (
+    AdmissionError,
+    Capacity,
+    GenerationError,
+    GenerationRequest,
+    GenerationStream,
+    NoExecutorError,
+)
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
 
@@ -72,7 +79,7 @@ class Router(Actor[RouterMessage]):
         self.tokenizer = tokenizer
         self._metrics = metrics
         self._backlog = Backlog(max_waiting, max_waiting_tokens)
-        self._arriving = Load()
+        self._on_the_way = OnTheWay()
         self._patience = patience
         self.placing = Placing(routing, metrics)
         self._engines: dict[Engine, Joined] = {}
@@ -107,7 +114,8 @@ class Router(Actor[RouterMessage]):
 
     def _admit(self, live: LiveRequest) -> None:
         try:
-            self._backlog.admit(Load.of(live), self.waiting, clock())
+            key = live.request.key
+            self._backlog.admit(Load.of(live), self.waiting, clock(), key=key, of_key=self._waiting_of(key))
         except AdmissionError as error:
             if self._engines:
                 self._metrics.requests_refused(error.reason).inc()
@@ -117,8 +125,12 @@ class Router(Actor[RouterMessage]):
         self._come(live)
 
     def _come(self, live: LiveRequest) -> None:
-        self._arriving = self._arriving.plus(Load.of(live))
+        self._on_the_way.enter(live)
         self.tell(Place(live))
+
+    def arrived(self, live: LiveRequest) -> None:
+        """A request has arrived at its engine."""
+        self._on_the_way.leave(live)
 
     def give_back(self, requests: list[LiveRequest]) -> None:
         """Let requests of an engine go on elsewhere."""
@@ -139,10 +151,17 @@ class Router(Actor[RouterMessage]):
     @property
     def waiting(self) -> Load:
         """What waits, here, at the engines, and on the way to them."""
-        load = self._arriving.plus(self._homeless.load)
+        load = self._on_the_way.load
         for engine in self._engines:
             queue = engine.scheduler.waiting
-            load = load.plus(engine.arriving).plus(Load(len(queue), queue.num_prompt_tokens))
+            load = load.plus(Load(len(queue), queue.num_prompt_tokens))
+        return load
+
+    def _waiting_of(self, key: str) -> Load:
+        load = self._on_the_way.of_key(key)
+        for engine in self._engines:  # all of them share the accounts of keys
+            account = engine.scheduler.waiting.account(key)
+            return load.plus(Load(account.num_waiting, account.num_prompt_tokens))
         return load
 
     def observe_backlog(self) -> None:
@@ -165,19 +184,18 @@ class Router(Actor[RouterMessage]):
                 except Exception:
                     log.exception("a %s failed", type(message).__name__)
                     if isinstance(message, Place):
-                        message.live.take_error("it could not be placed", clock())
+                        self._fail(message.live, "it could not be placed")
 
     def _handle(self, message: RouterMessage) -> None:
         match message:
             case Place(live):
-                self._arriving = self._arriving.minus(Load.of(live))
                 self._place(live)
             case Abort(live):
                 self._abort(live)
             case Expired(live):
                 if self._homeless.discard(live):
                     reason = f"no executor could take the request within {self._patience:g} s"
-                    live.take_error(NoExecutorError(reason), clock())
+                    self._fail(live, NoExecutorError(reason))
             case Joined():
                 self._engines[message.engine] = message
                 self.placing.joined(message.engine)
@@ -190,13 +208,11 @@ class Router(Actor[RouterMessage]):
                 self._update_capacity()
 
     def _place(self, live: LiveRequest) -> None:
-        if live.done:
-            return
-        if live.abandoned:
-            live.take_error("aborted", clock())
+        if live.done or live.abandoned:
+            self._fail(live, "aborted")
             return
         if live.deaths > MAX_DEATHS:
-            live.take_error(f"{live.deaths} executors in a row died while they ran it", clock())
+            self._fail(live, f"{live.deaths} executors in a row died while they ran it")
             return
         request = live.request
         # An engine may have ended before its Left arrives here: what it was given then would never be served.
@@ -214,9 +230,13 @@ class Router(Actor[RouterMessage]):
 
     def _abort(self, live: LiveRequest) -> None:
         if self._homeless.discard(live):
-            live.take_error("aborted", clock())
+            self._fail(live, "aborted")
         elif isinstance(live.engine, Engine):
             live.engine.tell(Abort(live))
+
+    def _fail(self, live: LiveRequest, error: str | GenerationError) -> None:
+        self._on_the_way.leave(live)
+        live.take_error(error, clock())
 
     def _update_capacity(self) -> None:
         joined = self._engines.values()

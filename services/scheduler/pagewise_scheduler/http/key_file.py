@@ -6,12 +6,13 @@
     batch: sk-next-1c0d...
 
 A name may have several keys, so that one can be replaced by another while both are good; they are one client, with one
-set of limits. Of a key only its SHA-256 is kept.
+set of limits. Of a key only a digest is kept, which only this process can make.
 """
 
+import hmac
 import re
+import secrets
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 
 from pagewise_shared.errors import ConfigError
 
@@ -27,6 +28,7 @@ _LIMITS = {
     "tokens-per-minute": "tokens_per_minute",
 }
 _MOST_KEYS = 10_000
+_SECRET = secrets.token_bytes(32)
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,15 +45,19 @@ class Quota:
 
 @dataclass(slots=True)
 class KeyTable:
-    """The keys that are good: ``digests`` of SHA-256 with the name they stand for, and the ``quotas`` by name."""
+    """The keys that are good: the ``names`` they stand for by their digests, and the ``quotas`` by name."""
 
-    digests: list[tuple[bytes, str]] = field(default_factory=list)
+    names: dict[bytes, str] = field(default_factory=dict)
     quotas: dict[str, Quota] = field(default_factory=dict)
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key, and compared."""
-    return sha256(key.encode(errors="surrogateescape")).digest()
+    """What is kept of a key, and looked up.
+
+    Nobody outside can tell which digest a guess has, so the time that a lookup takes says nothing about the keys that
+    are good, however it compares them.
+    """
+    return hmac.digest(_SECRET, key.encode(errors="surrogateescape"), "sha256")
 
 
 def read_keys(text: str, source: str, usual: Quota, table: KeyTable) -> None:
@@ -70,11 +76,11 @@ def read_keys(text: str, source: str, usual: Quota, table: KeyTable) -> None:
         if match is None or match["key"].partition("=")[0] in _LIMITS:
             raise ConfigError(f"{where}: write NAME: KEY, then limits such as concurrent=4 if there are any")
         name, digest = match["name"], digest_of(match["key"])
-        if any(known == digest for known, _ in table.digests):
+        if digest in table.names:
             raise ConfigError(f"{where}: the key of {name} is there already")
-        if len(table.digests) >= _MOST_KEYS:
+        if len(table.names) >= _MOST_KEYS:
             raise ConfigError(f"{where}: more than {_MOST_KEYS} keys")
-        table.digests.append((digest, name))
+        table.names[digest] = name
         table.quotas.setdefault(name, usual)
         if match["limits"]:
             if name in set_in:

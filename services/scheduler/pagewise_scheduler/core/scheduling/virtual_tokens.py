@@ -11,13 +11,16 @@ OUTPUT_WEIGHT = 2.0
 
 
 class Account:
-    """What one key has been served. ``served``: weighted tokens. ``num_waiting``: its sequences that wait, anywhere."""
+    """What one key has been served. ``served``: weighted tokens. ``num_waiting``: its sequences that wait, anywhere;
+    ``num_prompt_tokens``: prompt tokens of their requests.
+    """
 
-    __slots__ = ("num_waiting", "served")
+    __slots__ = ("num_prompt_tokens", "num_waiting", "served")
 
     def __init__(self) -> None:
         self.served = 0.0
         self.num_waiting = 0
+        self.num_prompt_tokens = 0
 
 
 class VirtualTokens:
@@ -49,14 +52,16 @@ class VirtualTokens:
         elif self._last_to_leave is not None:
             account.served = max(account.served, self._last_to_leave.served)
 
-    def wait(self, account: Account) -> None:
-        """One more of its sequences waits."""
+    def wait(self, account: Account, prompt_tokens: int) -> None:
+        """One more of its sequences waits, which counts for so many prompt tokens."""
         account.num_waiting += 1
+        account.num_prompt_tokens += prompt_tokens
         self._waiting[account] = None
 
-    def leave(self, account: Account, number: int = 1) -> None:
-        """That many of its sequences wait no more."""
-        account.num_waiting -= number
+    def leave(self, account: Account, prompt_tokens: int) -> None:
+        """One of its sequences waits no more."""
+        account.num_waiting -= 1
+        account.num_prompt_tokens -= prompt_tokens
         if not account.num_waiting:
             del self._waiting[account]
             self._last_to_leave = account

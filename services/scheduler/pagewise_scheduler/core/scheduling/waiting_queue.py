@@ -48,6 +48,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def account(self, key: str) -> Account:
+        """What is known of a key: over all queues that share their virtual tokens."""
+        return self._virtual_tokens.account(key)
+
     def arrive(self, request: Request) -> None:
         """A request comes in, whose sequences are pushed next."""
         request.account = self._virtual_tokens.account(request.key)
@@ -60,8 +64,9 @@ class WaitingQueue:
         entry = queue_time(sequence), next(self._tie), sequence
         self._entries[sequence] = entry
         insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
-        self._virtual_tokens.wait(request.account)
-        self.num_prompt_tokens += _prompt_tokens(sequence)
+        tokens = _prompt_tokens(sequence)
+        self._virtual_tokens.wait(request.account, tokens)
+        self.num_prompt_tokens += tokens
 
     def peek(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
@@ -100,14 +105,14 @@ class WaitingQueue:
             if not lines:
                 del self._lines[request.priority]
         sequence.status = status
-        self._virtual_tokens.leave(request.account)
-        self.num_prompt_tokens -= _prompt_tokens(sequence)
+        tokens = _prompt_tokens(sequence)
+        self._virtual_tokens.leave(request.account, tokens)
+        self.num_prompt_tokens -= tokens
 
     def clear(self) -> None:
         """Let nobody wait any more."""
-        for lines in self._lines.values():
-            for account, line in lines.items():
-                self._virtual_tokens.leave(account, len(line))
+        for sequence in self._entries:
+            self._virtual_tokens.leave(sequence.request.account, _prompt_tokens(sequence))
         self._lines.clear()
         self._entries.clear()
         self.num_prompt_tokens = 0
