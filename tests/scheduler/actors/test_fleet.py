@@ -25,7 +25,9 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    CancelFetch,
     Copied,
+    Fetch,
     FromScheduler,
     Goodbye,
     Heartbeat,
@@ -244,6 +246,34 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
             while stack.router.engines:
                 await raw.send(Heartbeat(welcome.epoch))
                 await asyncio.sleep(0.05)
+        raw.close()
+
+
+@pytest.mark.parametrize("confirms", [True, False])
+async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms: bool) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        welcome = await raw.receive()
+        assert isinstance(welcome, Welcome)
+        await stack.ready(1)
+        (engine,) = stack.router.engines
+        fetch = Fetch("ipc://peer", 1, 0, b"123456781234")
+        began = monotonic()
+        engine._expect_copies(7, MemoryWork(fetches=(fetch,)), began - 4.5)
+        async with asyncio.timeout(10):
+            while not isinstance(message := await raw.receive(), CancelFetch):
+                await raw.send(Heartbeat(welcome.epoch))
+            assert (message.step, message.peer, monotonic() - began > 0.5) == (7, "ipc://peer", True)
+            if confirms:
+                await raw.send(Copied(welcome.epoch, 7, "fetch", bad=b"1234", peer="ipc://peer"))
+                while engine.oldest_copy_time is not None:
+                    await asyncio.sleep(0.01)
+            began = monotonic()
+            while stack.router.engines and monotonic() - began < 2.5:
+                await raw.send(Heartbeat(welcome.epoch))
+                await asyncio.sleep(0.05)
+        assert len(stack.router.engines) == confirms
         raw.close()
 
 

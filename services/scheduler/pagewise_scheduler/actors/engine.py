@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.logs import printable
+from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
@@ -28,6 +28,8 @@ _RECENT = 256
 _RECENT_LIMIT = 64
 """Sequences and events that are remembered of each."""
 _MAX_ERROR_TEXT = 1000
+_FETCH_GRACE = 5.0
+"""Seconds that a fetch may take beside what is predicted of it: there may be a connection to be made first."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,11 +67,16 @@ class GivenBack:
 
 
 @dataclass(slots=True, frozen=True)
+class CopiesLate:
+    """Copies should have been confirmed by now: stop fetches that are among them."""
+
+
+@dataclass(slots=True, frozen=True)
 class HandOver:
     """Plan nothing more; once no step is in flight, let all requests go on elsewhere. The cache stays."""
 
 
-EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack | HandOver
+EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack | CopiesLate | HandOver
 
 
 class ExecutorLink(Protocol):
@@ -111,13 +118,14 @@ class Engine(Actor[EngineMessage]):
         self.executor_id = executor_id
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
-        self._copies: dict[tuple[int, str], float] = {}
+        self._copies: dict[tuple[int, str, str], float] = {}
         self.ended = False
         self._link = link
         self._sink = sink
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
+        self._complaints = BoundedLog(log)
         self._watch = MemoryWatch(executor_id, scheduler, metrics)
         self._lost: str | None = None
         self._leaving = False
@@ -130,11 +138,12 @@ class Engine(Actor[EngineMessage]):
 
     @property
     def oldest_copy_time(self) -> float | None:
-        """When the oldest copy to or from the host that has not been confirmed should have been; None: there is none.
+        """When a copy to or from the host or a peer that has not been confirmed should have been, the first of them;
+        None: there is none.
 
         Four times what it was predicted to take, so that only one that is lost is late by much.
         """
-        return next(iter(self._copies.values()), None)
+        return min(self._copies.values(), default=None)
 
     async def run(self) -> None:
         """Serve until the executor is lost."""
@@ -168,6 +177,8 @@ class Engine(Actor[EngineMessage]):
                 self._lost, self._died = reason, died
             case PeerLost(endpoint):
                 self.scheduler.peer_lost(endpoint)
+            case CopiesLate():
+                await self._cancel_late_fetches()
             case GivenBack():
                 pass  # planning follows every round of messages
             case HandOver():
@@ -234,9 +245,22 @@ class Engine(Actor[EngineMessage]):
         costs, pool = self.scheduler.costs, self.scheduler.kv.pool
         if work.loads:
             seconds = costs.load.seconds(costs.load.num_loading)
-            self._copies[step, "load"] = now + 4 * seconds
+            self._copies[step, "load", ""] = now + 4 * seconds
         if work.stores:
-            self._copies[step, "store"] = now + 4 * costs.store.predict(1, pool.host.num_storing)
+            self._copies[step, "store", ""] = now + 4 * costs.store.predict(1, pool.host.num_storing)
+        for fetch in work.fetches:
+            link = costs.link(fetch.peer)
+            self._copies[step, "fetch", fetch.peer] = now + _FETCH_GRACE + 4 * link.seconds(link.num_loading)
+
+    async def _cancel_late_fetches(self) -> None:
+        """The executor then tells what has not come, and those who wait for it go on without."""
+        now = clock()
+        for (step, direction, peer), due in self._copies.items():
+            if direction == "fetch" and due < now:
+                self._complaints.warning(
+                    "%s: a fetch from %s takes too long, cancelling it", self.name, printable(peer)
+                )
+                await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
 
     async def _take_result(self, result: StepResult) -> None:
         if result.epoch != self.scheduler.epoch:
@@ -280,7 +304,7 @@ class Engine(Actor[EngineMessage]):
                 f"copies of step {message.step} failed: {printable(message.error.message)}", blame_step=False
             )
         else:
-            self._copies.pop((message.step, message.direction), None)
+            self._copies.pop((message.step, message.direction, message.peer), None)
             try:
                 self.scheduler.copied(message)
             except ProtocolError as error:

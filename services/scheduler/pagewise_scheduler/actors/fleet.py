@@ -32,7 +32,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.draining import Draining
-from pagewise_scheduler.actors.engine import HEARTBEAT_MS, Engine, Lost
+from pagewise_scheduler.actors.engine import HEARTBEAT_MS, CopiesLate, Engine, Lost
 from pagewise_scheduler.actors.entry import Entry
 from pagewise_scheduler.actors.lending import Lending
 from pagewise_scheduler.actors.live_request import clock
@@ -348,8 +348,13 @@ class Fleet:
                     self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
                 elif member.key in revoked:
                     self._give_up(identity, "its key was revoked")
-                elif (due := member.engine.oldest_copy_time) is not None and now - due > self._step_timeout:
-                    self._give_up(identity, f"a copy to or from its host memory is {now - due:.1f} s late")
+                elif (due := member.engine.oldest_copy_time) is not None and now > due:
+                    if now - due > self._step_timeout:
+                        self._give_up(
+                            identity, f"a copy to or from its host memory or a peer is {now - due:.1f} s late"
+                        )
+                    else:
+                        member.engine.tell(CopiesLate())
 
     async def _watch_connections(self) -> None:
         """Give up members whose connection has broken, without waiting for a heartbeat that cannot come."""
