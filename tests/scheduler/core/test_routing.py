@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.routing.destination import Destination, Match, Placement
 from pagewise_scheduler.core.routing.policies import (
     ROUTING_NAMES,
     Candidate,
     LeastTimeToFirstToken,
+    Recovered,
     RoutingName,
+    cheapest_recovery,
     make_routing,
     place,
-    recovery_seconds,
 )
 from pagewise_scheduler.core.routing.promises import Promises
 from pagewise_scheduler.core.routing.prompt import Prompt
@@ -248,19 +250,50 @@ def test_what_is_computed_of_the_queue_is_not_waited_for_again() -> None:
 
 
 def test_another_way_of_recovery_is_one_more_term() -> None:
-    """What a transfer between executors would plug in: KV from whoever holds the most of the prompt."""
     asked: list[tuple[Destination, Destination]] = []
 
-    def with_fetch(candidate: Candidate, holder: Candidate) -> float:
+    def with_fetch(candidate: Candidate, holder: Candidate) -> Recovered:
         asked.append((candidate.destination, holder.destination))
-        fetch = 1e-6 * (holder.match.device - candidate.match.device)
-        return min(recovery_seconds(candidate, holder), fetch)
+        fetched = Recovered(1e-6 * (holder.match.device - candidate.match.device), holder.match.device)
+        return min(cheapest_recovery(candidate, holder), fetched)
 
     holder, idle = destination(LONG), destination()
     placed("prefix", OTHER, holder)
     placement = place(LeastTimeToFirstToken(with_fetch), create_request(prompt=LONG), [holder, idle], 0.0)
     assert placement.destination is idle
     assert asked == [(holder, holder), (idle, holder)]
+
+
+def lending(*destinations: Destination) -> None:
+    """Let them fetch from each other."""
+    directory = Directory()
+    for number, one in enumerate(destinations):
+        endpoint, recoveries = f"peer{number}", one.scheduler.recoveries
+        directory.lenders[endpoint] = Lender(endpoint, ("format", 4, 1024), one.scheduler, lambda: None)
+        recoveries.directory, recoveries.endpoint = directory, endpoint
+
+
+def test_what_is_fetched_is_not_booked_as_computed() -> None:
+    fetching = Costs(step=1e-3, token=1e-2, attention=0.0, fetch_setup=1e-3, fetch_block=1e-4)
+    holder, idle = destination(LONG, costs=fetching), destination(costs=fetching)
+    lending(holder, idle)
+    placed("prefix", OTHER, holder, now=0.0)
+    placement = placed("ttft", [*LONG, 1], holder, idle)
+    assert (placement.destination, placement.reason, placement.start) == (idle, "elsewhere", 40)
+    assert placement.predicted == pytest.approx(1e-3 + 10 * 1e-4 + 1e-2 + 1e-3, rel=0.3)
+    assert placement.num_blocks == 11, "what is fetched takes blocks"
+    assert idle.queue_seconds(0, 0.0) < 0.02
+    assert placed("ttft", [*LONG, 1], holder, idle).destination is idle, "it will be there"
+
+
+def test_of_what_comes_from_both_ends_the_front_is_booked_as_computed() -> None:
+    slow = Costs(step=1e-4, token=1e-3, attention=0.0, fetch_setup=1e-4, fetch_block=4e-3)
+    document = list(range(4000))
+    holder, idle = (destination(*held, num_blocks=2048, costs=slow) for held in ([document], []))
+    lending(holder, idle)
+    found = cheapest_recovery(*(Candidate(one, Prompt(create_request(prompt=document))) for one in (idle, holder)))
+    assert found.seconds == pytest.approx(2.0, rel=0.1), "four seconds of either"
+    assert found.start == pytest.approx(2000, rel=0.1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -35,19 +35,21 @@ class Match(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What is predicted for a prompt on one executor, in seconds.
+    """What is predicted for a prompt on one executor; times in seconds.
 
     Fields:
         queue: until there is room for it and what was placed before it is computed.
         recovery: from then on until its own KV is there, loaded or computed.
         evicted: what getting back the blocks that give way for it is expected to cost others.
         busy: the share of its time that the executor computes prompts, with this one.
+        start: tokens of it that are not computed there, because others compute them or because they are fetched.
     """
 
     queue: float
     recovery: float
     evicted: float
     busy: float
+    start: int
 
     @property
     def first_token(self) -> float:
@@ -61,7 +63,7 @@ class Placement:
 
     Fields:
         reason: why there. predicted: seconds from ``time`` to its first token.
-        start: tokens of its prompt that others have computed or will.
+        start: tokens of its prompt that others have computed or will, here or where they are fetched from.
         seconds: computing the rest, without the fixed costs of steps, which are shared.
         num_blocks: blocks that it takes beside what is there or promised.
         waits: its first token has not come back. ended: it is not the executor's any more.
@@ -226,15 +228,16 @@ class Destination:
     # ---- what is placed ------------------------------------------------------------------------------
 
     def place(
-        self, request: Request, prompt: Prompt, match: Match, *, reason: str, predicted: float, now: float
+        self, request: Request, prompt: Prompt, match: Match, found: Outlook, reason: str, now: float
     ) -> Placement:
-        """The request is the executor's from now on."""
-        start = match.promised
-        kv = self.scheduler.kv
+        """The request is the executor's from now on. ``found``: what was predicted for it there."""
+        kv, start = self.scheduler.kv, found.start
         num_tokens = prompt.num_tokens - start
         steps, *features = self.costs.features(start, num_tokens, self.share)
         seconds = self.costs.prefill.predict(0, *features)
-        num_blocks = kv.blocks_for(prompt.num_tokens) - start // kv.block_size
+        # What is fetched takes blocks too.
+        num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
+        predicted = found.first_token
         placement = Placement(self, request, prompt, reason, predicted, now, start, seconds, num_blocks)
         self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
         self.load += prompt.num_sequences

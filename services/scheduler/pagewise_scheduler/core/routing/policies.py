@@ -8,7 +8,7 @@ longer than what computing it there costs, and pushing others out for it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from pagewise_scheduler.core.routing.destination import Destination, Match, Outlook, Placement
 from pagewise_scheduler.core.routing.prompt import Prompt
@@ -39,15 +39,31 @@ class Candidate:
         return self._match
 
 
-Recovery = Callable[[Candidate, Candidate], float]
-"""Seconds until a candidate (the first) has the KV of its prompt if it begins now. The second one holds the most of it:
-where KV can come from another executor, that is where from."""
+class Recovered(NamedTuple):
+    """How a candidate would get the KV of its prompt if it began now: in ``seconds``, of which it does not compute
+    ``start`` tokens."""
+
+    seconds: float
+    start: int
+
+
+Recovery = Callable[[Candidate, Candidate], Recovered]
+"""That of a candidate (the first). The second one holds the most of its prompt: where KV can come from another
+executor, that is where from."""
+
+
+class Choice(NamedTuple):
+    """A candidate, why, and what was predicted for it, if anything was."""
+
+    candidate: Candidate
+    reason: Reason
+    outlook: Outlook | None = None
 
 
 class RoutingPolicy(Protocol):
     """Chooses among candidates, at least two of them."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The one, and why."""
         ...
 
@@ -58,30 +74,30 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The next one."""
         self._turn += 1
-        return candidates[self._turn % len(candidates)], "turn"
+        return Choice(candidates[self._turn % len(candidates)], "turn")
 
 
 class LeastLoaded:
     """The fewest sequences that have not finished."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The first of those with the least load."""
-        return min(candidates, key=lambda candidate: candidate.destination.load), "load"
+        return Choice(min(candidates, key=lambda candidate: candidate.destination.load), "load")
 
 
 class LongestPrefix:
     """The most cached tokens; load breaks ties."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
         best = max(candidates, key=lambda candidate: (candidate.match.promised, -candidate.destination.load))
-        return best, "cached" if best.match.promised else "load"
+        return Choice(best, "cached" if best.match.promised else "load")
 
 
-def recovery_seconds(candidate: Candidate, holder: Candidate) -> float:
+def cheapest_recovery(candidate: Candidate, holder: Candidate) -> Recovered:
     """What is on the device costs nothing, what is on the host the cheapest of its ways, the rest is computed; or what
     the holder has is fetched from there, if that is sooner."""
     scheduler, match = candidate.destination.scheduler, candidate.match
@@ -91,32 +107,38 @@ def recovery_seconds(candidate: Candidate, holder: Candidate) -> float:
         estimate = costs.estimate(start, match.host // costs.block_size, scheduler.recoveries.num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
     seconds += costs.compute_seconds(match.promised, candidate.prompt.num_tokens - match.promised, share)
-    return min(seconds, _fetching_seconds(candidate, holder))
+    own, fetched = Recovered(seconds, match.promised), _fetched(candidate, holder)
+    return own if fetched is None or own.seconds <= fetched.seconds else fetched
 
 
-def _fetching_seconds(candidate: Candidate, holder: Candidate) -> float:
-    """Fetching from the holder what the candidate's device lacks, and computing the rest; endless if it cannot."""
+def _fetched(candidate: Candidate, holder: Candidate) -> Recovered | None:
+    """Fetching from the holder what the candidate's device lacks, and computing the rest; None if it cannot."""
     recoveries, costs = candidate.destination.scheduler.recoveries, candidate.destination.scheduler.costs
     start, end = candidate.match.device, holder.match.device + holder.match.host
     peer = holder.destination.scheduler.recoveries.endpoint
     if end <= start or not peer or not recoveries.can_fetch_from(peer):
-        return inf
+        return None
     share, link = candidate.destination.share, costs.link(peer)
     estimate = costs.estimate(start, (end - start) // costs.block_size, link.num_loading, share, link)
-    return min(estimate.load, estimate.both) + costs.compute_seconds(end, candidate.prompt.num_tokens - end, share)
+    rest = costs.compute_seconds(end, candidate.prompt.num_tokens - end, share)
+    if estimate.load <= estimate.both:
+        return Recovered(estimate.load + rest, end)
+    front = costs.split(start, end - start, link.num_loading, share, link)
+    return Recovered(estimate.both + rest, end - front)
 
 
-def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recovery = recovery_seconds) -> Outlook:
+def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recovery = cheapest_recovery) -> Outlook:
     """What is predicted for a candidate at the time ``now``."""
     destination, prompt = candidate.destination, candidate.prompt
     kv, match = destination.scheduler.kv, candidate.match
     num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
-    seconds = recovery(candidate, holder)
+    seconds, start = recovery(candidate, holder)
     return Outlook(
         destination.queue_seconds(prompt.priority, now) + destination.room_seconds(prompt, num_blocks, now),
         seconds,
         destination.eviction_seconds(num_blocks),
         destination.busy(seconds, now),
+        start,
     )
 
 
@@ -128,21 +150,23 @@ class LeastTimeToFirstToken:
     work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
     """
 
-    def __init__(self, recovery: Recovery = recovery_seconds) -> None:
+    def __init__(self, recovery: Recovery = cheapest_recovery) -> None:
         self._recovery = recovery
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> tuple[Candidate, Reason]:
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The one whose first token is predicted to cost the least."""
         holder = max(candidates, key=lambda candidate: candidate.match.promised)
 
-        def cost(candidate: Candidate) -> tuple[float, int]:
+        best, least = Choice(holder, "load"), (inf, 0)
+        for candidate in candidates:
             found = outlook(candidate, holder, now, self._recovery)
-            return self.cost(found), candidate.destination.load
-
-        best = min(candidates, key=cost)
+            cost = self.cost(found), candidate.destination.load
+            if cost < least:
+                best, least = Choice(candidate, "load", found), cost
         if not holder.match.promised:
-            return best, "load"
-        return best, "cached" if best.match.promised == holder.match.promised else "elsewhere"
+            return best
+        held = best.candidate.match.promised == holder.match.promised
+        return best._replace(reason="cached" if held else "elsewhere")
 
     def cost(self, found: Outlook) -> float:
         """Seconds that a placement costs this request and others."""
@@ -164,9 +188,7 @@ def place(policy: RoutingPolicy, request: Request, destinations: Sequence[Destin
     """Place a request on one of ``destinations``, at least one, all of which could hold it. ``now``: seconds."""
     prompt = Prompt(request)
     candidates = [Candidate(destination, prompt) for destination in destinations]
-    reason: Reason = "only"
-    best = candidates[0]
-    if len(candidates) > 1:
-        best, reason = policy.choose(candidates, now)
-    predicted = outlook(best, best, now).first_token
-    return best.destination.place(request, prompt, best.match, reason=reason, predicted=predicted, now=now)
+    choice = policy.choose(candidates, now) if len(candidates) > 1 else Choice(candidates[0], "only")
+    best = choice.candidate
+    found = choice.outlook or outlook(best, best, now)
+    return best.destination.place(request, prompt, best.match, found, choice.reason, now)
