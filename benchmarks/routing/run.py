@@ -1,7 +1,9 @@
 """Eight executors beside one of eight times the memory and speed: what routing keeps of the prefix cache.
 
 The Mooncake synthetic trace at its own times, on the real scheduler cores and routing policies under a virtual clock.
-Each policy, and the default one with a term left out. Prints a table and, with ``--json`` and ``--plot``, writes it.
+Each policy, with executors that fetch from each other and without, and the default one with a term left out; the first
+of them on conversations and on sessions of coding agents too. Prints a table and, with ``--json`` and ``--plot``,
+writes it.
 
     python -m benchmarks.routing.run --jobs 2
     python -m benchmarks.routing.run --smoke      # a few seconds: the first 200 requests
@@ -25,9 +27,12 @@ from pagewise_scheduler.replay.traces import read_trace
 
 from benchmarks.record import write_record
 
-TRACE = Path(__file__).parents[1] / "traces" / "mooncake_synthetic_trace.jsonl.gz"
+TRACES = Path(__file__).parents[1] / "traces"
+SYNTHETIC = "mooncake_synthetic_trace.jsonl.gz"
+CONVERSATIONS = "mooncake_conversation_first1000.jsonl.gz"
+AGENTS = "cc_agentic_max64k_min10req.rle.jsonl.gz"
 EXECUTORS = 8
-BLOCK_SIZE = 128  # the trace repeats blocks of 512
+BLOCK_SIZE = 128  # the traces repeat blocks of 512, that of agents of 64
 BAR_HIT_RATE, BAR_BUSIEST = 0.95, 1.15
 
 
@@ -63,22 +68,26 @@ ABLATIONS: dict[str, type[LeastTimeToFirstToken]] = {
 class Case:
     """``million_tokens``: that each of the ``executors`` holds. ``speed``: of arrivals, 1 is the trace's own.
 
-    ``learn_apart``: each executor learns for itself what is used again, instead of all together.
+    ``peers``: they fetch blocks from each other. ``learn_apart``: each executor learns for itself what is used again,
+    instead of all together.
     """
 
     policy: str
     million_tokens: float
     speed: float = 1.0
     executors: int = EXECUTORS
+    trace: str = SYNTHETIC
+    peers: bool = False
     learn_apart: bool = False
     limit: int | None = None
 
 
 def simulate(case: Case) -> dict[str, Any]:
     """Replay the trace. One executor stands for all of them: as much memory, as fast."""
-    trace = read_trace(TRACE, limit=case.limit)
+    trace = read_trace(TRACES / case.trace, limit=case.limit)
     for request in trace:
-        request.arrival /= case.speed
+        if request.after < 0:  # else it is the time that somebody thinks
+            request.arrival /= case.speed
     times = EXECUTORS // case.executors
     costs = llama_3_8b(BLOCK_SIZE).times_as_fast(times)
     history = [UseHistory() for _ in range(case.executors if case.learn_apart else 1)] * case.executors
@@ -98,10 +107,11 @@ def simulate(case: Case) -> dict[str, Any]:
         routing = ABLATIONS[case.policy]()
     else:
         routing = make_routing(next((name for name in ROUTING_NAMES if name == case.policy), "ttft"))
-    outcome = Simulation(schedulers, costs, routing=routing).run(trace)
+    outcome = Simulation(schedulers, costs, routing=routing, peers=case.peers).run(trace)
     summary = summarise(outcome, schedulers, slo_first_token=10.0, slo_per_token=0.2)
     return asdict(case) | {
         "hit_rate": summary["hit_rate"]["all"],
+        "fetched": summary["hit_rate"]["peer"],
         "busiest_of_mean": summary["routing"]["busiest_of_mean"],
         "device_busy": summary["device_busy"],
         "first_token_seconds": summary["seconds"]["first_token"],
@@ -115,11 +125,20 @@ def cases(smoke: bool) -> Iterator[Case]:
     limit = 200 if smoke else None
     for policy in ("one", *ROUTING_NAMES, *ABLATIONS):
         yield Case(policy, 1.0, executors=1 if policy == "one" else EXECUTORS, limit=limit)
+    for policy in ROUTING_NAMES:
+        yield Case(policy, 1.0, peers=True, limit=limit)
     yield Case("ttft", 1.0, learn_apart=True, limit=limit)
-    if not smoke:
-        for tokens, speed in ((0.5, 1.0), (2.0, 1.0), (1.0, 2.0)):
-            for policy in ("one", "ttft", "prefix"):
-                yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
+    if smoke:
+        return
+    for tokens, speed in ((0.5, 1.0), (2.0, 1.0), (1.0, 2.0)):
+        for policy in ("one", "ttft", "prefix"):
+            yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
+        yield Case("ttft", tokens, speed, peers=True)
+    # As much memory as holds a part of what comes, and sessions that overlap.
+    for trace, tokens, speed in ((CONVERSATIONS, 0.25, 1.0), (AGENTS, 0.125, 1000.0)):
+        for policy in ("one", "ttft", "prefix", "round-robin"):
+            yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS, trace)
+        yield Case("ttft", tokens, speed, trace=trace, peers=True)
 
 
 def main() -> None:
@@ -130,28 +149,34 @@ def main() -> None:
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    one: dict[tuple[float, float], float] = {}
-    print(f"{'':>30}{'hit rate':>10}{'of one':>8}{'busiest':>9}{'busy':>7}{'TTFT p50':>10}{'mean':>8}{'p99':>8}")
+    one: dict[tuple[str, float, float], float] = {}
+    print(f"{'':>44}{'hit rate':>10}{'of one':>8}{'busiest':>9}{'busy':>7}{'TTFT p50':>10}{'mean':>8}{'p99':>8}")
     with ProcessPoolExecutor(args.jobs) as pool:
         for row in pool.map(simulate, cases(args.smoke)):
-            place = row["million_tokens"], row["speed"]
+            place = row["trace"], row["million_tokens"], row["speed"]
             if row["policy"] == "one":
                 one[place] = row["hit_rate"]
             row["hit_rate_of_one"] = round(row["hit_rate"] / one[place], 4)
             rows.append(row)
-            name = (
-                f"{row['policy']}{' apart' if row['learn_apart'] else ''} {row['million_tokens']:g}M x{row['speed']:g}"
-            )
+            name = f"{name_of(row)} {row['trace'][:11]} {row['million_tokens']:g}M x{row['speed']:g}"
             seconds, busiest = row["first_token_seconds"], row["busiest_of_mean"]["busy_seconds"]
             print(
-                f"{name:>30}{row['hit_rate']:>10.1%}{row['hit_rate_of_one']:>8.1%}{busiest:>9.2f}"
+                f"{name:>44}{row['hit_rate']:>10.1%}{row['hit_rate_of_one']:>8.1%}{busiest:>9.2f}"
                 f"{row['device_busy']:>7.0%}{seconds['p50']:>10.3f}{seconds['mean']:>8.3f}{seconds['p99']:>8.2f}",
                 flush=True,
             )
     if args.json:
         write_record(args.json, {"rows": rows}, clock="virtual")
     if args.plot:
-        plot([row for row in rows if (row["million_tokens"], row["speed"]) == (1.0, 1.0)], args.plot)
+        plot(
+            [row for row in rows if (row["trace"], row["million_tokens"], row["speed"]) == (SYNTHETIC, 1, 1)], args.plot
+        )
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Of the policy, and what is special."""
+    special = [name for name, key in (("fetching", "peers"), ("learning apart", "learn_apart")) if row[key]]
+    return ", ".join([row["policy"], *special])
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
@@ -161,7 +186,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
-    names = [row["policy"] + (", learning apart" if row["learn_apart"] else "") for row in rows]
+    names = [name_of(row) for row in rows]
     for axis, label, values, bar in (
         (axes[0], "% of one executor's hit rate", [100 * row["hit_rate_of_one"] for row in rows], 100 * BAR_HIT_RATE),
         (axes[1], "busiest, by the mean", [row["busiest_of_mean"]["busy_seconds"] for row in rows], BAR_BUSIEST),

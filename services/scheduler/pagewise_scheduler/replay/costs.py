@@ -33,9 +33,13 @@ def modelled(
     flops: float,
     memory_bandwidth: float,
     link_bandwidth: float,
+    peer_bandwidth: float = 10e9,
     bytes_per_value: int = 2,
 ) -> DeviceCosts:
-    """Costs of a dense model from its shape and a device's rates (per second): a roofline, not a measurement."""
+    """Costs of a dense model from its shape and a device's rates (per second): a roofline, not a measurement.
+
+    ``link_bandwidth``: to and from the host. ``peer_bandwidth``: from other executors.
+    """
     kv_bytes = 2 * layers * kv_heads * head_dim * bytes_per_value
     weights = parameters * bytes_per_value / memory_bandwidth
     return DeviceCosts(
@@ -47,13 +51,14 @@ def modelled(
             load_block=block_size * kv_bytes / link_bandwidth,
             store_setup=1e-5,
             store_block=block_size * kv_bytes / link_bandwidth,
+            fetch_block=block_size * kv_bytes / peer_bandwidth,
         ),
         decode=2 * parameters / flops,
         context=kv_bytes / memory_bandwidth,
     )
 
 
-def llama_3_8b(block_size: int, link_bandwidth: float = 50e9) -> DeviceCosts:
+def llama_3_8b(block_size: int, link_bandwidth: float = 50e9, peer_bandwidth: float = 10e9) -> DeviceCosts:
     """Llama 3 8B in bf16 on a device of 400 TFLOP/s (effective) and 4 TB/s."""
     return modelled(
         parameters=8.03e9,
@@ -65,4 +70,5 @@ def llama_3_8b(block_size: int, link_bandwidth: float = 50e9) -> DeviceCosts:
         flops=400e12,
         memory_bandwidth=4e12,
         link_bandwidth=link_bandwidth,
+        peer_bandwidth=peer_bandwidth,
     )

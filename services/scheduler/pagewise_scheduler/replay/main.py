@@ -30,6 +30,7 @@ _SETTINGS = (
     "cache_only",
     "speed",
     "link",
+    "peer_link",
     "executors",
     "routing",
     "device_speed",
@@ -82,7 +83,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
     tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
     if tokens < size:
         raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {size}")
-    costs = llama_3_8b(size, options.link * 1e9).times_as_fast(options.device_speed)
+    costs = llama_3_8b(size, options.link * 1e9, (options.peer_link or 1.0) * 1e9).times_as_fast(options.device_speed)
     belady = Belady(trace) if options.eviction == "belady" else None
     eviction = UseHistory() if options.eviction == "cost" else belady or options.eviction
     budget = max(largest, 8192) if options.cache_only else options.max_num_batched_tokens
@@ -110,7 +111,8 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
         for request in trace:
             if request.after < 0:
                 request.arrival /= options.speed
-        outcome = Simulation(schedulers, costs, routing=make_routing(options.routing), tick=tick).run(trace)
+        routing, peers = make_routing(options.routing), options.peer_link > 0
+        outcome = Simulation(schedulers, costs, routing=routing, peers=peers, tick=tick).run(trace)
     summary = summarise(
         outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
@@ -145,6 +147,10 @@ def _amount(text: str) -> float:
     return value
 
 
+def _amount_or_none(text: str) -> float:
+    return 0.0 if text == "0" else _amount(text)
+
+
 def parse_tokens(text: str) -> int:
     """Tokens in an amount such as ``3M`` or ``500K``.
 
@@ -176,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
     fleet.add_argument("--routing", choices=ROUTING_NAMES, default="ttft", help="where requests go (default: ttft)")
     fleet.add_argument(
         "--device-speed", type=_amount, default=1.0, metavar="X", help="device and links X times as fast (default: 1)"
+    )
+    fleet.add_argument(
+        "--peer-link",
+        type=_amount_or_none,
+        default=10.0,
+        metavar="GB/S",
+        help="from other executors; 0: they do not fetch blocks from each other (default: 10)",
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(

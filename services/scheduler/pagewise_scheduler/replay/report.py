@@ -24,18 +24,26 @@ def summarise(
     served = [one for one in outcome.served if not isnan(one.finished)]
     prompt_tokens = sum(one.trace.num_prompt_tokens for one in served)
     host = sum(one.request.num_host_tokens for one in served)
-    device = sum(one.request.num_cached_tokens for one in served) - host
+    peer = sum(one.request.num_peer_tokens for one in served)
+    device = sum(one.request.num_cached_tokens for one in served) - host - peer
     output_tokens = sum(one.trace.num_output_tokens for one in served)
     good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]
     seconds = max(outcome.seconds, 1e-9)
     counters = [scheduler.kv.pool.counters for scheduler in schedulers]
     return {
         "requests": {"finished": len(served), "never_fit": outcome.refused},
-        "tokens": {"prompt": prompt_tokens, "output": output_tokens, "cached_device": device, "cached_host": host},
+        "tokens": {
+            "prompt": prompt_tokens,
+            "output": output_tokens,
+            "cached_device": device,
+            "cached_host": host,
+            "cached_peer": peer,
+        },
         "hit_rate": {
             "device": _ratio(device, prompt_tokens),
             "host": _ratio(host, prompt_tokens),
-            "all": _ratio(device + host, prompt_tokens),
+            "peer": _ratio(peer, prompt_tokens),
+            "all": _ratio(device + host + peer, prompt_tokens),
             "of_trace_blocks": _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served)),
         },
         "blocks": {name: sum(getattr(one, name) for one in counters) for name in MemoryCounters.__slots__},

@@ -7,12 +7,14 @@ import heapq
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Literal
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.routing.destination import Destination, Placement
 from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
@@ -73,8 +75,12 @@ class Outcome:
     recoveries: list[Recovery] = field(default_factory=list)
 
 
+Event = StepResult | Copied | int | None
+"""What happens to an executor: results come, copies are done, the request of that index arrives, blocks come back."""
+
+
 class SimulatedExecutor:
-    """One scheduler with a simulated executor, which has links of its own to its host.
+    """One scheduler with a simulated executor, which has links of its own to its host, and one from all others.
 
     ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
     what happens to this executor then.
@@ -84,7 +90,7 @@ class SimulatedExecutor:
         self,
         scheduler: Scheduler,
         costs: DeviceCosts,
-        at: Callable[[float, "SimulatedExecutor", StepResult | Copied], None],
+        at: Callable[[float, "SimulatedExecutor", "Event"], None],
         depth: int,
     ) -> None:
         self.scheduler = scheduler
@@ -94,7 +100,7 @@ class SimulatedExecutor:
         self._costs = costs
         self._at = at
         self._depth = depth
-        self._free_at = {"step": 0.0, "store": 0.0, "load": 0.0}
+        self._free_at = {"step": 0.0, "store": 0.0, "load": 0.0, "fetch": 0.0}
 
     def plan(self, now: float) -> bool:
         """Plan steps as far ahead as allowed; returns whether any was."""
@@ -131,6 +137,10 @@ class SimulatedExecutor:
                 seconds = setup + len(data) // 8 * block
                 copied = Copied(plan.epoch, plan.step, direction, max(1, int(seconds * 1e6)))
                 self._at(self._occupy(direction, seconds, now), self, copied)
+        for fetch in plan.memory.fetches:
+            seconds = costs.prefill.fetch_setup + len(fetch.blocks) // 12 * costs.prefill.fetch_block
+            copied = Copied(plan.epoch, plan.step, "fetch", max(1, int(seconds * 1e6)), peer=fetch.peer)
+            self._at(self._occupy("fetch", seconds, now), self, copied)
 
     def _occupy(self, resource: str, seconds: float, now: float) -> float:
         end = self._free_at[resource] = max(now, self._free_at[resource]) + seconds
@@ -140,8 +150,8 @@ class SimulatedExecutor:
 class Simulation:
     """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
 
-    ``tick`` is told the index of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with
-    the time whenever memory is sampled.
+    ``peers``: executors fetch blocks from each other. ``tick`` is told the index of each request that arrives, ``salt``
+    gives its ``cache_salt``; ``watch`` is called with the time whenever memory is sampled.
     """
 
     def __init__(
@@ -150,6 +160,7 @@ class Simulation:
         costs: DeviceCosts,
         *,
         routing: RoutingPolicy | None = None,
+        peers: bool = False,
         depth: int = 2,
         tick: Callable[[int], None] = lambda index: None,
         salt: Callable[[int], str | None] = lambda index: None,
@@ -161,11 +172,24 @@ class Simulation:
         self._salt = salt
         self._watch = watch
         self._tick = tick
-        self._events: list[tuple[float, int, SimulatedExecutor | None, StepResult | Copied | int]] = []
+        self._events: list[tuple[float, int, SimulatedExecutor | None, Event]] = []
         self._tie = count()
         self._outcome = Outcome(executors=self.executors)
         self._by_id: dict[str, tuple[int, Served, Placement]] = {}
         self._next_sample = 0.0
+        if peers:
+            self._let_fetch()
+
+    def _let_fetch(self) -> None:
+        directory = Directory()
+        for number, executor in enumerate(self.executors):
+            endpoint, scheduler = f"executor-{number}", executor.scheduler
+            wake = partial(self._blocks_back, executor)
+            directory.lenders[endpoint] = Lender(endpoint, scheduler.kv.block_size, scheduler, wake)
+            scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, endpoint
+
+    def _blocks_back(self, executor: SimulatedExecutor) -> None:
+        self._at(self.now, executor, None)
 
     def run(self, trace: list[TraceRequest]) -> Outcome:
         """Replay a trace to its end."""
@@ -196,7 +220,7 @@ class Simulation:
         self._outcome.steps = sum(executor.steps for executor in self.executors)
         return self._outcome
 
-    def _at(self, time: float, executor: SimulatedExecutor | None, what: StepResult | Copied | int) -> None:
+    def _at(self, time: float, executor: SimulatedExecutor | None, what: Event) -> None:
         heapq.heappush(self._events, (time, next(self._tie), executor, what))
 
     def _follow(self, followers: dict[int, list[int]], trace: list[TraceRequest], index: int) -> None:
@@ -266,7 +290,7 @@ class Simulation:
 def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Callable[[int], None]) -> Outcome:
     """Each request runs alone and takes no time: what remains is the cache, at the full size of the pool.
 
-    ``tick`` is told the index of each request that starts.
+    ``peers``: they fetch blocks from each other. ``tick`` is told the index of each request that starts.
     """
     outcome = Outcome()
     for index, record in enumerate(trace):
