@@ -190,6 +190,19 @@ def test_a_fetch_is_cancelled(exchange: Exchange, tmp_path: Path) -> None:
     assert time.monotonic() - began < 2, "long before the peer would have been given up for its silence"
 
 
+def test_a_cancelling_may_come_before_its_step(exchange: Exchange, tmp_path: Path) -> None:
+    peer = f"ipc://{tmp_path}/nobody"
+    exchange.links.cancel(1, 2, peer)
+    exchange.links.begun(1, 1)
+    began = time.monotonic()
+    exchange.fetch([1, 2, 3], step=2, peer=peer)
+    assert len(unpack_int32s(exchange.wait().bad)) == 3
+    assert time.monotonic() - began < 2
+    exchange.links.begun(1, 2)
+    exchange.links.cancel(1, 2, peer)
+    assert not exchange.links._unwanted, "of what is over nothing is kept"
+
+
 def test_nothing_is_written_after_a_reset(exchange: Exchange, tmp_path: Path) -> None:
     exchange.fetch([1, 2, 3], peer=f"ipc://{tmp_path}/nobody")
     exchange.fetch([4], step=2, peer=f"ipc://{tmp_path}/nobody")

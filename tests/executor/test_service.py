@@ -61,6 +61,13 @@ class Scheduler:
         frame = message if isinstance(message, bytes) else encode(message)
         await self.socket.send_multipart([self.identity, frame])
 
+    async def welcome(self, epoch: int) -> int:
+        """Answer the next Hello, as if its inventory were used; returns the Hello's number."""
+        hello = await self.receive(Hello)
+        assert isinstance(hello, Hello)
+        await self.send(Welcome(epoch, 4, 16, keeps_blocks=True, hello=hello.number))
+        return hello.number
+
     async def result(self) -> StepResult:
         message = await self.receive(StepResult)
         assert isinstance(message, StepResult)
@@ -200,19 +207,39 @@ async def test_plans_of_a_life_whose_blocks_were_offered_are_not_run(tmp_path: P
         await scheduler.result()
         await scheduler.send(Rejoin())
         await scheduler.send(plan(2))
-        await scheduler.receive(Hello)
-        await scheduler.send(Welcome(9, 4, 16, keeps_blocks=True))
+        await scheduler.welcome(9)
         await scheduler.send(plan(1, epoch=9, **FIRST))
         assert (await scheduler.result()).epoch == 9, "and not the result of step 2"
 
 
 async def test_one_inventory_is_good_for_one_welcome(tmp_path: Path) -> None:
     async with joined(tmp_path) as (scheduler, _, _):
-        await scheduler.send(Welcome(6, 4, 16, keeps_blocks=True))
-        await scheduler.receive(Hello)
-        await scheduler.send(Welcome(7, 4, 16, keeps_blocks=True))
-        await scheduler.send(plan(1, epoch=7, **FIRST))
-        assert (await scheduler.result()).epoch == 7
+        await scheduler.send(Rejoin())
+        first = await scheduler.welcome(6)
+        await scheduler.send(Welcome(7, 4, 16, keeps_blocks=True, hello=first))
+        assert await scheduler.welcome(8) > first
+        await scheduler.send(plan(1, epoch=8, **FIRST))
+        assert (await scheduler.result()).epoch == 8
+
+
+async def test_a_late_welcome_for_an_inventory_of_before_is_not_taken(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(Rejoin())
+        hello = await scheduler.receive(Hello)
+        assert isinstance(hello, Hello)
+        first = hello.number
+        # The answers to two Hellos arrive together, with a plan between them; then a third one for the same inventory.
+        await scheduler.send(Welcome(6, 4, 16, keeps_blocks=True, hello=first))
+        await scheduler.send(plan(1, epoch=6, **FIRST))
+        await scheduler.send(Welcome(7, 4, 16, keeps_blocks=True, hello=first))
+        hello = await scheduler.receive(Hello)
+        assert isinstance(hello, Hello)
+        assert hello.number == first + 1, "counted anew, after the plan"
+        await scheduler.send(Welcome(8, 4, 16, keeps_blocks=True, hello=first))
+        await scheduler.send(plan(1, epoch=8, **FIRST))
+        await scheduler.send(Welcome(9, 4, 16, keeps_blocks=True, hello=first + 1))
+        await scheduler.send(plan(1, epoch=9, **FIRST))
+        assert (await scheduler.result()).epoch == 9
 
 
 async def test_it_asks_to_be_drained_and_asks_again_when_it_is_let_in_anew(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ _BEHIND_SECONDS = 2.0
 _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
+_MOST_UNWANTED = 1024
 
 
 class BlockServer:
@@ -186,12 +187,15 @@ class PeerLinks:
         self._lock = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._jobs: set[_Job] = set()
+        self._begun = (-1, -1)
+        self._unwanted: set[tuple[int, int, str]] = set()
 
     def fetch(self, plan: StepPlan, fetch: Fetch) -> None:
         """Begin a step's copies from one peer. They come after whatever the device has been given so far."""
         triples = np.frombuffer(fetch.blocks, np.int32).reshape(-1, 3)
         job = _Job(plan.epoch, plan.step, fetch, triples[:, :2].copy(), triples[:, 2].copy(), self._store.event())
         with self._lock:
+            job.cancelled = (plan.epoch, plan.step, fetch.peer) in self._unwanted
             self._jobs.add(job)
             link = self._links.get(fetch.peer)
             if link is None:
@@ -199,9 +203,20 @@ class PeerLinks:
                 threading.Thread(target=link.run, name=f"fetch {fetch.peer}", daemon=True).start()
             link.inbox.put(job)
 
-    def cancel(self, epoch: int, step: int, peer: str) -> None:
-        """What that step fetches from there is not wanted any more: it is confirmed soon, what is missing as bad."""
+    def begun(self, epoch: int, step: int) -> None:
+        """All fetches of the steps up to this one have been begun."""
         with self._lock:
+            self._begun = epoch, step
+            self._unwanted = {one for one in self._unwanted if one[:2] > self._begun}
+
+    def cancel(self, epoch: int, step: int, peer: str) -> None:
+        """What that step fetches from there is not wanted any more: it is confirmed soon, what is missing as bad.
+
+        It may come before its step, which waits for others.
+        """
+        with self._lock:
+            if (epoch, step) > self._begun and len(self._unwanted) < _MOST_UNWANTED:
+                self._unwanted.add((epoch, step, peer))
             for job in self._jobs:
                 if (job.epoch, job.step, job.fetch.peer) == (epoch, step, peer):
                     job.cancelled = True
@@ -365,6 +380,7 @@ class Peers:
         self._server.begun(plan.epoch, plan.step)
         for fetch in plan.memory.fetches if plan.memory is not None else ():
             self._links.fetch(plan, fetch)
+        self._links.begun(plan.epoch, plan.step)
 
     def cancel(self, epoch: int, step: int, peer: str) -> None:
         """What that step fetches from there is not wanted any more."""

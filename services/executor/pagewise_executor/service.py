@@ -100,6 +100,7 @@ class ExecutorService:
         self._drain_timeout = drain_timeout
         self._welcomed = asyncio.Event()
         self._hello_wanted = asyncio.Event()
+        self._hello_number = 0
         self.bad_frames = 0
 
     async def run(self) -> None:
@@ -214,18 +215,21 @@ class ExecutorService:
             # One whose step hangs was given up for that, and must not get work again before the step has ended.
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
+            self._hello_wanted.clear()
+            self._hello_number += 1
             inventory = await asyncio.wrap_future(worker.inventory())
-            while self._welcome is None:
+            # Once plans have been let through, the inventory is not true any more, whatever came after them.
+            while self._welcome is None and not self._hello_wanted.is_set():
                 pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await self._send(msgspec.structs.replace(self._hello, inventory=inventory))
+                        hello = msgspec.structs.replace(self._hello, inventory=inventory, number=self._hello_number)
+                        await self._send(hello)
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(_HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1
-            self._hello_wanted.clear()
             await self._hello_wanted.wait()
 
     async def _keep_in_touch(self) -> None:
@@ -279,6 +283,8 @@ class ExecutorService:
                 case Welcome() if not self._offers(message):
                     self.bad_frames += 1
                     log.error("dropped a Welcome that asks for more than this executor offers: %r", message)
+                case Welcome(keeps_blocks=True, hello=number) if number != self._hello_number:
+                    log.warning("dropped a Welcome for an inventory of before")
                 case Welcome(keeps_blocks=True) if self._welcome is not None:
                     log.warning("let in twice for one inventory, which is not true any more: saying Hello again")
                     self._rejoin()

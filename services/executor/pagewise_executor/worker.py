@@ -6,15 +6,24 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
 
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.runner import PendingStep, Runner, RunnerInfo
+from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerInfo
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 2e-4
+"""How often a step on the device is looked at while no other plan is there."""
+
 _Question = concurrent.futures.Future[Inventory | None]
+
+
+class _Issued(NamedTuple):
+    plan: StepPlan
+    step: PendingStep
 
 
 class Worker:
@@ -94,18 +103,23 @@ class Worker:
                 self.failed.set_exception(error)
 
     def _work(self) -> None:
-        pending: PendingStep | None = None
+        pending: _Issued | None = None
         while True:
-            if pending is not None and (pending.ready or self._inbox.empty()):
+            if pending is not None and pending.step.ready:
                 self._finish(pending)
                 pending = None
-            # With a step on the device, the next plan is issued before that step is waited for.
+            # With a step on the device, the next plan is issued before that step is waited for: it may come any moment.
             self._waiting = pending is None
-            message = self._inbox.get()
+            try:
+                message = self._inbox.get(timeout=None if pending is None else _LOOK_SECONDS)
+            except queue.Empty:
+                continue
             self._waiting = False
             if message is None:
                 break
             if isinstance(message, concurrent.futures.Future):
+                self._finish(pending)
+                pending = None
                 # After a failed step nobody knows what was written.
                 message.set_result(self._runner.inventory() if self._error is None else None)
             elif isinstance(message, Welcome):
@@ -119,7 +133,8 @@ class Worker:
                 pending = issued
         self._finish(pending)
 
-    def _issue(self, plan: StepPlan) -> PendingStep | None:
+    def _issue(self, plan: StepPlan) -> "_Issued | None":
+        """Issue a step. If that fails, the answer waits like any other: for the step before it, which may go well."""
         if plan.epoch != self._epoch or plan.step != self._step + 1:
             self.dropped += 1
             log.warning(
@@ -129,24 +144,24 @@ class Worker:
         self._step = plan.step
         if self._error is None:
             try:
-                return self._runner.execute(plan)
+                return _Issued(plan, self._runner.execute(plan))
             except Exception as error:
-                self._fail(error)
-        self._answer(StepResult(plan.epoch, plan.step, error=self._error))
-        return None
+                self._fail(plan, error)
+        return _Issued(plan, FinishedStep(StepResult(plan.epoch, plan.step, error=self._error)))
 
-    def _finish(self, pending: PendingStep | None) -> None:
+    def _finish(self, pending: "_Issued | None") -> None:
         if pending is None:
             return
+        plan = pending.plan
         try:
-            result = pending.result()
+            result = pending.step.result()
         except Exception as error:
-            self._fail(error)
-            result = StepResult(self._epoch, self._step, error=self._error)
+            self._fail(plan, error)
+            result = StepResult(plan.epoch, plan.step, error=self._error)
         self._answer(result)
 
-    def _fail(self, error: Exception) -> None:
-        log.exception("step %d failed", self._step)
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        log.exception("step %d failed", plan.step)
         kind = "internal"
         if isinstance(error, InvalidPlanError):
             kind = "invalid_plan"

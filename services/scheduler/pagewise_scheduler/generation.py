@@ -126,6 +126,11 @@ class GenerationStream(Protocol):
         """Yield the deltas that have come in since the last ones: never an empty list."""
         ...
 
+    @property
+    def num_drawn_tokens(self) -> int:
+        """Output tokens computed so far, also of outputs that are not shown: what it is charged for."""
+        ...
+
     def abort(self) -> None:
         """Stop all its sequences and free their blocks within one step. Harmless once it has ended."""
         ...

@@ -12,7 +12,7 @@ from msgspec import Struct
 from pagewise_shared.sampling import SamplingParams
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 DEVICE_TIER, HOST_TIER = 0, 1
 """What a tier is called where a block of another executor is meant."""
@@ -61,6 +61,7 @@ class Hello(Message, frozen=True):
         num_host_blocks: blocks in the host pool; 0: there is none. costs: what it has measured of itself, if anything.
         block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
             with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
+        number: of the inventory; one that is offered again has the same.
     """
 
     protocol_major: int
@@ -81,6 +82,7 @@ class Hello(Message, frozen=True):
     block_endpoint: str = ""
     block_format: str = ""
     inventory: "Inventory | None" = None
+    number: int = 0
 
 
 class Inventory(Piece, frozen=True):
@@ -197,7 +199,8 @@ class Welcome(Message, frozen=True):
 
     Sent again with a higher epoch to reset an executor whose step failed.
 
-    ``keeps_blocks``: what the Hello's inventory offered stays valid; else nothing in the pools is.
+    ``keeps_blocks``: what the inventory of the Hello with the number ``hello`` offered stays valid; else nothing in the
+    pools is. One for another inventory than the last is not taken.
     """
 
     epoch: int
@@ -205,6 +208,7 @@ class Welcome(Message, frozen=True):
     max_num_batched_tokens: int
     heartbeat_ms: int = 1000
     keeps_blocks: bool = False
+    hello: int = 0
 
 
 class Refused(Message, frozen=True):

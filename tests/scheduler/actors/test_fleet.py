@@ -1,6 +1,7 @@
 """Fleet, engines and router over a real socket: who is let in, what is dropped, and that requests survive."""
 
 import asyncio
+import threading
 import uuid
 from array import array
 from collections.abc import AsyncIterator
@@ -275,6 +276,50 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
                 await asyncio.sleep(0.05)
         assert len(stack.router.engines) == confirms
         raw.close()
+
+
+async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_path: Path) -> None:
+    async with running(tmp_path, patience=1.0) as stack:
+        async with executor(tmp_path):
+            await stack.ready(1)
+        await stack.ready(0)
+        waiting = asyncio.create_task(stack.generate(list(range(200))))
+        began = monotonic()
+        while not waiting.done():
+            small = SimulatedRunner(ExecutorConfig(num_blocks=8, block_size=4))
+            async with executor(tmp_path, "small", runner=small):
+                await stack.ready(1)
+            await stack.ready(0)
+        with pytest.raises(NoExecutorError):
+            await waiting
+        assert monotonic() - began < 5
+
+
+async def test_a_sender_that_never_ends_leaves_time_for_the_others(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        flooding = threading.Event()
+        flooding.set()
+
+        def flood() -> None:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                socket.connect(f"ipc://{tmp_path}/wire")
+                while flooding.is_set():
+                    socket.send(b"x")
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            most, before, until = 0.0, 0.0, monotonic() + 2
+            while monotonic() < until:
+                await asyncio.sleep(0)
+                dropped = stack.dropped("undecodable")
+                most, before = max(most, dropped - before), dropped
+            assert before > 1000
+            assert most <= 64, "frames that are looked at before anybody else has a turn"
+        finally:
+            flooding.clear()
+            thread.join()
 
 
 async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
+from pagewise_scheduler.core.scheduling.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT, VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -147,6 +147,22 @@ def test_schedulers_of_one_fleet_share_the_accounts() -> None:
     assert len(elsewhere) == 0
     here.clear()
     assert all(shared.account(key).num_waiting == 0 for key in requests)
+
+
+def test_the_prompt_of_a_beam_search_waits_once() -> None:
+    shared = VirtualTokens()
+    queue, request = WaitingQueue(shared), create_request(10)
+    request.create_sequences()
+    queue.arrive(request)
+    (first,) = request.sequences
+    others = [Sequence(request, 0, first.sampling, first.table) for _ in range(2)]
+    for number, sequence in enumerate([first, *others]):
+        queue.push(sequence)
+        assert (len(queue), queue.num_prompt_tokens, request.account.num_prompt_tokens) == (number + 1, 10, 10)
+    for sequence in [*others, first]:
+        assert queue.num_prompt_tokens == 10
+        queue.take(sequence, SequenceStatus.PREFILL)
+    assert queue.num_prompt_tokens == request.account.num_prompt_tokens == 0
 
 
 @settings(max_examples=50, deadline=None)

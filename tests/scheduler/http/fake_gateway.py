@@ -82,6 +82,10 @@ class FakeStream:
             prompt = request.prompt_token_ids
             self.prompt_logprobs = [logprobs_of(token, i, wanted) for i, token in enumerate(prompt) if i]
 
+    @property
+    def num_drawn_tokens(self) -> int:
+        return self.stats.output_tokens
+
     def abort(self) -> None:
         if self in self.gateway.running:
             self.gateway.running.discard(self)

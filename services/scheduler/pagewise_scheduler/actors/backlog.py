@@ -68,25 +68,27 @@ class Homeless:
     """Requests that no engine can take now."""
 
     def __init__(self) -> None:
-        self._members: dict[LiveRequest, TimerHandle] = {}
+        self._members: dict[LiveRequest, tuple[float, TimerHandle]] = {}
 
-    def add(self, live: LiveRequest, expiry: TimerHandle) -> None:
-        """Let a request wait; ``expiry`` is cancelled when it waits no more."""
-        self._members[live] = expiry
+    def add(self, live: LiveRequest, now: float, expiry: TimerHandle) -> None:
+        """Let a request wait from ``now`` (seconds) on; ``expiry`` is cancelled when it waits no more."""
+        self._members[live] = now, expiry
 
-    def discard(self, live: LiveRequest) -> bool:
+    def discard(self, live: LiveRequest, now: float) -> bool:
         """Let a request wait no more; whether it did."""
         if live not in self._members:
             return False
-        self._members.pop(live).cancel()
+        since, expiry = self._members.pop(live)
+        expiry.cancel()
+        live.homeless_seconds += now - since
         return True
 
-    def take_all(self) -> Iterable[LiveRequest]:
+    def take_all(self, now: float) -> Iterable[LiveRequest]:
         """Let nobody wait any more; returns who did, by priority and arrival as in the queues of the engines."""
-        members, self._members = self._members, {}
-        for expiry in members.values():
-            expiry.cancel()
-        return sorted(members, key=lambda live: queue_time_of(live.request))
+        members = sorted(self._members, key=lambda live: queue_time_of(live.request))
+        for live in members:
+            self.discard(live, now)
+        return members
 
 
 class _Drain:

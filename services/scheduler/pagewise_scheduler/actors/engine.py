@@ -352,7 +352,7 @@ class Engine(Actor[EngineMessage]):
         if not await self._link.send(encode(self.welcome())):
             self._lost = "it cannot be reached"
 
-    def welcome(self, *, keeps_blocks: bool = False) -> Welcome:
+    def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
         limits = self.scheduler.limits
         return Welcome(
@@ -361,6 +361,7 @@ class Engine(Actor[EngineMessage]):
             max_num_batched_tokens=limits.configured_num_batched_tokens,
             heartbeat_ms=HEARTBEAT_MS,
             keeps_blocks=keeps_blocks,
+            hello=hello,
         )
 
     def _hand_over(self) -> None:

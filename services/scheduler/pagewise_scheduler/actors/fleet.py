@@ -56,6 +56,7 @@ MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
 _QUEUED_FRAMES = 64
+_FRAMES_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -153,7 +154,9 @@ class Fleet:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch(), name="fleet watch")
                 tasks.create_task(self._watch_connections(), name="fleet connections")
-                while True:
+                for number in count():
+                    if number % _FRAMES_AT_ONCE == 0:  # where frames never end, receiving never waits
+                        await asyncio.sleep(0)
                     identity, *frames = await self._socket.recv_multipart(copy=False)
                     # A message is one frame; another number of them is none.
                     content = frames[0].bytes if len(frames) == 1 else b""
@@ -273,7 +276,8 @@ class Fleet:
         self._lending.begin(hello, engine, key)
         now = clock()
         self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
-        await self._send(identity, engine.welcome(keeps_blocks=self._lending.take_over(hello, scheduler)))
+        keeps = self._lending.take_over(hello, scheduler)
+        await self._send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         tasks.create_task(self._live(identity, engine), name=engine.name)
         self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
         log.info(

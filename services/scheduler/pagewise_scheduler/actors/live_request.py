@@ -30,8 +30,9 @@ class LiveRequest:
     """Implements ``GenerationStream``. It outlives engines: what one leaves undone goes on at the next.
 
     ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last, ``placement``: how. ``deaths``:
-    executors in a row that died in a step of it, without a token of it in between. Deltas that the client has not read
-    yet are merged into one list; where that grows too long, the request is stopped.
+    executors in a row that died in a step of it, without a token of it in between. ``homeless_seconds``: how long
+    nobody could take it, since its last token. Deltas that the client has not read yet are merged into one list; where
+    that grows too long, the request is stopped.
     """
 
     def __init__(
@@ -84,6 +85,12 @@ class LiveRequest:
         self._first_token_time: float | None = None
         self._last_token_times = [0.0] * generation.n
         self._tokens_at_death = 0
+        self.homeless_seconds = 0.0
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        """Output tokens computed for it so far, also those of outputs that it will not show."""
+        return max(self.stats.output_tokens, self.request.num_drawn_tokens)
 
     # ---- the engine's side ---------------------------------------------------------------------------
 
@@ -98,6 +105,7 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.
         """
         self.stats.output_tokens += 1
+        self.homeless_seconds = 0.0
         if (placement := self.placement) is not None and placement.waits:
             placement.answered(now)
             self._metrics.placement_answered(placement.predicted, now - placement.time)
@@ -110,7 +118,8 @@ class LiveRequest:
             self._metrics.inter_token_latency_seconds.observe(now - last)
         self._last_token_times[index] = now
         text = self._texts[index]
-        hidden = sequence.finish_reason == "stop" and not self._include_stop
+        # Of an output that was chosen at the end, every token comes when it has finished: the last one is hidden.
+        hidden = sequence.finish_reason == "stop" and token == sequence.stop_reason and not self._include_stop
         fresh = "" if hidden else text.push([token])
         self._deltas.append(SequenceDelta(index, fresh, [token], [logprobs] if logprobs else []))
         self._changed.set()
@@ -120,8 +129,10 @@ class LiveRequest:
 
     def take_finish(self, sequence: Sequence, now: float) -> None:
         """The sequence has ended: flush its text and tell why."""
-        index = sequence.index
-        rest = self._texts[index].finish()
+        index, text = sequence.index, self._texts[sequence.index]
+        rest = text.finish()
+        if text.stopped_by is not None and sequence.finish_reason == "length":  # its last token completed both
+            sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
         delta = self._deltas[-1] if self._deltas and self._deltas[-1].index == index else None
         if delta is None:
             delta = SequenceDelta(index, "", [])

@@ -193,15 +193,15 @@ class Router(Actor[RouterMessage]):
             case Abort(live):
                 self._abort(live)
             case Expired(live):
-                if self._homeless.discard(live):
+                if self._homeless.discard(live, clock()):
                     reason = f"no executor could take the request within {self._patience:g} s"
                     self._fail(live, NoExecutorError(reason))
             case Joined():
                 self._engines[message.engine] = message
                 self.placing.joined(message.engine)
                 self._update_capacity()
-                for live in self._homeless.take_all():
-                    self._place(live)
+                for live in self._homeless.take_all(clock()):
+                    self.tell(Place(live))
             case Left(engine):
                 self._engines.pop(engine, None)
                 self.placing.left(engine)
@@ -223,13 +223,15 @@ class Router(Actor[RouterMessage]):
         ]
         if not able:
             loop = asyncio.get_running_loop()
-            self._homeless.add(live, loop.call_later(self._patience, self.tell, Expired(live)))
+            # Executors that come and go without doing anything for it do not make it wait longer.
+            seconds = max(0.0, self._patience - live.homeless_seconds)
+            self._homeless.add(live, clock(), loop.call_later(seconds, self.tell, Expired(live)))
             return
         live.engine = engine = self.placing.place(live, able)
         engine.assign(live)
 
     def _abort(self, live: LiveRequest) -> None:
-        if self._homeless.discard(live):
+        if self._homeless.discard(live, clock()):
             self._fail(live, "aborted")
         elif isinstance(live.engine, Engine):
             live.engine.tell(Abort(live))

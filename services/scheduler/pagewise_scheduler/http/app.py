@@ -15,7 +15,7 @@ from pagewise_scheduler.generation import Gateway, GenerationError
 from pagewise_scheduler.http.access import access_check
 from pagewise_scheduler.http.chat import create_chat_completion
 from pagewise_scheduler.http.completions import create_completion
-from pagewise_scheduler.http.context import CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_scheduler.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_scheduler.http.debug import debug_memory, debug_request
 from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_scheduler.http.openapi import document
@@ -154,11 +154,14 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give a prompt or messages", "prompt")
-    if body.prompt is None:
-        tokens = await encode_chat(service, body, None)
-    else:
-        tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-    strings = [service.tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+    with request[CLIENT].running():
+        if body.prompt is None:
+            tokens = await encode_chat(service, body, None)
+        else:
+            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+        strings: list[str] | None = None
+        if body.return_token_strs:
+            strings = await service.tokenizer.off_loop(lambda: [service.tokenizer.token(token) for token in tokens])
     return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
 
 
@@ -169,10 +172,12 @@ async def detokenize(request: web.Request) -> web.Response:
     check_model(body.model, service.limits)
     capacity = service.gateway.capacity()
     vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)
-    for token in body.tokens:
-        if token >= vocab_size:
-            raise InvalidRequestError(f"tokens: token id {token} is outside the vocabulary of {vocab_size}", "tokens")
-    return _json(DetokenizeResponse(service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    if (largest := max(body.tokens, default=0)) >= vocab_size:
+        raise InvalidRequestError(f"tokens: token id {largest} is outside the vocabulary of {vocab_size}", "tokens")
+    with request[CLIENT].running():
+        decode = service.tokenizer.decode
+        text = await service.tokenizer.off_loop(lambda: decode(body.tokens, skip_special_tokens=False))
+    return _json(DetokenizeResponse(text))
 
 
 def _model(service: Service) -> Model:

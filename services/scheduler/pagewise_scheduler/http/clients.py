@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -84,6 +86,19 @@ class Client:
         """A request that began then has ended."""
         self._running -= 1
         self._seconds += _SMOOTHING * (monotonic() - began - self._seconds)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A request that runs, from beginning to end.
+
+        Raises:
+            OverloadedError: as in ``begin``.
+        """
+        began = self.begin()
+        try:
+            yield
+        finally:
+            self.end(began)
 
     def use(self, kind: Literal["prompt", "generation"], tokens: int) -> None:
         """Count tokens of a request."""

@@ -1,5 +1,6 @@
 """``POST /v1/completions``."""
 
+import asyncio
 import time
 from contextlib import aclosing
 
@@ -39,8 +40,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = []
+    prompts: list[Prompt] = []
     for one in given:
+        if prompts:  # many short texts would hold up everybody else
+            await asyncio.sleep(0)
         whole = await encode_prompt(service, one, body, capacity)
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)

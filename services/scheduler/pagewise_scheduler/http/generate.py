@@ -98,7 +98,7 @@ class Generations:
     def __exit__(self, *_: object) -> None:
         for stream in self.streams:
             stream.abort()
-        self._client.use("generation", sum(stream.stats.output_tokens for stream in self.streams))
+        self._client.use("generation", sum(stream.num_drawn_tokens for stream in self.streams))
         self._client.end(self._began)
 
     async def deltas(self) -> AsyncGenerator[list[SequenceDelta], None]:

@@ -48,6 +48,7 @@ class Choosing:
 
     def take(self, sequence: Sequence, entry: TokenLogprobs, output: StepOutput) -> None:
         """The logprobs of a token that a sequence of such a request has drawn."""
+        sequence.request.num_drawn_tokens += 1
         group = self._groups.get(sequence.request)
         if group is None:
             sequence.logprob += entry.logprob

@@ -136,8 +136,8 @@ class Request:
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran,
     ``num_host_tokens`` of them in the host's and ``num_peer_tokens`` in another executor's. ``beam``: search instead of
     sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
-    likeliest are the outputs; else 0. ``key``: name of the API key that it came with, whose ``account`` its scheduler
-    charges.
+    likeliest are the outputs; else 0. ``num_drawn_tokens``: of all that were tried, where outputs are chosen among
+    them. ``key``: name of the API key that it came with, whose ``account`` its scheduler charges.
     """
 
     request_id: str
@@ -156,6 +156,7 @@ class Request:
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
     num_peer_tokens: int = 0
+    num_drawn_tokens: int = 0
     key: str = ""
     account: Account = field(default_factory=Account)
 

@@ -4,6 +4,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import count
+from typing import Literal
 
 from pagewise_scheduler.core.scheduling.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.virtual_tokens import Account, VirtualTokens
@@ -36,7 +37,7 @@ class WaitingQueue:
     ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
     """
 
-    __slots__ = ("_entries", "_lines", "_tie", "_virtual_tokens", "num_prompt_tokens")
+    __slots__ = ("_entries", "_first_ones", "_lines", "_tie", "_virtual_tokens", "num_prompt_tokens")
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
         self.num_prompt_tokens = 0
@@ -44,6 +45,7 @@ class WaitingQueue:
         self._lines: dict[int, dict[Account, list[_Entry]]] = {}
         self._entries: dict[Sequence, _Entry] = {}
         self._tie = count()
+        self._first_ones: dict[Request, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,7 +66,7 @@ class WaitingQueue:
         entry = queue_time(sequence), next(self._tie), sequence
         self._entries[sequence] = entry
         insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
-        tokens = _prompt_tokens(sequence)
+        tokens = self._prompt_tokens(sequence, 1)
         self._virtual_tokens.wait(request.account, tokens)
         self.num_prompt_tokens += tokens
 
@@ -105,14 +107,14 @@ class WaitingQueue:
             if not lines:
                 del self._lines[request.priority]
         sequence.status = status
-        tokens = _prompt_tokens(sequence)
+        tokens = self._prompt_tokens(sequence, -1)
         self._virtual_tokens.leave(request.account, tokens)
         self.num_prompt_tokens -= tokens
 
     def clear(self) -> None:
         """Let nobody wait any more."""
         for sequence in self._entries:
-            self._virtual_tokens.leave(sequence.request.account, _prompt_tokens(sequence))
+            self._virtual_tokens.leave(sequence.request.account, self._prompt_tokens(sequence, -1))
         self._lines.clear()
         self._entries.clear()
         self.num_prompt_tokens = 0
@@ -120,6 +122,16 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Waiting sequences by ``queue_time``, whosever they are."""
         return (entry[2] for entry in sorted(self._entries.values()))
+
+    def _prompt_tokens(self, sequence: Sequence, change: Literal[1, -1]) -> int:
+        """Prompt tokens that one sequence more or less stands for: those of its request, once."""
+        if sequence.index:
+            return 0
+        request = sequence.request
+        before = self._first_ones.pop(request, 0)  # hypotheses of a beam search all are the first output
+        if before + change:
+            self._first_ones[request] = before + change
+        return sequence.num_prompt_tokens if min(before, before + change) == 0 else 0
 
     def _next_lines(self) -> dict[Account, list[_Entry]]:
         """The lines of the priority that is next."""
@@ -133,7 +145,3 @@ class WaitingQueue:
 def _turn(of_key: tuple[Account, list[_Entry]]) -> tuple[float, _Entry]:
     account, line = of_key
     return account.served, line[0]
-
-
-def _prompt_tokens(sequence: Sequence) -> int:
-    return 0 if sequence.index else sequence.num_prompt_tokens
