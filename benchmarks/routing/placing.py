@@ -1,8 +1,8 @@
 """What deciding where a request goes costs the scheduler: microseconds of CPU time per placement.
 
 Prompts of 8,192 tokens. *Shared*: every executor holds the first 2,048 tokens of the prompt, a system prompt for
-instance, and one of them holds all of it. *New*: nobody holds any of it. At every executor a prompt waits. Medians;
-with ``--json`` the numbers are written.
+instance, and one of them holds all of it. *New*: nobody holds any of it. At every executor a prompt waits, and each
+may fetch blocks from the others. Medians; with ``--json`` the numbers are written.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import time
 from array import array
 from typing import Any
 
+from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.routing.destination import Destination, Placement
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing, place
 from pagewise_scheduler.core.scheduling.request import Request
@@ -53,6 +54,11 @@ def measure(policy: RoutingName, executors: int, shared: bool, repeats: int) -> 
     system = tokens(rng, SYSTEM_TOKENS)
     prompts = [system + tokens(rng, PROMPT_TOKENS - SYSTEM_TOKENS) for _ in range(executors)]
     destinations = [executor(prompt, system + tokens(rng, 64)) for prompt in prompts]
+    directory = Directory()
+    for number, destination in enumerate(destinations):
+        endpoint, recoveries = f"executor-{number}", destination.scheduler.recoveries
+        directory.lenders[endpoint] = Lender(endpoint, "format", destination.scheduler, lambda: None)
+        recoveries.directory, recoveries.endpoint = directory, endpoint
     taken = []
     placement: Placement | None = None
     for number in range(repeats):

@@ -135,7 +135,7 @@ def cases(smoke: bool) -> Iterator[Case]:
             yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
         yield Case("ttft", tokens, speed, peers=True)
     # As much memory as holds a part of what comes, and sessions that overlap.
-    for trace, tokens, speed in ((CONVERSATIONS, 0.25, 1.0), (AGENTS, 0.125, 1000.0)):
+    for trace, tokens, speed in ((CONVERSATIONS, 1.0, 1.0), (AGENTS, 0.125, 1000.0)):
         for policy in ("one", "ttft", "prefix", "round-robin"):
             yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS, trace)
         yield Case("ttft", tokens, speed, trace=trace, peers=True)
