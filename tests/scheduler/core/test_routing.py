@@ -223,6 +223,15 @@ def test_a_faster_executor_takes_more() -> None:
     assert (fast.load, slow.load) == (8, 2)
 
 
+def test_of_many_executors_the_holder_and_the_least_loaded_are_found() -> None:
+    policy, many = make_routing("ttft"), [destination() for _ in range(40)]
+    for one in many[:-1]:
+        place(make_routing("prefix"), create_request(prompt=OTHER), [one], 0.0)
+    assert place(policy, create_request(prompt=LONG), many, 0.0).destination is many[-1]
+    many[17] = destination(LONG)
+    assert place(policy, create_request(prompt=[*LONG, 1]), many, 0.0).destination is many[17]
+
+
 def test_better_priorities_do_not_wait_for_worse_ones() -> None:
     one = destination()
     for number in range(4):

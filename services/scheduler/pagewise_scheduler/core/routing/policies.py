@@ -7,6 +7,7 @@ longer than what computing it there costs, and pushing others out for it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest, nsmallest
 from math import inf
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -23,7 +24,10 @@ that was not asked; the executor holds the most of it; another one holds more, b
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-@dataclass(slots=True)
+_MOST_PREDICTED = 8
+
+
+@dataclass(slots=True, eq=False)
 class Candidate:
     """An executor that could take ``prompt``. Its prefix tree is asked when somebody wants to know."""
 
@@ -142,6 +146,16 @@ def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recov
     )
 
 
+def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Of many candidates, those that hold the most of the prompt, and those with the least load: predicting takes
+    time."""
+    if len(candidates) <= 2 * _MOST_PREDICTED:
+        return candidates
+    held = nlargest(_MOST_PREDICTED, candidates, key=lambda candidate: candidate.match.promised)
+    others = [candidate for candidate in candidates if candidate not in held]
+    return held + nsmallest(_MOST_PREDICTED, others, key=lambda candidate: candidate.destination.load)
+
+
 class LeastTimeToFirstToken:
     """The least sum of queue, recovery, and what the placement pushes out; load breaks ties.
 
@@ -158,7 +172,7 @@ class LeastTimeToFirstToken:
         holder = max(candidates, key=lambda candidate: candidate.match.promised)
 
         best, least = Choice(holder, "load"), (inf, 0)
-        for candidate in candidates:
+        for candidate in _most_promising(candidates):
             found = outlook(candidate, holder, now, self._recovery)
             cost = self.cost(found), candidate.destination.load
             if cost < least:
