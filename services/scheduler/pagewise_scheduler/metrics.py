@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
+from typing import Literal, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -54,6 +55,19 @@ REFUSALS = (
 
 RECOVERY_METHODS = ("device", "load", "recompute", "both")
 """How sequences get KV back."""
+
+Drop = Literal[
+    "undecodable",
+    "unknown_sender",
+    "stale_epoch",
+    "out_of_step",
+    "impossible",
+    "bad_inventory",
+    "refused",
+    "wrong_key",
+    "too_many_hellos",
+]
+"""Why frames from executors are not applied."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of ``Metrics.render``."""
@@ -113,6 +127,8 @@ class Metrics:
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors that were not applied, by reason.", ("reason",)
         )
+        for drop in get_args(Drop):
+            self.frames_dropped(drop)
         self._connections_refused = self._raw_counter(
             "wire_connections_refused",
             "Connections to the executors' socket that were refused, by reason.",
@@ -138,8 +154,8 @@ class Metrics:
         """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
         return self._request_moves.labels(self._model_name, reason)
 
-    def frames_dropped(self, reason: str) -> Counter:
-        """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""
+    def frames_dropped(self, reason: Drop) -> Counter:
+        """The counter of wire frames that were dropped for this reason."""
         return self._frames_dropped.labels(self._model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
@@ -208,6 +224,14 @@ class Metrics:
             ("model_name", "tier", "state"),
             registry=self.registry,
         )
+        for tier, state in (
+            ("device", "free"),
+            ("device", "cached"),
+            ("device", "in_use"),
+            ("host", "free"),
+            ("host", "cached"),
+        ):
+            self.kv_blocks(tier, state)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
         self.http_connections = self._gauge("http_connections", "Connections of clients.")

@@ -43,7 +43,7 @@ from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
-from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ class Fleet:
         engines = [member.engine for member in self._members.values() if not member.leaving]
         return [engine for engine in engines if engine is not leaving and not engine.ended]
 
-    def _drop(self, identity: bytes, reason: str, detail: str) -> None:
+    def _drop(self, identity: bytes, reason: Drop, detail: str) -> None:
         self._metrics.frames_dropped(reason).inc()
         seen = self._bad_frames.get(identity, 0) + 1
         if len(self._bad_frames) > 10_000:  # identities are the sender's choice: keep the table bounded
