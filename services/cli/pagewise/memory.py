@@ -71,7 +71,8 @@ def pmap(arguments: Sequence[str]) -> int:
         return 1
     cached = report["cached_tokens"]
     print(
-        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, {cached['host']} on the host"
+        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, "
+        f"{cached['host']} on the host, {cached['peer']} at other executors"
     )
     for sequence in report["sequences"]:
         _print_sequence(sequence)
@@ -130,7 +131,8 @@ def _event(event: dict[str, Any]) -> str:
     if event["kind"] == "preempted":
         return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = (
-        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host"
+        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host, "
+        f"{event['peer_tokens']} from another executor"
     )
     if predicted := event.get("predicted_seconds"):
         ways = ", ".join(f"{way} {1e3 * seconds:.1f} ms" for way, seconds in predicted.items())

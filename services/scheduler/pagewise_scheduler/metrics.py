@@ -8,7 +8,7 @@ it on a histogram. All values are summed over executors, so there is no ``engine
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal, get_args
 
 from prometheus_client import (
@@ -53,8 +53,11 @@ REFUSALS = (
 )
 """Why requests are not taken."""
 
-RECOVERY_METHODS = ("device", "load", "recompute", "both")
-"""How sequences get KV back."""
+RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), ("host", "peer")))
+"""How sequences get KV back, and where it lay: the ``method`` and the ``origin`` of the core's ``Recovery``."""
+
+KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(("host",), ("free", "cached")))
+"""Tiers, and the states that blocks may have there."""
 
 Drop = Literal[
     "undecodable",
@@ -186,14 +189,14 @@ class Metrics:
         """The counter of one of ``MEMORY_EVENTS``."""
         return self._block_events.labels(self._model_name, event)
 
-    def recoveries(self, method: str) -> Counter:
-        """The counter of recoveries by one of ``RECOVERY_METHODS``."""
-        return self._recoveries.labels(self._model_name, method)
+    def recoveries(self, method: str, source: str) -> Counter:
+        """The counter of recoveries by one of ``RECOVERIES``."""
+        return self._recoveries.labels(self._model_name, method, source)
 
-    def recovery_seconds(self, method: str, predicted: float, actual: float) -> None:
+    def recovery_seconds(self, method: str, source: str, predicted: float, actual: float) -> None:
         """A recovery that took time has ended."""
-        self._recovery_predicted.labels(self._model_name, method).observe(predicted)
-        self._recovery_actual.labels(self._model_name, method).observe(actual)
+        self._recovery_predicted.labels(self._model_name, method, source).observe(predicted)
+        self._recovery_actual.labels(self._model_name, method, source).observe(actual)
 
     def placements(self, reason: str) -> Counter:
         """The counter of requests placed for one of ``REASONS`` of the core's routing."""
@@ -204,7 +207,7 @@ class Metrics:
         self.placement_actual_ratio.observe(actual / max(predicted, 1e-6))
 
     def kv_blocks(self, tier: str, state: str) -> Gauge:
-        """The gauge of blocks of a tier ("device", "host") in a state ("free", "cached", "in_use")."""
+        """The gauge of blocks by one of ``KV_BLOCKS``."""
         return self._kv_blocks.labels(self._model_name, tier, state)
 
     def render(self) -> bytes:
@@ -224,13 +227,7 @@ class Metrics:
             ("model_name", "tier", "state"),
             registry=self.registry,
         )
-        for tier, state in (
-            ("device", "free"),
-            ("device", "cached"),
-            ("device", "in_use"),
-            ("host", "free"),
-            ("host", "cached"),
-        ):
+        for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
@@ -250,7 +247,9 @@ class Metrics:
             "kv_block_events", "What happened to KV blocks, by kind of event.", ("event",)
         )
         self._recoveries = self._raw_counter(
-            "recoveries", "Sequences that began with cached blocks or came back, by how they got their KV.", ("method",)
+            "recoveries",
+            "Sequences that began with cached blocks or came back, by how they got their KV and where it lay.",
+            ("method", "source"),
         )
         self._placements = self._raw_counter("placements", "Requests placed on executors, by why there.", ("reason",))
         for reason in REASONS:
@@ -259,8 +258,8 @@ class Metrics:
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
-        for method in RECOVERY_METHODS:
-            self.recoveries(method)
+        for method, source in RECOVERIES:
+            self.recoveries(method, source)
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -309,10 +308,14 @@ class Metrics:
             "request_decode_time_seconds", "From a request's first token to its end.", _REQUEST
         )
         self._recovery_predicted = self._raw_histogram(
-            "recovery_predicted_seconds", "What the chosen way to get KV back was predicted to take.", ("method",)
+            "recovery_predicted_seconds",
+            "What the chosen way to get KV back was predicted to take.",
+            ("method", "source"),
         )
         self._recovery_actual = self._raw_histogram(
-            "recovery_actual_seconds", "From a sequence's start until all its KV from the host was there.", ("method",)
+            "recovery_actual_seconds",
+            "From a sequence's start until all KV was there that the host or a peer held for it.",
+            ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(
             "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _FIRST_TOKEN

@@ -47,16 +47,16 @@ class MemoryWatch:
             self._report_recovery(reports.popleft())
 
     def _report_recovery(self, recovery: Recovery) -> None:
-        metrics, method = self._metrics, recovery.method
-        metrics.recoveries(method).inc()
+        metrics, method, origin = self._metrics, recovery.method, recovery.origin
+        metrics.recoveries(method, origin).inc()
         metrics.cached_tokens("device").inc(recovery.device_tokens)
         if recovery.loaded_tokens:
-            metrics.cached_tokens("peer" if recovery.source.peer else "host").inc(recovery.loaded_tokens)
+            metrics.cached_tokens(origin).inc(recovery.loaded_tokens)
         estimate = recovery.estimate
         if estimate is not None:
             log.debug(
                 "%s: request %s: %s after %d tokens on the device; predicted load %.4f s, recompute %.4f s, "
-                "both %.4f s; took %.4f s, %d tokens loaded",
+                "both %.4f s; took %.4f s, %d tokens loaded from the %s",
                 self._executor_id,
                 recovery.sequence.request.request_id,
                 method,
@@ -66,6 +66,7 @@ class MemoryWatch:
                 estimate.both,
                 recovery.ended - recovery.began,
                 recovery.loaded_tokens,
+                origin,
             )
         if estimate is not None and not isnan(recovery.ended):
-            metrics.recovery_seconds(method, recovery.predicted, recovery.ended - recovery.began)
+            metrics.recovery_seconds(method, origin, recovery.predicted, recovery.ended - recovery.began)

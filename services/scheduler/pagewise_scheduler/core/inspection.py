@@ -61,8 +61,8 @@ class BlockReport(Struct, omit_defaults=True):
 class EventReport(Struct, omit_defaults=True):
     """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
 
-    Kinds: "started" and "resumed" (``method`` says how it got its KV), "preempted" (``reason`` says for what;
-    ``blocks`` it let go, ``freed`` of them that nobody else held).
+    Kinds: "started" and "resumed" (``method`` says how it got its KV, and its tokens by where they were), "preempted"
+    (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
     """
 
     seconds_ago: float
@@ -71,6 +71,7 @@ class EventReport(Struct, omit_defaults=True):
     reason: str | None = None
     device_tokens: int | None = None
     host_tokens: int | None = None
+    peer_tokens: int | None = None
     blocks: int | None = None
     freed: int | None = None
     predicted_seconds: dict[str, float] | None = None
@@ -259,7 +260,8 @@ def _event(event: object, now: float) -> EventReport:
         "resumed" if event.resumed else "started",
         method=event.method,
         device_tokens=event.device_tokens,
-        host_tokens=event.loaded_tokens,
+        host_tokens=event.loaded_tokens if event.origin == "host" else 0,
+        peer_tokens=event.loaded_tokens if event.origin == "peer" else 0,
     )
     if event.estimate is not None:
         estimate = event.estimate

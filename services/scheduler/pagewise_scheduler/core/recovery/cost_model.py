@@ -1,4 +1,4 @@
-"""What it costs to get KV back: by computing it again, by loading it from the host, or by both at once.
+"""What it costs to get KV back: by computing it again, by loading it from the host or a peer, or by both at once.
 
 All times are in seconds. The constants start from what the executor measured when it started, and follow what every
 step and every transfer really took.
