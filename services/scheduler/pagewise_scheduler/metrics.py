@@ -2,13 +2,12 @@
 
 Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port by renaming, with one exception:
 ``iteration_tokens`` has no ``_total``, because that suffix is a counter's and ``promtool check metrics`` refuses
-it on a histogram. All values are summed over executors, so there is no ``engine`` label.
+it on a histogram. Values are summed over executors; those of each one are called ``executor_...``.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, product
+from itertools import product
 from typing import Literal, get_args
 
 from prometheus_client import (
@@ -21,10 +20,8 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from pagewise_scheduler.collectors import ExecutorGauges, TokenHistogram
 from pagewise_scheduler.core.routing.policies import REASONS
 
 MEMORY_EVENTS = (
@@ -84,29 +81,6 @@ _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20
 _DECISION = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-class TokenHistogram(Collector):
-    """A histogram for what is observed with every token: one thread, no locks, a fifth of what the library's costs."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        self._name, self._text, self._model_name = name, text, model_name
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value; from the event loop only."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What a scrape gets to see."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
-        yield family
 
 
 class Metrics:
@@ -229,6 +203,8 @@ class Metrics:
         )
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
+        self.executors = ExecutorGauges(self._model_name)
+        self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
         self.http_connections = self._gauge("http_connections", "Connections of clients.")
@@ -265,6 +241,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
+        self.gauge_errors = self._counter("gauge_errors", "Times that gauges could not be brought up to date.")
         self._bind_admission_counters()
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
 
