@@ -1,4 +1,4 @@
-"""What is told of a fleet of real executors that exchange blocks: where KV came from."""
+"""What is told of a fleet of real executors that exchange blocks: where KV came from, what moved, at what cost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -81,6 +81,30 @@ async def test_what_came_from_a_peer_is_told_apart_from_what_came_from_the_host(
             assert stack.metric("recovery_predicted_seconds_count", method="load", source=source) == 1
             assert stack.metric("cached_tokens_total", source=source) > 0
         assert stack.metric("recoveries_total", method="device", source="device") == 0
+
+
+async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_path: Path) -> None:
+    async with two_executors(tmp_path, model_path, "swap") as stack:
+        await stack.generate(PROMPT)
+        assert stack.metric("block_transfer_bytes_total") == stack.metric("block_transfer_seconds_total") == 0
+        lender, borrower = stack.router.engines
+        before = borrower.memory_report(10)
+        assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", [])
+        generating = asyncio.create_task(stack.generate(PROMPT))
+        lent = 0
+        while not generating.done():
+            lent = max(lent, lender.memory_report(10).device.lent)
+            await asyncio.sleep(0)
+        fetched = 7  # full blocks of 60 tokens
+        assert lent == fetched
+        bytes_per_block = stack.fleet._members[next(iter(stack.fleet._members))].hello.bytes_per_block
+        assert stack.metric("block_transfer_bytes_total") == fetched * bytes_per_block > 0
+        assert 0 < stack.metric("block_transfer_seconds_total") < 20
+        (link,) = borrower.memory_report(10).costs.peers
+        assert link.peer == f"ipc://{tmp_path}/one" == lender.memory_report(10).block_endpoint
+        assert link.setup + link.block > 0
+        assert link.error > 0, "it has learned"
+        assert (link.loading, link.rests, lender.memory_report(10).device.lent) == (0, 0, 0)
 
 
 async def test_an_operator_who_wants_kv_recomputed_gets_none_from_peers(tmp_path: Path, model_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _HEADER_EVERY = 20
-_COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "copied")
+_COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
 
 
 class UnreachableError(Exception):
@@ -81,8 +81,10 @@ def pmap(arguments: Sequence[str]) -> int:
 
 def _vmstat_header() -> str:
     return (
-        "  -sequences- -----device blocks----- --host blocks-- ------------blocks per second------------\n"
-        "   run   wait    free  cached  in use    free    used   evict  demote    drop   store    load    copy"
+        "  -sequences- ---------device blocks--------- --host blocks-- "
+        "-------------------blocks per second-------------------\n"
+        "   run   wait    free  cached  in use    lent    free    used "
+        "  evict  demote    drop   store    load   fetch    copy"
     )
 
 
@@ -98,6 +100,7 @@ def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
         total("device", "free"),
         total("device", "cached"),
         total("device", "in_use"),
+        total("device", "lent"),
         total("host", "num_blocks") - host,
         host,
         *(round(rate) for rate in rates),

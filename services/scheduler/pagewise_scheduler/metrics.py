@@ -236,6 +236,10 @@ class Metrics:
             self.block_events(event)
         for method, source in RECOVERIES:
             self.recoveries(method, source)
+        self.block_transfer_bytes = self._counter("block_transfer_bytes", "KV that came from other executors.")
+        self.block_transfer_seconds = self._counter(
+            "block_transfer_seconds", "What fetching KV from other executors took, transfer by transfer."
+        )
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")

@@ -269,7 +269,7 @@ class Fleet:
             max_model_len=limit,
             virtual_tokens=self._virtual_tokens,
         )
-        engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
+        engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics, hello.bytes_per_block)
         self._lending.begin(hello, engine, key)
         now = clock()
         self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)

@@ -13,11 +13,13 @@ log = logging.getLogger(__name__)
 class MemoryWatch:
     """Looks at one scheduler after each round of messages, and reports what is new."""
 
-    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics) -> None:
+    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id
         self._scheduler = scheduler
         self._metrics = metrics
+        self._bytes_per_block = bytes_per_block
         self._seen = (0, 0, 0)
+        self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
 
@@ -40,8 +42,13 @@ class MemoryWatch:
                         self._executor_id,
                         value - counted[name],
                     )
+                if name == "fetched":
+                    metrics.block_transfer_bytes.inc((value - counted[name]) * self._bytes_per_block)
                 metric.inc(value - counted[name])
                 counted[name] = value
+        if (seconds := scheduler.recoveries.fetch_seconds) != self._fetch_seconds:
+            metrics.block_transfer_seconds.inc(seconds - self._fetch_seconds)
+            self._fetch_seconds = seconds
         reports = scheduler.recoveries.reports
         while reports:
             self._report_recovery(reports.popleft())
