@@ -1,4 +1,4 @@
-"""What is told of a fleet of real executors that exchange blocks: where KV came from, what moved, at what cost."""
+"""What is told of a fleet that exchanges blocks: where KV came from, what moved, at what cost, who was turned away."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from pagewise_executor.peers import Peers
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_shared.curve import Keys
+from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 
 from tests.executor.test_recovery import build_runner
 from tests.model_builders import build_model
 from tests.scheduler.actors.test_fleet import Stack, running
+from tests.shared.test_curve import make
 
 PROMPT, *OTHERS = [list(range(start, start + 60)) for start in (3, 63, 123)]
 
@@ -105,6 +107,25 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
         assert link.setup + link.block > 0
         assert link.error > 0, "it has learned"
         assert (link.loading, link.rests, lender.memory_report(10).device.lent) == (0, 0, 0)
+
+
+async def test_who_has_no_key_and_knocks_at_a_block_socket_is_counted(tmp_path: Path, model_path: Path) -> None:
+    make(tmp_path, SCHEDULER, EXECUTOR, "stranger")
+    stranger = Keys(tmp_path, "stranger")
+    public_file(tmp_path, "stranger").unlink()
+    executors = Keys(tmp_path, EXECUTOR)
+    async with two_executors(tmp_path, model_path, "swap", Keys(tmp_path, SCHEDULER), executors) as stack:
+        assert await stack.generate(PROMPT) == await stack.generate(PROMPT)
+        assert stack.metric("kv_block_events_total", event="fetched") == 7, "they let each other in"
+        with zmq.Context() as context, context.socket(zmq.DEALER) as knocking:
+            knocking.setsockopt(zmq.LINGER, 0)
+            stranger.secure_client(knocking, executors.public)
+            assert stack.metric("wire_connections_refused_total", reason="unknown_key_blocks") == 0
+            knocking.connect(f"ipc://{tmp_path}/one")
+            async with asyncio.timeout(20):
+                while stack.metric("wire_connections_refused_total", reason="unknown_key_blocks") < 1:
+                    await asyncio.sleep(0.05)
+        assert stack.metric("wire_connections_refused_total", reason="unknown_key") == 0, "nobody came to the scheduler"
 
 
 async def test_an_operator_who_wants_kv_recomputed_gets_none_from_peers(tmp_path: Path, model_path: Path) -> None:

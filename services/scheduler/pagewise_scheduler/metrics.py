@@ -108,10 +108,10 @@ class Metrics:
             self.frames_dropped(drop)
         self._connections_refused = self._raw_counter(
             "wire_connections_refused",
-            "Connections to the executors' socket that were refused, by reason.",
+            "Connections of executors, to the scheduler's socket or each other's, that were refused, by reason.",
             ("reason",),
         )
-        for reason in ("unknown_key", "handshake"):
+        for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
             self.connections_refused(reason)
         self._request_moves = self._raw_counter(
             "request_moves", "Requests that went on at another executor, by what became of theirs.", ("reason",)
@@ -136,7 +136,8 @@ class Metrics:
         return self._frames_dropped.labels(self._model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
-        """The counter of connections to the executors' socket that failed: reason is "unknown_key" or "handshake"."""
+        """The counter of connections of executors that failed, to the scheduler ("unknown_key", "handshake") or to
+        where another executor lends its blocks ("unknown_key_blocks")."""
         return self._connections_refused.labels(self._model_name, reason)
 
     def requests_refused(self, reason: str) -> Counter:

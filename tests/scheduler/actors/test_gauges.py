@@ -19,7 +19,7 @@ def gauge(stack: Stack, name: str, executor_id: str, **labels: str) -> float:
 
 
 async def test_each_executor_has_its_gauges_while_it_is_there(tmp_path: Path) -> None:
-    async with running(tmp_path, routing="round-robin", step_timeout=20.0) as stack:
+    async with running(tmp_path, routing="round-robin", executor_timeout=20.0, step_timeout=20.0) as stack:
         async with executor(tmp_path, "busy", step_seconds=0.05):
             await stack.ready(1)
             serving = [asyncio.create_task(stack.generate([number, 2, 3, 4], 30)) for number in range(6)]

@@ -55,12 +55,18 @@ _FETCH_BYTES_PER_SECOND = 1e9
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
+_MOST_REFUSED = 1000
+"""Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
+
 _QUEUED_FRAMES = 64
 
 
 @dataclass(slots=True)
 class Member:
-    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``."""
+    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``.
+
+    ``refused``: connections to its block socket that it has refused.
+    """
 
     hello: Hello
     engine: Engine
@@ -68,6 +74,7 @@ class Member:
     joined: float
     last_seen: float
     leaving: bool = False
+    refused: int = 0
 
 
 @dataclass(slots=True)
@@ -200,7 +207,9 @@ class Fleet:
             case StepResult() | Copied():
                 if message.epoch == member.engine.scheduler.epoch:
                     self._pass_on(identity, member, message)
-            case Heartbeat():
+            case Heartbeat(epoch=epoch, refused=refused):
+                if epoch == member.engine.scheduler.epoch:
+                    self._count_refused(member, refused)
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Leaving(patience_ms=patience):
                 if not member.leaving:
@@ -211,6 +220,12 @@ class Fleet:
                     tasks.create_task(self._drain(identity, member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
                 self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})", died=False)
+
+    def _count_refused(self, member: Member, refused: int) -> None:
+        if refused > member.refused:
+            more = min(refused - member.refused, _MOST_REFUSED)
+            self._metrics.connections_refused("unknown_key_blocks").inc(more)
+            member.refused = refused
 
     async def _drain(self, identity: bytes, engine: Engine, seconds: float) -> None:
         """Drain an executor; if that fails, it is told to go at once."""
