@@ -246,7 +246,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
-        self.gauge_errors = self._counter("gauge_errors", "Times that gauges could not be brought up to date.")
+        self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be brought up to date.")
         self._bind_admission_counters()
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
 

@@ -61,7 +61,7 @@ async def test_a_gauge_that_fails_is_logged_and_counted_and_tried_again(
             broken.setattr(type(stack.router), "waiting", property(lambda router: 1 / 0))
             refreshing = asyncio.create_task(keep_gauges_fresh(stack.router, stack.metrics))
             async with asyncio.timeout(5):
-                while stack.metric("gauge_errors_total") < 8:
+                while stack.metric("refresh_errors_total") < 8:
                     await asyncio.sleep(0.01)
         assert "ZeroDivisionError" in caplog.text
         assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 5, "no flood"

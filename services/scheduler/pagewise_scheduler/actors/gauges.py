@@ -23,7 +23,7 @@ async def keep_gauges_fresh(router: Router, metrics: Metrics) -> None:
             refresh_gauges(router, metrics)
             router.observe_backlog()
         except Exception:
-            metrics.gauge_errors.inc()
+            metrics.refresh_errors.inc()
             complaints.warning("gauges could not be brought up to date: %s", traceback.format_exc())
         await asyncio.sleep(_SECONDS)
 
