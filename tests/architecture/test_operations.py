@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
 from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, ServeConfig, secrets
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,31 @@ def test_every_metric_is_explained() -> None:
     exposed = re.findall(r"^# TYPE pagewise_(\w+)", Metrics("m").render().decode(), re.MULTILINE)
     assert exposed
     assert [name for name in exposed if not re.search(rf"`(pagewise_)?{name}[`{{]", OPERATIONS)] == []
+
+
+def test_every_value_of_a_label_is_explained_beside_its_metric() -> None:
+    """Those that are known when a scheduler starts: all but names that keys and executors were given."""
+    metrics = Metrics("m")
+    seen = {
+        (family.name.removeprefix("pagewise_"), value)
+        for family in metrics.registry.collect()
+        if family.name.startswith("pagewise_")
+        for sample in family.samples
+        for label, value in sample.labels.items()
+        if label not in ("model_name", "version", "le")
+    }
+    assert ("kv_block_events", "fetch_failed") in seen
+    rows = {
+        name: row
+        for row in OPERATIONS.splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+?)(?:_total)?[`{]", row.split("|")[1])
+    }
+    assert [(name, value) for name, value in sorted(seen) if not re.search(rf"\b{value}\b", rows[name])] == []
+
+
+def test_every_counter_of_the_memory_is_a_metric() -> None:
+    assert set(MEMORY_EVENTS) == set(MemoryCounters.__slots__)
 
 
 def test_compose_passes_on_nothing_but_options() -> None:

@@ -260,6 +260,27 @@ async def test_it_asks_to_be_drained_and_asks_again_when_it_is_let_in_anew(tmp_p
         await running
 
 
+async def test_heartbeats_tell_each_scheduler_of_refused_connections_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(tmp_path, heartbeat_ms=50) as (scheduler, _, service):
+        runner = service._worker._runner
+        assert await scheduler.receive(Heartbeat) == Heartbeat(5)
+        for total in (2, 5):
+            monkeypatch.setattr(runner, "num_refused", total)
+            async with asyncio.timeout(10):
+                while await scheduler.receive(Heartbeat) != Heartbeat(5, total):
+                    pass  # was on its way
+        await scheduler.send(Rejoin())
+        await scheduler.receive(Hello)
+        await scheduler.send(Welcome(6, 4, 16, 50))
+        assert await scheduler.receive(Heartbeat) == Heartbeat(6)
+        monkeypatch.setattr(runner, "num_refused", 6)
+        async with asyncio.timeout(10):
+            while await scheduler.receive(Heartbeat) != Heartbeat(6, 1):
+                pass
+
+
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     async with joined(tmp_path) as (scheduler, running, service):
         await scheduler.receive(Heartbeat)

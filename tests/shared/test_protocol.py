@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pagewise_shared import protocol
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
+    Heartbeat,
     Hello,
     NewSequence,
     StepPlan,
@@ -91,6 +92,8 @@ def test_older_and_newer_minor_versions_are_understood() -> None:
     assert decode_from_scheduler(msgspec.msgpack.encode([*fields, "a field of the future", 1])) == Welcome(
         7, 4, 64, 500
     )
+    assert decode_from_executor(msgspec.msgpack.encode(["heartbeat", 7])) == Heartbeat(7, refused=0)
+    assert decode_from_executor(encode(Heartbeat(7, 3))) == Heartbeat(7, 3)
 
 
 def test_every_message_belongs_to_exactly_one_direction() -> None:

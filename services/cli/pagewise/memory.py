@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _HEADER_EVERY = 20
-_COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "copied")
+_COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
 
 
 class UnreachableError(Exception):
@@ -71,7 +71,8 @@ def pmap(arguments: Sequence[str]) -> int:
         return 1
     cached = report["cached_tokens"]
     print(
-        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, {cached['host']} on the host"
+        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, "
+        f"{cached['host']} on the host, {cached['peer']} at other executors"
     )
     for sequence in report["sequences"]:
         _print_sequence(sequence)
@@ -80,8 +81,10 @@ def pmap(arguments: Sequence[str]) -> int:
 
 def _vmstat_header() -> str:
     return (
-        "  -sequences- -----device blocks----- --host blocks-- ------------blocks per second------------\n"
-        "   run   wait    free  cached  in use    free    used   evict  demote    drop   store    load    copy"
+        "  -sequences- ---------device blocks--------- --host blocks-- "
+        "-------------------blocks per second-------------------\n"
+        "   run   wait    free  cached  in use    lent    free    used "
+        "  evict  demote    drop   store    load   fetch    copy"
     )
 
 
@@ -97,6 +100,7 @@ def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
         total("device", "free"),
         total("device", "cached"),
         total("device", "in_use"),
+        total("device", "lent"),
         total("host", "num_blocks") - host,
         host,
         *(round(rate) for rate in rates),
@@ -130,7 +134,8 @@ def _event(event: dict[str, Any]) -> str:
     if event["kind"] == "preempted":
         return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = (
-        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host"
+        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host, "
+        f"{event['peer_tokens']} from another executor"
     )
     if predicted := event.get("predicted_seconds"):
         ways = ", ".join(f"{way} {1e3 * seconds:.1f} ms" for way, seconds in predicted.items())

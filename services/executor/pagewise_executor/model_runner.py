@@ -185,6 +185,11 @@ class ModelRunner:
         if self._peers is not None:
             self._peers.report = report
 
+    @property
+    def num_refused(self) -> int:
+        """Connections for its blocks that were refused."""
+        return self._peers.num_refused if self._peers is not None else 0
+
     def cancel_fetch(self, cancelled: CancelFetch) -> None:
         """What a step fetches is not wanted any more."""
         if self._peers is not None:

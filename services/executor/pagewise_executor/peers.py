@@ -44,7 +44,10 @@ _MOST_UNWANTED = 1024
 
 
 class BlockServer:
-    """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it."""
+    """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it.
+
+    ``num_refused``: connections that were refused, because their keys are not on the allow-list.
+    """
 
     def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
         self._store = store
@@ -57,8 +60,9 @@ class BlockServer:
         self._socket.setsockopt(zmq.SNDHWM, 4 * _WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _PIECE_BYTES)
         self._gate: Gate | None = None
+        self.num_refused = 0
         if keys is not None:
-            self._gate = Gate(self._context, keys, lambda: None)  # it logs whom it turns away
+            self._gate = Gate(self._context, keys, self._refused)
             self._gate.secure_server(self._socket)
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -76,6 +80,9 @@ class BlockServer:
         if self._gate is not None:
             self._gate.close()
         self._context.destroy(linger=0)
+
+    def _refused(self) -> None:
+        self.num_refused += 1  # by the gate's thread alone
 
     def begun(self, epoch: int, step: int) -> None:
         """This step has been issued, so what it stores is on its way."""
@@ -364,6 +371,11 @@ class Peers:
     @report.setter
     def report(self, report: Callable[[Copied], None]) -> None:
         self._links.report = report
+
+    @property
+    def num_refused(self) -> int:
+        """Connections to the block socket that were refused."""
+        return self._server.num_refused
 
     def close(self) -> None:
         """Lend and fetch nothing any more."""

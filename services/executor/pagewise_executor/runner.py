@@ -47,6 +47,11 @@ class Runner(Protocol):
         """Tell ``report`` of all copies to and from elsewhere that have been made, on any thread."""
         ...
 
+    @property
+    def num_refused(self) -> int:
+        """Connections of others that wanted its blocks and were refused, so far; read from any thread."""
+        ...
+
     def cancel_fetch(self, cancelled: CancelFetch) -> None:
         """What a step fetches is not wanted any more; comes from any thread."""
         ...

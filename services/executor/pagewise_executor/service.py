@@ -102,6 +102,8 @@ class ExecutorService:
         self._hello_wanted = asyncio.Event()
         self._hello_number = 0
         self.bad_frames = 0
+        # Refused connections: how many the scheduler has been told of, and how many of them before it let us in.
+        self._refused_told = self._refused_before = 0
 
     async def run(self) -> None:
         """Serve until Shutdown or SIGINT, or until SIGTERM and the Drain that follows.
@@ -243,7 +245,8 @@ class ExecutorService:
                 log.warning("nothing heard from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
                 self._rejoin()
             else:
-                await self._send(Heartbeat(welcome.epoch))
+                self._refused_told = self._worker.num_refused
+                await self._send(Heartbeat(welcome.epoch, self._refused_told - self._refused_before))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Whether a Welcome stays within what this executor has prepared room for."""
@@ -294,6 +297,7 @@ class ExecutorService:
                     self._welcomed.set()
                     worker.put(message)
                     if first:
+                        self._refused_before = self._refused_told
                         log.info("joined the scheduler at %s", self._endpoint)
                 case Refused(reason):
                     raise RefusedError(reason)

@@ -37,6 +37,7 @@ class SimulatedRunner:
         self._report: Callable[[Copied], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
+        self.num_refused = 0
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
         """Tell ``report`` of copies: they are made at once, for there is nothing to copy."""

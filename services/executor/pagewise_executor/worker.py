@@ -54,6 +54,11 @@ class Worker:
         """Whether the thread has nothing to do: no step runs, and none waits."""
         return self._waiting and self._inbox.empty()
 
+    @property
+    def num_refused(self) -> int:
+        """Connections of others that wanted the runner's blocks and were refused, so far."""
+        return self._runner.num_refused
+
     def start(self) -> RunnerInfo:
         """Start the thread and wait for its runner.
 

@@ -2,13 +2,13 @@
 
 Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port by renaming, with one exception:
 ``iteration_tokens`` has no ``_total``, because that suffix is a counter's and ``promtool check metrics`` refuses
-it on a histogram. All values are summed over executors, so there is no ``engine`` label.
+it on a histogram. Values are summed over executors; those of each one are called ``executor_...``.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
+from itertools import product
+from typing import Literal, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,10 +20,8 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from pagewise_scheduler.collectors import ExecutorGauges, TokenHistogram
 from pagewise_scheduler.core.routing.policies import REASONS
 
 MEMORY_EVENTS = (
@@ -52,8 +50,24 @@ REFUSALS = (
 )
 """Why requests are not taken."""
 
-RECOVERY_METHODS = ("device", "load", "recompute", "both")
-"""How sequences get KV back."""
+RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), ("host", "peer")))
+"""How sequences get KV back, and where it lay: the ``method`` and the ``origin`` of the core's ``Recovery``."""
+
+KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(("host",), ("free", "cached")))
+"""Tiers, and the states that blocks may have there."""
+
+Drop = Literal[
+    "undecodable",
+    "unknown_sender",
+    "stale_epoch",
+    "out_of_step",
+    "impossible",
+    "bad_inventory",
+    "refused",
+    "wrong_key",
+    "too_many_hellos",
+]
+"""Why frames from executors are not applied."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of ``Metrics.render``."""
@@ -67,29 +81,6 @@ _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20
 _DECISION = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-class TokenHistogram(Collector):
-    """A histogram for what is observed with every token: one thread, no locks, a fifth of what the library's costs."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        self._name, self._text, self._model_name = name, text, model_name
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value; from the event loop only."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What a scrape gets to see."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
-        yield family
 
 
 class Metrics:
@@ -113,12 +104,14 @@ class Metrics:
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors that were not applied, by reason.", ("reason",)
         )
+        for drop in get_args(Drop):
+            self.frames_dropped(drop)
         self._connections_refused = self._raw_counter(
             "wire_connections_refused",
-            "Connections to the executors' socket that were refused, by reason.",
+            "Connections of executors, to the scheduler's socket or each other's, that were refused, by reason.",
             ("reason",),
         )
-        for reason in ("unknown_key", "handshake"):
+        for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
             self.connections_refused(reason)
         self._request_moves = self._raw_counter(
             "request_moves", "Requests that went on at another executor, by what became of theirs.", ("reason",)
@@ -138,12 +131,13 @@ class Metrics:
         """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
         return self._request_moves.labels(self._model_name, reason)
 
-    def frames_dropped(self, reason: str) -> Counter:
-        """The counter of wire frames that were dropped for this reason (one of a few fixed words)."""
+    def frames_dropped(self, reason: Drop) -> Counter:
+        """The counter of wire frames that were dropped for this reason."""
         return self._frames_dropped.labels(self._model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
-        """The counter of connections to the executors' socket that failed: reason is "unknown_key" or "handshake"."""
+        """The counter of connections of executors that failed, to the scheduler ("unknown_key", "handshake") or to
+        where another executor lends its blocks ("unknown_key_blocks")."""
         return self._connections_refused.labels(self._model_name, reason)
 
     def requests_refused(self, reason: str) -> Counter:
@@ -170,14 +164,14 @@ class Metrics:
         """The counter of one of ``MEMORY_EVENTS``."""
         return self._block_events.labels(self._model_name, event)
 
-    def recoveries(self, method: str) -> Counter:
-        """The counter of recoveries by one of ``RECOVERY_METHODS``."""
-        return self._recoveries.labels(self._model_name, method)
+    def recoveries(self, method: str, source: str) -> Counter:
+        """The counter of recoveries by one of ``RECOVERIES``."""
+        return self._recoveries.labels(self._model_name, method, source)
 
-    def recovery_seconds(self, method: str, predicted: float, actual: float) -> None:
+    def recovery_seconds(self, method: str, source: str, predicted: float, actual: float) -> None:
         """A recovery that took time has ended."""
-        self._recovery_predicted.labels(self._model_name, method).observe(predicted)
-        self._recovery_actual.labels(self._model_name, method).observe(actual)
+        self._recovery_predicted.labels(self._model_name, method, source).observe(predicted)
+        self._recovery_actual.labels(self._model_name, method, source).observe(actual)
 
     def placements(self, reason: str) -> Counter:
         """The counter of requests placed for one of ``REASONS`` of the core's routing."""
@@ -188,7 +182,7 @@ class Metrics:
         self.placement_actual_ratio.observe(actual / max(predicted, 1e-6))
 
     def kv_blocks(self, tier: str, state: str) -> Gauge:
-        """The gauge of blocks of a tier ("device", "host") in a state ("free", "cached", "in_use")."""
+        """The gauge of blocks by one of ``KV_BLOCKS``."""
         return self._kv_blocks.labels(self._model_name, tier, state)
 
     def render(self) -> bytes:
@@ -208,6 +202,10 @@ class Metrics:
             ("model_name", "tier", "state"),
             registry=self.registry,
         )
+        for tier, state in KV_BLOCKS:
+            self.kv_blocks(tier, state)
+        self.executors = ExecutorGauges(self._model_name)
+        self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
         self.http_connections = self._gauge("http_connections", "Connections of clients.")
@@ -226,7 +224,9 @@ class Metrics:
             "kv_block_events", "What happened to KV blocks, by kind of event.", ("event",)
         )
         self._recoveries = self._raw_counter(
-            "recoveries", "Sequences that began with cached blocks or came back, by how they got their KV.", ("method",)
+            "recoveries",
+            "Sequences that began with cached blocks or came back, by how they got their KV and where it lay.",
+            ("method", "source"),
         )
         self._placements = self._raw_counter("placements", "Requests placed on executors, by why there.", ("reason",))
         for reason in REASONS:
@@ -235,13 +235,18 @@ class Metrics:
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
-        for method in RECOVERY_METHODS:
-            self.recoveries(method)
+        for method, source in RECOVERIES:
+            self.recoveries(method, source)
+        self.block_transfer_bytes = self._counter("block_transfer_bytes", "KV that came from other executors.")
+        self.block_transfer_seconds = self._counter(
+            "block_transfer_seconds", "What fetching KV from other executors took, transfer by transfer."
+        )
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
+        self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be brought up to date.")
         self._bind_admission_counters()
         self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
 
@@ -285,10 +290,14 @@ class Metrics:
             "request_decode_time_seconds", "From a request's first token to its end.", _REQUEST
         )
         self._recovery_predicted = self._raw_histogram(
-            "recovery_predicted_seconds", "What the chosen way to get KV back was predicted to take.", ("method",)
+            "recovery_predicted_seconds",
+            "What the chosen way to get KV back was predicted to take.",
+            ("method", "source"),
         )
         self._recovery_actual = self._raw_histogram(
-            "recovery_actual_seconds", "From a sequence's start until all its KV from the host was there.", ("method",)
+            "recovery_actual_seconds",
+            "From a sequence's start until all KV was there that the host or a peer held for it.",
+            ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(
             "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _FIRST_TOKEN

@@ -11,6 +11,7 @@ from pagewise_shared.curve import SCHEDULER, load_keys
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_scheduler.actors.fleet import Fleet
+from pagewise_scheduler.actors.gauges import keep_gauges_fresh
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.http import create_app, listening, raise_file_limit
 from pagewise_scheduler.metrics import Metrics
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 5.0
 """How long requests in progress may go on after a SIGTERM."""
-
-_GAUGE_SECONDS = 1.0
 
 _COLLECT_AFTER = 100_000
 """Allocations between two looks for cycles. Every token makes objects, none of them in cycles, and the default of 700
@@ -76,7 +75,7 @@ async def serve(config: SchedulerConfig) -> None:
         actors = [
             tasks.create_task(fleet.run(), name="fleet"),
             tasks.create_task(router.run(), name="router"),
-            tasks.create_task(_refresh_gauges(router, metrics), name="gauges"),
+            tasks.create_task(keep_gauges_fresh(router, metrics), name="gauges"),
         ]
         try:
             async with surface as (host, port):
@@ -88,26 +87,6 @@ async def serve(config: SchedulerConfig) -> None:
         finally:
             for actor in actors:
                 actor.cancel()
-
-
-async def _refresh_gauges(router: Router, metrics: Metrics) -> None:
-    """Keep the gauges of queues and memory fresh: sampled, because they change in every step."""
-    while True:
-        engines = router.engines
-        metrics.num_requests_running.set(sum(engine.scheduler.num_running for engine in engines))
-        metrics.num_requests_waiting.set(router.waiting.sequences)
-        metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
-        router.observe_backlog()
-        in_use = sum(engine.scheduler.kv.pool.num_in_use for engine in engines)
-        blocks = sum(engine.scheduler.kv.pool.num_blocks for engine in engines)
-        metrics.kv_cache_usage_perc.set(in_use / blocks if blocks else 0.0)
-        pools = [engine.scheduler.kv.pool for engine in engines]
-        for state in ("free", "cached", "in_use"):
-            metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
-        used = sum(pool.host.num_used for pool in pools)
-        metrics.kv_blocks("host", "cached").set(used)
-        metrics.kv_blocks("host", "free").set(sum(pool.host.num_blocks for pool in pools) - used)
-        await asyncio.sleep(_GAUGE_SECONDS)
 
 
 def calm_garbage_collector() -> None:

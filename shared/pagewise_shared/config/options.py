@@ -106,7 +106,10 @@ LendBlocks = Annotated[bool, _help("let other executors fetch blocks from this o
 Profile = Annotated[bool, _help("measure what steps and copies cost before joining, about a second")]
 Recovery = Annotated[
     Literal["auto", "swap", "recompute", "both"],
-    _help("how KV comes back from the host; auto: the way that is predicted to be the fastest"),
+    _help(
+        "how KV comes back that lies on the host or at another executor; auto: the way that is predicted to be the "
+        "fastest; swap: loaded; recompute: never loaded; both: loaded and computed at once"
+    ),
 ]
 Eviction = Annotated[
     Literal["lru", "cost"],

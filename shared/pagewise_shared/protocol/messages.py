@@ -171,9 +171,14 @@ class Copied(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin."""
+    """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
+
+    ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
+    scheduler which let it in has not been told of in an earlier life.
+    """
 
     epoch: int
+    refused: int = 0
 
 
 class Leaving(Message, frozen=True):

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
 import zmq
@@ -17,6 +18,8 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
@@ -52,9 +55,21 @@ TOKENIZER = Tokenizer.load(resolve_model("pagewise-demo"))
 class Stack:
     """A fleet and a router, and what a test wants to know of them."""
 
-    def __init__(self, path: Path, patience: float = 5.0, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        patience: float = 5.0,
+        keys: Keys | None = None,
+        *,
+        routing: RoutingName = "ttft",
+        recovery: RecoveryMode = "auto",
+        executor_timeout: float = 1.0,
+        step_timeout: float = 1.5,
+    ) -> None:
         self.metrics = Metrics("m")
-        self.router = Router(TOKENIZER, self.metrics, max_waiting=8, max_waiting_tokens=1000, patience=patience)
+        self.router = Router(
+            TOKENIZER, self.metrics, max_waiting=8, max_waiting_tokens=1000, patience=patience, routing=routing
+        )
         self.fleet = Fleet(
             f"ipc://{path}/wire",
             self.router,
@@ -62,13 +77,19 @@ class Stack:
             max_num_seqs=4,
             max_num_batched_tokens=64,
             max_model_len=None,
-            executor_timeout=1.0,
-            step_timeout=1.5,
+            executor_timeout=executor_timeout,
+            step_timeout=step_timeout,
+            recovery=recovery,
             keys=keys,
         )
 
     def dropped(self, reason: str) -> float:
         return float(self.metrics.frames_dropped(reason)._value.get())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one series; NaN: there is none."""
+        value = self.metrics.registry.get_sample_value(f"pagewise_{name}", {"model_name": "m"} | labels)
+        return float("nan") if value is None else value
 
     async def ready(self, count: int) -> None:
         async with asyncio.timeout(10):
@@ -93,8 +114,8 @@ class Stack:
 
 
 @asynccontextmanager
-async def running(path: Path, patience: float = 5.0, keys: Keys | None = None) -> AsyncIterator[Stack]:
-    stack = Stack(path, patience, keys)
+async def running(path: Path, patience: float = 5.0, keys: Keys | None = None, **options: Any) -> AsyncIterator[Stack]:
+    stack = Stack(path, patience, keys, **options)
     tasks = [asyncio.create_task(stack.fleet.run()), asyncio.create_task(stack.router.run())]
     try:
         yield stack

@@ -140,6 +140,20 @@ async def test_an_executor_with_keys_tells_nothing_to_a_scheduler_without(
                 await asyncio.sleep(0.02)
 
 
+async def test_connections_that_an_executor_refused_are_counted_and_lies_about_them_bounded(tmp_path: Path) -> None:
+    async with running(tmp_path, executor_timeout=20.0) as stack:
+        raw = RawExecutor(tmp_path)
+        epoch = await joined(raw)
+        for told, counted in ((0, 0), (3, 3), (3, 3), (-5, 3), (1, 3), (5, 5), (2**62, 1005), (2**62, 1005), (0, 1005)):
+            await raw.send(Heartbeat(epoch, told))
+            assert await raw.receive() == HeartbeatAck(epoch)
+            assert refused(stack, "unknown_key_blocks") == counted
+        await raw.send(Heartbeat(epoch - 1, 2**63))
+        assert await raw.receive() == HeartbeatAck(epoch)
+        assert refused(stack, "unknown_key_blocks") == 1005, "of an earlier life"
+        raw.close()
+
+
 # ---- replays, names, identities ------------------------------------------------------------------------
 
 

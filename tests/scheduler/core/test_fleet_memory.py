@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
@@ -68,6 +69,8 @@ def test_what_another_executor_holds_is_fetched() -> None:
     again = serve(borrower, prompt)
     assert borrower.executor.num_fetched == 12
     assert again.num_peer_tokens == again.num_cached_tokens == 48
+    (began,) = request_report(again, borrower.scheduler, 0.0, 10).sequences[0].history
+    assert (began.method, began.device_tokens, began.host_tokens, began.peer_tokens) == ("load", 0, 0, 48)
     assert borrower.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
     assert lender.executor.num_computed == computed
     assert lender.scheduler.kv.pool.num_lent == 0

@@ -112,7 +112,13 @@ class Engine(Actor[EngineMessage]):
     """
 
     def __init__(
-        self, executor_id: str, scheduler: Scheduler, link: ExecutorLink, sink: RequestSink, metrics: Metrics
+        self,
+        executor_id: str,
+        scheduler: Scheduler,
+        link: ExecutorLink,
+        sink: RequestSink,
+        metrics: Metrics,
+        bytes_per_block: int = 0,
     ) -> None:
         super().__init__(f"engine {executor_id}")
         self.executor_id = executor_id
@@ -126,7 +132,7 @@ class Engine(Actor[EngineMessage]):
         self._live: dict[str, LiveRequest] = {}
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._complaints = BoundedLog(log)
-        self._watch = MemoryWatch(executor_id, scheduler, metrics)
+        self._watch = MemoryWatch(executor_id, scheduler, metrics, bytes_per_block)
         self._lost: str | None = None
         self._leaving = False
         self.moved: list[LiveRequest] | None = None

@@ -7,6 +7,8 @@ import msgspec
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Hello
 
+from pagewise_scheduler.core.recovery.cost_model import Costs
+
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""
 MAX_FLEET_BLOCKS = 1 << 25
@@ -20,6 +22,8 @@ _MAX_INT64 = (1 << 63) - 1
 
 _AGAIN_SECONDS = 1.0
 _BURST, _PER_SECOND = 256.0, 32.0
+_FETCH_BYTES_PER_SECOND = 1e9
+"""What fetching from a peer is taken to reach until it has been tried."""
 
 
 class Entry:
@@ -100,3 +104,11 @@ def _unusable(hello: Hello) -> str | None:
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         return "its measured costs are no times"
     return None
+
+
+def costs_of(hello: Hello) -> Costs | None:
+    """What the executor has measured, in seconds."""
+    if hello.costs is None:
+        return None
+    measured = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
+    return Costs(**measured, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from itertools import count
 
-import msgspec
 import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections, HandshakeFailure
@@ -33,27 +32,28 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.engine import HEARTBEAT_MS, CopiesLate, Engine, Lost
-from pagewise_scheduler.actors.entry import Entry
+from pagewise_scheduler.actors.entry import Entry, costs_of
 from pagewise_scheduler.actors.lending import Lending
 from pagewise_scheduler.actors.live_request import clock
 from pagewise_scheduler.actors.router import Joined, Left, Router
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
-from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
+from pagewise_scheduler.core.recovery.cost_model import Eviction
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
-from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _MOST_PATIENCE, _SHARE_OF_PATIENCE = 600.0, 0.9
 """Seconds that draining may take at most, and how much of what an executor grants is used."""
-_FETCH_BYTES_PER_SECOND = 1e9
-"""What fetching from a peer is taken to reach until it has been tried."""
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
+
+_MOST_REFUSED = 1000
+"""Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
 
 _QUEUED_FRAMES = 64
 _FRAMES_AT_ONCE = 16
@@ -61,7 +61,10 @@ _FRAMES_AT_ONCE = 16
 
 @dataclass(slots=True)
 class Member:
-    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``."""
+    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``.
+
+    ``refused``: connections to its block socket that it has refused.
+    """
 
     hello: Hello
     engine: Engine
@@ -69,6 +72,7 @@ class Member:
     joined: float
     last_seen: float
     leaving: bool = False
+    refused: int = 0
 
 
 @dataclass(slots=True)
@@ -203,7 +207,9 @@ class Fleet:
             case StepResult() | Copied():
                 if message.epoch == member.engine.scheduler.epoch:
                     self._pass_on(identity, member, message)
-            case Heartbeat():
+            case Heartbeat(epoch=epoch, refused=refused):
+                if epoch == member.engine.scheduler.epoch:
+                    self._count_refused(member, refused)
                 await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
             case Leaving(patience_ms=patience):
                 if not member.leaving:
@@ -214,6 +220,12 @@ class Fleet:
                     tasks.create_task(self._drain(identity, member.engine, seconds), name="drain")
             case Goodbye(reason=reason):
                 self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})", died=False)
+
+    def _count_refused(self, member: Member, refused: int) -> None:
+        if refused > member.refused:
+            more = min(refused - member.refused, _MOST_REFUSED)
+            self._metrics.connections_refused("unknown_key_blocks").inc(more)
+            member.refused = refused
 
     async def _drain(self, identity: bytes, engine: Engine, seconds: float) -> None:
         """Drain an executor; if that fails, it is told to go at once."""
@@ -266,13 +278,13 @@ class Fleet:
             ),
             epoch=link.next_epoch(),
             num_host_blocks=hello.num_host_blocks,
-            costs=_costs(hello),
+            costs=costs_of(hello),
             recovery=self._recovery,
             eviction=self._eviction,
             max_model_len=limit,
             virtual_tokens=self._virtual_tokens,
         )
-        engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics)
+        engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics, hello.bytes_per_block)
         self._lending.begin(hello, engine, key)
         now = clock()
         self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
@@ -328,7 +340,7 @@ class Fleet:
         engines = [member.engine for member in self._members.values() if not member.leaving]
         return [engine for engine in engines if engine is not leaving and not engine.ended]
 
-    def _drop(self, identity: bytes, reason: str, detail: str) -> None:
+    def _drop(self, identity: bytes, reason: Drop, detail: str) -> None:
         self._metrics.frames_dropped(reason).inc()
         seen = self._bad_frames.get(identity, 0) + 1
         if len(self._bad_frames) > 10_000:  # identities are the sender's choice: keep the table bounded
@@ -377,11 +389,3 @@ class Fleet:
 
     async def _send(self, identity: bytes, message: Message) -> bool:
         return await _Link(self._socket, identity, self._epochs).send(encode(message))
-
-
-def _costs(hello: Hello) -> Costs | None:
-    """What the executor has measured, in seconds."""
-    if hello.costs is None:
-        return None
-    measured = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
-    return Costs(**measured, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)

@@ -13,11 +13,13 @@ log = logging.getLogger(__name__)
 class MemoryWatch:
     """Looks at one scheduler after each round of messages, and reports what is new."""
 
-    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics) -> None:
+    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id
         self._scheduler = scheduler
         self._metrics = metrics
+        self._bytes_per_block = bytes_per_block
         self._seen = (0, 0, 0)
+        self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
 
@@ -40,23 +42,28 @@ class MemoryWatch:
                         self._executor_id,
                         value - counted[name],
                     )
+                if name == "fetched":
+                    metrics.block_transfer_bytes.inc((value - counted[name]) * self._bytes_per_block)
                 metric.inc(value - counted[name])
                 counted[name] = value
+        if (seconds := scheduler.recoveries.fetch_seconds) != self._fetch_seconds:
+            metrics.block_transfer_seconds.inc(seconds - self._fetch_seconds)
+            self._fetch_seconds = seconds
         reports = scheduler.recoveries.reports
         while reports:
             self._report_recovery(reports.popleft())
 
     def _report_recovery(self, recovery: Recovery) -> None:
-        metrics, method = self._metrics, recovery.method
-        metrics.recoveries(method).inc()
+        metrics, method, origin = self._metrics, recovery.method, recovery.origin
+        metrics.recoveries(method, origin).inc()
         metrics.cached_tokens("device").inc(recovery.device_tokens)
         if recovery.loaded_tokens:
-            metrics.cached_tokens("peer" if recovery.source.peer else "host").inc(recovery.loaded_tokens)
+            metrics.cached_tokens(origin).inc(recovery.loaded_tokens)
         estimate = recovery.estimate
         if estimate is not None:
             log.debug(
                 "%s: request %s: %s after %d tokens on the device; predicted load %.4f s, recompute %.4f s, "
-                "both %.4f s; took %.4f s, %d tokens loaded",
+                "both %.4f s; took %.4f s, %d tokens loaded from the %s",
                 self._executor_id,
                 recovery.sequence.request.request_id,
                 method,
@@ -66,6 +73,7 @@ class MemoryWatch:
                 estimate.both,
                 recovery.ended - recovery.began,
                 recovery.loaded_tokens,
+                origin,
             )
         if estimate is not None and not isnan(recovery.ended):
-            metrics.recovery_seconds(method, recovery.predicted, recovery.ended - recovery.began)
+            metrics.recovery_seconds(method, origin, recovery.predicted, recovery.ended - recovery.began)

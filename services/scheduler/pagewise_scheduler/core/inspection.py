@@ -7,19 +7,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
+from pagewise_scheduler.core.recovery.cost_model import CostModel, Link
 from pagewise_scheduler.core.recovery.ways import Recovery
 from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
 class DeviceReport(Struct):
-    """Blocks of the device by state. ``retiring``: references that end when a step in flight returns."""
+    """Blocks of the device by state. ``retiring``: references that end when a step in flight returns.
+
+    ``lent``: references of other executors, which read the blocks; they are in use meanwhile.
+    """
 
     num_blocks: int
     free: int
     cached: int
     in_use: int
     retiring: int
+    lent: int
 
 
 class HostReport(Struct):
@@ -29,6 +34,21 @@ class HostReport(Struct):
     used: int
     storing: int
     loading: int
+
+
+class LinkReport(Struct):
+    """What the cost model believes of fetching from ``peer``, an executor's block endpoint; as in ``CostReport``.
+
+    ``loading``: blocks asked for that have not arrived. ``rests``: choices for which it is left alone after a failure.
+    """
+
+    peer: str
+    setup: float
+    block: float
+    wait: float
+    error: float
+    loading: int
+    rests: int
 
 
 class CostReport(Struct):
@@ -43,6 +63,7 @@ class CostReport(Struct):
     load_wait: float
     prefill_error: float
     load_error: float
+    peers: list[LinkReport]
 
 
 class BlockReport(Struct, omit_defaults=True):
@@ -61,8 +82,8 @@ class BlockReport(Struct, omit_defaults=True):
 class EventReport(Struct, omit_defaults=True):
     """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
 
-    Kinds: "started" and "resumed" (``method`` says how it got its KV), "preempted" (``reason`` says for what;
-    ``blocks`` it let go, ``freed`` of them that nobody else held).
+    Kinds: "started" and "resumed" (``method`` says how it got its KV, and its tokens by where they were), "preempted"
+    (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
     """
 
     seconds_ago: float
@@ -71,6 +92,7 @@ class EventReport(Struct, omit_defaults=True):
     reason: str | None = None
     device_tokens: int | None = None
     host_tokens: int | None = None
+    peer_tokens: int | None = None
     blocks: int | None = None
     freed: int | None = None
     predicted_seconds: dict[str, float] | None = None
@@ -124,9 +146,13 @@ class RunReport(Struct):
 
 
 class MemoryReport(Struct):
-    """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for."""
+    """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for.
+
+    ``block_endpoint``: what it is called where others fetch from it; empty: it lends nothing.
+    """
 
     executor_id: str
+    block_endpoint: str
     block_size: int
     device: DeviceReport
     host: HostReport
@@ -153,16 +179,17 @@ class _Room:
 
 
 def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int) -> MemoryReport:
-    """At most ``limit`` requests, sequences, blocks and events of them, and runs of the tree."""
+    """At most ``limit`` requests, sequences, blocks and events of them, runs of the tree, and links."""
     kv, pool, costs = scheduler.kv, scheduler.kv.pool, scheduler.costs
     requests, room = scheduler.requests, _Room(limit)
     tree = _runs(scheduler, limit)
-    step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
-    setup, block = (1e6 * constant for constant in costs.load.constants)
     return MemoryReport(
         executor_id=executor_id,
+        block_endpoint=scheduler.recoveries.endpoint,
         block_size=kv.block_size,
-        device=DeviceReport(pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring),
+        device=DeviceReport(
+            pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_lent
+        ),
         host=HostReport(
             pool.host.num_blocks, pool.host.num_used, pool.host.num_storing, scheduler.recoveries.num_loading
         ),
@@ -171,14 +198,34 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         steps_in_flight=scheduler.num_in_flight,
         preemptions=scheduler.num_preemptions,
         counters={name: getattr(pool.counters, name) for name in pool.counters.__slots__},
-        costs=CostReport(
-            step, token, attention, context, setup, block, 1e6 * costs.load.wait, costs.prefill.error, costs.load.error
-        ),
+        costs=_cost_report(costs, limit),
         requests=[_request_report(request, scheduler, now, room) for request in requests[:limit]],
         tree_blocks=pool.tree.num_blocks,
         tree=tree[:limit],
-        truncated=room.cut or len(requests) > limit or len(tree) > limit,
+        truncated=room.cut or max(len(requests), len(tree), len(costs.peers)) > limit,
     )
+
+
+def _cost_report(costs: CostModel, limit: int) -> CostReport:
+    step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
+    load = _link_report("", costs.load)
+    return CostReport(
+        step=step,
+        token=token,
+        attention=attention,
+        context=context,
+        load_setup=load.setup,
+        load_block=load.block,
+        load_wait=load.wait,
+        prefill_error=costs.prefill.error,
+        load_error=load.error,
+        peers=[_link_report(peer, link) for peer, link in islice(costs.peers.items(), limit)],
+    )
+
+
+def _link_report(peer: str, link: Link) -> LinkReport:
+    setup, block = (1e6 * constant for constant in link.constants)
+    return LinkReport(peer, setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests)
 
 
 def request_report(request: Request, scheduler: Scheduler, now: float, limit: int) -> RequestReport:
@@ -259,7 +306,8 @@ def _event(event: object, now: float) -> EventReport:
         "resumed" if event.resumed else "started",
         method=event.method,
         device_tokens=event.device_tokens,
-        host_tokens=event.loaded_tokens,
+        host_tokens=event.loaded_tokens if event.origin == "host" else 0,
+        peer_tokens=event.loaded_tokens if event.origin == "peer" else 0,
     )
     if event.estimate is not None:
         estimate = event.estimate

@@ -1,4 +1,4 @@
-"""What it costs to get KV back: by computing it again, by loading it from the host, or by both at once.
+"""What it costs to get KV back: by computing it again, by loading it from the host or a peer, or by both at once.
 
 All times are in seconds. The constants start from what the executor measured when it started, and follow what every
 step and every transfer really took.
@@ -149,11 +149,11 @@ class CostModel:
     """Predicts, and learns from what it really took.
 
     ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load``: the link to
-    the host; ``link`` gives those to peers. ``both_bias``: how much longer recovering from both ends takes than the two
-    by themselves would.
+    the host; ``peers``: those to peers by endpoint, made when ``link`` is asked. ``both_bias``: how much longer
+    recovering from both ends takes than the two by themselves would.
     """
 
-    __slots__ = ("_chunk", "_first_fetch", "_peers", "block_size", "both_bias", "load", "prefill", "store")
+    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "load", "peers", "prefill", "store")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
         self.block_size = block_size
@@ -162,7 +162,7 @@ class CostModel:
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
         self._first_fetch = costs.fetch_setup, costs.fetch_block
         self.load = Link(costs.load_setup, costs.load_block)
-        self._peers: dict[str, Link] = {}
+        self.peers: dict[str, Link] = {}
         self.both_bias = 1.0
         self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
 
@@ -181,14 +181,14 @@ class CostModel:
         """The link to a peer, "" for the host."""
         if not peer:
             return self.load
-        found = self._peers.get(peer)
+        found = self.peers.get(peer)
         if found is None:
-            found = self._peers[peer] = Link(*self._first_fetch)
+            found = self.peers[peer] = Link(*self._first_fetch)
         return found
 
     def forget_link(self, peer: str) -> None:
         """The peer is gone for good."""
-        self._peers.pop(peer, None)
+        self.peers.pop(peer, None)
 
     def load_waited(self, link: Link, seconds: float) -> None:
         """A load has taken so much longer than its link."""

@@ -28,7 +28,7 @@ class Recoveries:
 
     ``reports``: recoveries that have ended or needed nothing, for whoever logs and counts them. ``directory``: what
     other executors hold, None: there are none; ``endpoint``: the own one there. ``cancelled``: fetches, as (step,
-    endpoint), that nobody waits for any more, for whoever tells the executor.
+    endpoint), that nobody waits for any more, for whoever tells the executor. ``fetch_seconds``: what all took.
     """
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, mode: RecoveryMode = "auto") -> None:
@@ -37,6 +37,7 @@ class Recoveries:
         self.directory: Directory | None = None
         self.endpoint = ""
         self.cancelled: list[tuple[int, str]] = []
+        self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self._kv = kv
         kv.pool.host.worth_keeping = self.worth_keeping
@@ -282,6 +283,8 @@ class Recoveries:
         wrong, failed = set(bad), []
         self._end(transfer)
         counters, from_peer = self._kv.pool.counters, bool(key[1])
+        if from_peer:
+            self.fetch_seconds += seconds
         if not wrong:
             transfer.link.observe(seconds, 1, transfer.num_blocks)
         for recovery, places, blocks in transfer.parts:

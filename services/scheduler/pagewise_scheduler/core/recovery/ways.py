@@ -12,6 +12,7 @@ from pagewise_scheduler.core.scheduling.request import Sequence
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
+Origin = Literal["device", "host", "peer"]
 
 
 class Asked(NamedTuple):
@@ -82,6 +83,16 @@ class Recovery:
     def method(self) -> Method:
         """What was chosen."""
         return self.way.method
+
+    @property
+    def origin(self) -> Origin:
+        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again.
+
+        "device": nothing of it was known to lie elsewhere.
+        """
+        if self.way.source is None:
+            return "device"
+        return "peer" if self.way.source.peer else "host"
 
     @property
     def estimate(self) -> Estimate | None:

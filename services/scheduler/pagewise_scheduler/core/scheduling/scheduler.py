@@ -29,8 +29,8 @@ class Scheduler:
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last.
 
     ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
-    ``recovery``: how KV comes back from the host. ``kv``: another memory manager, for comparison. ``virtual_tokens``:
-    what keys have been served, by other schedulers too.
+    ``recovery``: how KV comes back from the host and from peers. ``kv``: another memory manager, for comparison.
+    ``virtual_tokens``: what keys have been served, by other schedulers too.
     """
 
     def __init__(

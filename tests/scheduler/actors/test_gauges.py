@@ -1,0 +1,74 @@
+"""What is told of each executor, and that telling it cannot end the service."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from pagewise_scheduler.actors import gauges
+from pagewise_scheduler.actors.gauges import keep_gauges_fresh, refresh_gauges
+
+from tests.scheduler.actors.test_fleet import Stack, executor, running
+
+PER_EXECUTOR = ("requests_running", "requests_waiting", "kv_cache_usage_perc")
+
+
+def gauge(stack: Stack, name: str, executor_id: str, **labels: str) -> float:
+    refresh_gauges(stack.router, stack.metrics)
+    return stack.metric("executor_" + name, executor=executor_id, **labels)
+
+
+async def test_each_executor_has_its_gauges_while_it_is_there(tmp_path: Path) -> None:
+    async with running(tmp_path, routing="round-robin", executor_timeout=20.0, step_timeout=20.0) as stack:
+        async with executor(tmp_path, "busy", step_seconds=0.05):
+            await stack.ready(1)
+            serving = [asyncio.create_task(stack.generate([number, 2, 3, 4], 30)) for number in range(6)]
+            async with asyncio.timeout(5):
+                while gauge(stack, "requests_running", "busy") < 4:
+                    await asyncio.sleep(0.01)
+            async with executor(tmp_path, "idle"):
+                await stack.ready(2)
+                assert gauge(stack, "requests_waiting", "busy") == 2
+                assert 0 < gauge(stack, "kv_cache_usage_perc", "busy") < 1
+                assert [gauge(stack, name, "idle") for name in PER_EXECUTOR] == [0, 0, 0]
+                assert gauge(stack, "kv_blocks", "idle", state="free") == 64
+            await stack.ready(1)
+            refresh_gauges(stack.router, stack.metrics)
+            assert b'"idle"' not in stack.metrics.render()
+            await asyncio.gather(*serving)
+            in_use, cached, free = (
+                gauge(stack, "kv_blocks", "busy", state=state) for state in ("in_use", "cached", "free")
+            )
+            assert in_use + cached + free == 64
+        await stack.ready(0)
+        refresh_gauges(stack.router, stack.metrics)
+        assert b"executor=" not in stack.metrics.render()
+
+
+async def test_two_of_one_name_are_added_up(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "twin"), executor(tmp_path, "twin"):
+        await stack.ready(2)
+        assert gauge(stack, "kv_blocks", "twin", state="free") == 128
+        assert gauge(stack, "kv_cache_usage_perc", "twin") == 0
+
+
+async def test_a_gauge_that_fails_is_logged_and_counted_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gauges, "_SECONDS", 0.01)
+    async with running(tmp_path) as stack:
+        with monkeypatch.context() as broken:
+            broken.setattr(type(stack.router), "waiting", property(lambda router: 1 / 0))
+            refreshing = asyncio.create_task(keep_gauges_fresh(stack.router, stack.metrics))
+            async with asyncio.timeout(5):
+                while stack.metric("refresh_errors_total") < 8:
+                    await asyncio.sleep(0.01)
+        assert "ZeroDivisionError" in caplog.text
+        assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 5, "no flood"
+        stack.metrics.num_requests_waiting.set(7)
+        async with asyncio.timeout(5):
+            while stack.metric("num_requests_waiting") != 0:
+                await asyncio.sleep(0.01)
+        refreshing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await refreshing
