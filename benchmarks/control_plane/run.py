@@ -23,7 +23,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rows = []
     for num_seqs in (64, 256, 1024):
