@@ -1,5 +1,6 @@
 """What every result file says beside its numbers: the commit, the command and the machine."""
 
+import argparse
 import json
 import os
 import platform
@@ -8,20 +9,46 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def record_file(name: str) -> str:
+    """What ``--json`` may name. The results that are kept belong to a commit, which is looked at before the run: with
+    changes that are not committed, the numbers go to a file elsewhere.
+
+    Raises:
+        argparse.ArgumentTypeError: the file is one of those, and there are such changes.
+    """
+    if Path(name).resolve().is_relative_to(_ROOT / "benchmarks" / "results") and _is_changed():
+        raise argparse.ArgumentTypeError("results are of a commit, and there are changes: commit, or write elsewhere")
+    return name
+
 
 def write_record(path: str, numbers: dict[str, Any], **machine: str | int) -> None:
     """Write ``numbers`` to a JSON file. ``machine``: what else to say of it, the device for instance."""
-    commit = _output("git", "rev-parse", "--short", "HEAD") or "unknown"
-    if _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs"):
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD") or "unknown"
+    if _is_changed():
         commit += "+changes"
-    module = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1]).with_suffix("")
+    module = Path(sys.argv[0]).resolve().relative_to(_ROOT).with_suffix("")
     record = {
         "commit": commit,
-        "command": " ".join(["python -m", ".".join(module.parts), *sys.argv[1:]]),
+        "command": " ".join(["python -m", ".".join(module.parts), *map(_shown, sys.argv[1:])]),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **machine},
         **numbers,
     }
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _is_changed() -> bool:
+    """Whether what runs differs from the commit. Results and documents do not run."""
+    ours = ("--", ":/", ":/!benchmarks/results", ":/!docs")
+    return bool(_output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *ours))
+
+
+def _shown(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if value.startswith("/") else value)
 
 
 def _cpu() -> str:

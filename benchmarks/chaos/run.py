@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 from tests.chaos.disturbances import Monkey
 from tests.chaos.harness import chaos
 from tests.chaos.network import namespace
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two disturbances, at least")
     parser.add_argument("--executor-timeout", type=float, default=3.0)
     parser.add_argument("--logs", type=Path, help="folder for the logs of all processes")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     options = (f"--executor-timeout={args.executor_timeout:g}", "--step-timeout=10")
     with namespace() as network, tempfile.TemporaryDirectory() as folder:

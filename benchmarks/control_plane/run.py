@@ -23,7 +23,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
@@ -84,7 +84,8 @@ def measure_memory(repeats: int) -> dict[str, float]:
         kv.free(table, None)
     for _ in range(repeats):
         began = time.perf_counter()
-        found = kv.look_up(None, prompt.tobytes(), num_tokens - 1)
+        blocks = kv.pool.tree.find(None, prompt.tobytes(), num_tokens - 1)
+        found = kv.begin_with(None, blocks, prompt[len(blocks) * BLOCK_SIZE : num_tokens - 1].tobytes())
         hits.append(time.perf_counter() - began)
         assert found.num_tokens == num_tokens - 1
         table = kv.new_table()
@@ -144,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rows = []
     for num_seqs in (64, 256, 1024):

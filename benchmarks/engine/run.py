@@ -36,7 +36,7 @@ from pagewise_shared.config import Device, ExecutorConfig
 from pagewise_shared.protocol import Welcome
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 _LLAMA = {
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", help="workloads by name, as they are printed (default: all)")
     parser.add_argument("--alone", action="store_true", help="without the others")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does everything run?")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.smoke:

@@ -17,7 +17,7 @@ from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import replay_cache_only
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "mooncake_synthetic_trace.jsonl.gz"
 Policy = Literal["lru", "cost", "belady"]
@@ -44,7 +44,7 @@ def hit_rate(trace: list[TraceRequest], tokens: int, policy: Policy) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.5, 1, 3, 10], help="tokens the cache holds")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
     trace = read_trace(TRACE)

@@ -18,7 +18,7 @@ from benchmarks.kernels.attention import cascade, decode, prefill
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.elementwise import elementwise, inputs, linears
 from benchmarks.kernels.sampling import sampling
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 
 def groups() -> Iterator[tuple[str, Callable[[Bench], None]]]:
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="groups or cases whose name contains this")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, once: does everything run?")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.smoke:

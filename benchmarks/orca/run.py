@@ -18,7 +18,7 @@ from pagewise_scheduler.replay.reserving import Reservation, ReservingKVManager,
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 NUM_SLOTS = 15_700
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=20.0, help="arrivals per second: more than anybody can serve")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
     everyone = read_trace(TRACE, rate=args.rate)

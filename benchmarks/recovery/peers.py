@@ -20,7 +20,7 @@ from pagewise_executor.block_store import BlockStore
 from pagewise_executor.peers import Peers
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import MODES, Bench, build_model
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     print(f"{'tokens':>8}" + "".join(f"{mode + ' ms':>14}" for mode in MODES) + f"{'auto chose':>12}{'auto/best':>11}")

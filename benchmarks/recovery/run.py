@@ -28,7 +28,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Copied, Welcome
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 MODES: tuple[RecoveryMode, ...] = ("swap", "recompute", "both", "auto")
 BUDGET = 2048
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt that comes back")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--links", type=float, nargs="+", default=[0.03, 0.1, 0.2, 0.3, 0.5, 1, 3, 10], help="GB/s")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 PROMPT_TOKENS, SYSTEM_TOKENS, BLOCK_SIZE = 8192, 2048, 16
 SAMPLING = SamplingParams(temperature=0)
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--executors", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"{'':>14}{'executors':>11}{'new':>9}{'shared':>9}   µs of CPU time per placement")

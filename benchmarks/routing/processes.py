@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 POLICIES = ("ttft", "round-robin")
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=512, help="of 16 tokens, for each executor")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="one round of a few sessions on two executors")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     shape, executors, rounds = Shape(), args.executors, args.rounds
     if args.smoke:

@@ -25,7 +25,7 @@ from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import read_trace
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 TRACES = Path(__file__).parents[1] / "traces"
 SYNTHETIC = "mooncake_synthetic_trace.jsonl.gz"
@@ -145,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="the first 200 requests only: does it work")
     parser.add_argument("--jobs", type=int, default=1, help="replays at once")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 from benchmarks.scaling.load import Load
 
 _TOKENS, _STEPS = "pagewise_generation_tokens_total", "pagewise_iteration_tokens_count"
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of a window")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="small and short: does everything run?")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     if args.smoke:
         args.executors, args.streams, args.step, args.seconds, args.windows = [1, 2], 4, 0.01, 0.5, 1

@@ -29,7 +29,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 VOCAB_SIZE = 4096  # that of the demo tokenizer, so that every token has text and streams at once
 
@@ -335,7 +335,7 @@ def main() -> None:
         default=["pagewise", "generate", "generate_batch"],
         choices=["pagewise", "generate", "generate_batch"],
     )
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

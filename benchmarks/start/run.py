@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def scheduler_memory(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rounds = [one_start() for _ in range(args.rounds)]
     medians = {key: round(statistics.median(r[key] for r in rounds), 2) for key in rounds[0]}

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 ROOT = Path(__file__).parents[2]
 CONNECTING = 200
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--executors", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
     parser.add_argument("--smoke", action="store_true", help="a few streams, to see that it works")
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     load = Load([20], 2, 8, rows=64) if args.smoke else Load(args.streams, args.executors, args.tokens)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -16,7 +16,7 @@ from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 
-from benchmarks.record import write_record
+from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 BLOCK_SIZE = 16
@@ -48,7 +48,7 @@ def serve(trace: list[TraceRequest], pool_tokens: int, host_tokens: int, recover
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--json", help="file to write the numbers to")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     trace = read_trace(TRACE, limit=args.requests)
     for request in trace:

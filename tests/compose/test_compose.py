@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,8 +40,19 @@ class Stack:
         self.name = f"pagewise-test-{os.getpid()}"
 
     def compose(self, *arguments: str) -> str:
-        environ = {"PAGEWISE_HTTP_PORT": str(self.port), "PAGEWISE_KV_MEMORY": "64MiB"}
+        environ = {
+            "PAGEWISE_HTTP_PORT": str(self.port),
+            "PAGEWISE_KV_MEMORY": "8MiB",
+            "PAGEWISE_HOST_MEMORY": "32MiB",
+            "PAGEWISE_RECOVERY": "swap",
+        }
         return run("docker", "compose", "-p", self.name, *arguments, environ=environ)
+
+    def metric(self, name: str) -> float:
+        """The sum of the samples that begin so."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"pagewise_{name}"))
 
     def executors_ready(self) -> int:
         try:
@@ -88,11 +100,12 @@ def stack() -> Iterator[Stack]:
         stack.compose("down", "--volumes", "--rmi", "local", "--timeout", "20")
 
 
-def kill_process(container: str) -> None:
+def kill_processes(*containers: str) -> None:
     """SIGKILL from outside: `docker kill` would count as stopped on purpose, and inside, process 1 is immune."""
-    code = f"import os; os.kill({inspect(container, '{{.State.Pid}}')}, 9)"
+    pids = ", ".join(inspect(container, "{{.State.Pid}}") for container in containers)
+    code = f"import os; [os.kill(pid, 9) for pid in ({pids},)]"
     options = ["--rm", "--pid=host", "--user=0", "--entrypoint=python"]
-    run("docker", "run", *options, inspect(container, "{{.Image}}"), "-c", code)
+    run("docker", "run", *options, inspect(containers[0], "{{.Image}}"), "-c", code)
 
 
 def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
@@ -103,13 +116,31 @@ def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_r
         expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
         assert all(expected)
         streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
-        kill_process(victim)
+        kill_processes(victim)
         assert not all(stream.done() for stream in streams), "too fast: nothing ran when the executor was killed"
         assert [stream.result() for stream in streams] == expected
     deadline = time.monotonic() + 60
     while inspect(victim, "{{.RestartCount}}") == "0":
         assert time.monotonic() < deadline, "the executor was not started again"
         time.sleep(0.2)
+    stack.wait_for_executors(3)
+
+
+def test_executors_that_are_killed_at_once_find_what_they_had_in_host_memory(stack: Stack) -> None:
+    def num_takeovers() -> int:
+        return stack.compose("logs", "executor").count("blocks in /host-memory/pagewise-10001-")
+
+    deadline = time.monotonic() + 300
+    with ThreadPoolExecutor(6) as pool:
+        while stack.metric('kv_block_events_total{event="demoted"') < 100:
+            assert time.monotonic() < deadline, "nothing went to the host"
+            prompts = [str(uuid.uuid4()) * 30 for _ in range(6)]
+            assert all(pool.map(lambda prompt: stack.stream(prompt, 20), prompts))
+    before = num_takeovers()
+    kill_processes(*stack.compose("ps", "--quiet", "executor").split())
+    while num_takeovers() == before:
+        assert time.monotonic() < deadline, "nobody took over what those that were killed had left"
+        time.sleep(0.5)
     stack.wait_for_executors(3)
 
 
@@ -140,9 +171,7 @@ def test_an_executor_without_a_key_is_refused(stack: Stack) -> None:
     plain = ["-e", "PAGEWISE_KEYS=", "-e", "PAGEWISE_PLAINTEXT=1", "executor", "pagewise-executor", "--simulate"]
     with pytest.raises(AssertionError, match="asks for a key and there is none"):
         stack.compose("run", "--rm", "-T", "--no-deps", *plain)
-    with urllib.request.urlopen(f"http://127.0.0.1:{stack.port}/metrics", timeout=5) as answer:
-        lines = [line for line in answer.read().decode().splitlines() if "connections_refused_total{" in line]
-    assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) >= 1
+    assert stack.metric("connections_refused_total{") >= 1
 
 
 def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:

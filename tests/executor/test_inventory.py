@@ -162,7 +162,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     if spoiled:
         assert runner._host is not None
         for block in host.values():
-            runner._host.spoil(block)
+            runner._host.memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
     scheduler.kv.expect(device, host)
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))

@@ -1,5 +1,6 @@
 """Blocks that one executor computed and another fetched give the tokens that transformers gives."""
 
+import contextlib
 import random
 import threading
 import time
@@ -109,13 +110,22 @@ def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
 
 
 class Exchange:
-    """Two pools of 64 blocks and the way between them. ``done``: what was reported."""
+    """Two pools of ``num_blocks`` and the way between them. ``done``: what was reported."""
 
-    def __init__(self, tmp_path: Path, lender: Keys | None = None, borrower: Keys | None = None) -> None:
-        shapes = [(2, 16)] * 2
-        self.source, self.target = (KVPool(shapes, 64, 4, torch.float32, torch.device("cpu")) for _ in range(2))
-        self.content = np.random.default_rng(1).integers(0, 256, (64, self.source.bytes_per_block), np.uint8)
-        self.source.scatter(np.arange(64, dtype=np.int32), self.content)
+    def __init__(
+        self,
+        tmp_path: Path,
+        lender: Keys | None = None,
+        borrower: Keys | None = None,
+        *,
+        num_blocks: int = 64,
+        head_size: int = 16,
+    ) -> None:
+        shapes, cpu = [(2, head_size)] * 2, torch.device("cpu")
+        self.num_blocks = num_blocks
+        self.source, self.target = (KVPool(shapes, num_blocks, 4, torch.float32, cpu) for _ in range(2))
+        self.content = np.random.default_rng(1).integers(0, 256, (num_blocks, self.source.bytes_per_block), np.uint8)
+        self.source.scatter(np.arange(num_blocks, dtype=np.int32), self.content)
         self.server = BlockServer(BlockStore(self.source, None), f"ipc://{tmp_path}/blocks", "", lender)
         self.links = PeerLinks(BlockStore(self.target, None), borrower)
         self.done: list[Copied] = []
@@ -127,7 +137,7 @@ class Exchange:
         self.reported.set()
 
     def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "", key: str = "") -> None:
-        triples = [value for block in blocks for value in (0, block, 63 - block)]
+        triples = [value for block in blocks for value in (0, block, self.num_blocks - 1 - block)]
         plan = StepPlan(epoch=1, step=step)
         self.links.fetch(plan, Fetch(peer or self.server.endpoint, epoch, 3, pack_int32s(triples), key))
 
@@ -136,13 +146,15 @@ class Exchange:
         self.reported.clear()
         return self.done[-1]
 
+    def close(self) -> None:
+        self.server.close()
+        self.links.close()
+
 
 @pytest.fixture
 def exchange(tmp_path: Path) -> Iterator[Exchange]:
-    exchange = Exchange(tmp_path)
-    yield exchange
-    exchange.server.close()
-    exchange.links.close()
+    with contextlib.closing(Exchange(tmp_path)) as exchange:
+        yield exchange
 
 
 def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +173,113 @@ def test_a_lender_answers_when_it_has_begun_the_step(exchange: Exchange) -> None
     assert not exchange.reported.wait(0.3)
     exchange.server.begun(7, 3)
     assert exchange.wait().bad == b""
+
+
+class Asker:
+    """An executor that asks the lender of an exchange, frame by frame."""
+
+    def __init__(self, exchange: Exchange, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(exchange.server.endpoint)
+
+    def ask(self, number: int, *, step: int, block: int = 1) -> None:
+        self.socket.send(encode(ReadBlocks(number, 7, step, pack_int32s([0, block]))))
+
+    def answer(self, seconds: float = 20.0) -> tuple[int, str] | None:
+        """Number and error of the next answer."""
+        if not self.socket.poll(1000 * seconds):
+            return None
+        answer = decode_from_peer(self.socket.recv_multipart()[0])
+        assert isinstance(answer, Blocks)
+        return answer.number, answer.error
+
+
+@pytest.fixture
+def askers(exchange: Exchange) -> Iterator[list[Asker]]:
+    with zmq.Context() as context:
+        askers = [Asker(exchange, context) for _ in range(2)]
+        yield askers
+        for asker in askers:
+            asker.socket.close(linger=0)
+
+
+def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
+    exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 60.0)
+    early, other = askers
+    exchange.server.begun(7, 3)
+    early.ask(1, step=4)
+    assert early.answer(0.2) is None
+    for number in range(1, 9):
+        other.ask(number, step=3)
+        assert other.answer() == (number, "")
+    early.ask(2, step=3)
+    assert early.answer() == (2, ""), "nor itself"
+    exchange.server.begun(7, 4)
+    assert early.answer() == (1, "")
+
+
+def test_requests_that_wait_for_a_step_are_bounded(
+    exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 60.0)
+    monkeypatch.setattr(peers, "_MOST_PARKED", peers._WINDOW + 1)
+    exchange.server.begun(7, 3)
+    one, other = askers
+    refused = "too many requests wait for their step"
+    for number in range(peers._WINDOW + 1):
+        one.ask(number, step=4)
+    assert one.answer() == (peers._WINDOW, refused), "its own window is full"
+    other.ask(8, step=4)
+    other.ask(9, step=4)
+    assert other.answer() == (9, refused), "there is no room for more of anybody"
+    exchange.server.begun(7, 4)
+    assert [one.answer() for _ in range(peers._WINDOW)] == [(number, "") for number in range(peers._WINDOW)]
+    assert other.answer() == (8, "")
+    one.ask(10, step=4)
+    assert one.answer() == (10, "")
+
+
+def test_answers_may_come_in_another_order(exchange: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PIECE_BYTES", exchange.source.bytes_per_block)
+    endpoint = f"ipc://{tmp_path}/another"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        peer.bind(endpoint)
+        exchange.fetch([1, 2, 3], peer=endpoint)
+        asked = [peer.recv_multipart() for _ in range(3)]
+        for identity, frame in reversed(asked):
+            request = decode_from_peer(frame)
+            assert isinstance(request, ReadBlocks)
+            content = exchange.content[unpack_int32s(request.blocks)[1]].tobytes()
+            peer.send_multipart([identity, encode(Blocks(request.number, peers.checksum(content))), content])
+        assert exchange.wait().bad == b""
+    assert (exchange.target.gather(np.array([62, 61, 60], np.int32)) == exchange.content[1:4]).all()
+
+
+def test_a_block_larger_than_a_frame_comes_in_several(tmp_path: Path) -> None:
+    with contextlib.closing(Exchange(tmp_path, num_blocks=8, head_size=40_000)) as exchange:
+        exchange.server.begun(7, 3)
+        exchange.fetch([0, 1, 2, 3, 4])
+        assert exchange.wait().bad == b""
+        assert (exchange.target.gather(np.array([7, 6, 5, 4, 3], np.int32)) == exchange.content[:5]).all()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+            asker.connect(exchange.server.endpoint)
+            asker.send(encode(ReadBlocks(1, 7, 3, pack_int32s([0, 1]))))
+            sizes = [len(frame) for frame in asker.recv_multipart()[1:]]
+    last = exchange.source.bytes_per_block - 2 * peers._FRAME_BYTES
+    assert 0 < last < peers._FRAME_BYTES
+    assert sizes == [peers._FRAME_BYTES, peers._FRAME_BYTES, last]
+
+
+def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
+    make(tmp_path, "scheduler", "lender", "borrower")
+    lender, borrower = (Keys(tmp_path, name) for name in ("lender", "borrower"))
+    with contextlib.closing(Exchange(tmp_path, lender, borrower, num_blocks=8, head_size=40_000)) as exchange:
+        exchange.server.begun(7, 3)
+        exchange.fetch([0, 1], key=lender.public.decode())
+        assert exchange.wait().bad == b""
+        assert (exchange.target.gather(np.array([7, 6], np.int32)) == exchange.content[:2]).all()
 
 
 @pytest.mark.parametrize(("blocks", "epoch"), [([1, 2], 6), ([1, 2], 8), ([1, 64], 7), ([-1], 7)])
@@ -218,15 +337,13 @@ def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(
     lender, borrower, stranger = (Keys(tmp_path, name) for name in ("lender", "borrower", "stranger"))
     public_file(tmp_path, "stranger").unlink()
     for keys, arrives in ((borrower, True), (stranger, False), (None, False)):
-        exchange = Exchange(tmp_path, lender, keys)
-        exchange.server.begun(7, 3)
-        exchange.fetch([1], key=lender.public.decode())
-        assert (exchange.wait().bad == b"") == arrives
-        exchange.server.close()
-        exchange.links.close()
+        with contextlib.closing(Exchange(tmp_path, lender, keys)) as exchange:
+            exchange.server.begun(7, 3)
+            exchange.fetch([1], key=lender.public.decode())
+            assert (exchange.wait().bad == b"") == arrives
 
 
-@pytest.mark.parametrize("spoil", ["content", "length", "number", "garbage"])
+@pytest.mark.parametrize("spoil", ["content", "length", "number", "frames", "none", "garbage"])
 def test_a_peer_that_sends_rubbish_fills_no_block(exchange: Exchange, tmp_path: Path, spoil: str) -> None:
     endpoint = f"ipc://{tmp_path}/liar"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
@@ -237,7 +354,7 @@ def test_a_peer_that_sends_rubbish_fills_no_block(exchange: Exchange, tmp_path: 
         assert isinstance(asked, ReadBlocks)
         content = bytes(exchange.source.bytes_per_block)
         header = encode(Blocks(asked.number + (spoil == "number"), peers.checksum(content) + (spoil == "content")))
-        frames = [b"?" if spoil == "garbage" else header, content[: -1 if spoil == "length" else None]]
-        liar.send_multipart([identity, *frames])
+        parts = {"length": [content[:-1]], "frames": [content[:4], content[4:]], "none": []}.get(spoil, [content])
+        liar.send_multipart([identity, b"?" if spoil == "garbage" else header, *parts])
         assert unpack_int32s(exchange.wait().bad).tolist() == [62]
         assert not exchange.target.gather(np.array([62], np.int32)).any()

@@ -149,7 +149,7 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     def store_badly(staged: object, slots: list[int], stream: object) -> None:
         store(staged, slots, stream)  # type: ignore[arg-type]
         for slot in slots[::3]:
-            host.spoil(slot)
+            host.memory.slot(slot)[0] ^= 1
 
     host._store = store_badly  # type: ignore[method-assign]
     requests = [request(prompt, 8, name=f"r{i}") for i, prompt in enumerate([*prompts, prompts[0]])]

@@ -1,5 +1,8 @@
 """Options: command line, environment, defaults, and errors that name their source."""
 
+from typing import get_type_hints
+
+import msgspec
 import pytest
 from pagewise_shared.config import (
     ExecutorConfig,
@@ -100,6 +103,22 @@ def test_every_option_has_its_place_in_the_help(
     ungrouped = capsys.readouterr().out.partition("\nmodel:\n")[0]
     assert "--help" in ungrouped
     assert ungrouped.count("--") == 1
+
+
+@pytest.mark.parametrize(("kind", "differ"), [(ExecutorConfig, set()), (SchedulerConfig, {"listen"})])
+def test_an_option_of_serve_is_the_service_s(
+    kind: type[ExecutorConfig] | type[SchedulerConfig], differ: set[str]
+) -> None:
+    of_serve, of_service = (
+        {
+            field.name: (get_type_hints(one, include_extras=True)[field.name], field.default, field.default_factory)
+            for field in msgspec.structs.fields(one)
+        }
+        for one in (ServeConfig, kind)
+    )
+    both = of_serve.keys() & of_service.keys()
+    assert len(both) > 20
+    assert {name for name in both if of_serve[name] != of_service[name]} == differ
 
 
 def test_secrets_come_from_the_environment_alone_and_stay_off_command_lines() -> None:

@@ -252,10 +252,6 @@ class HostTier:
         memory = self.memory
         return [slot for row, slot in zip(arrived, slots, strict=True) if _checksum(row) != memory.checksum(slot)]
 
-    def spoil(self, slot: int) -> None:
-        """Change one byte of a host block: for tests of checksums."""
-        self.memory.slot(slot)[0] ^= 1
-
 
 def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.

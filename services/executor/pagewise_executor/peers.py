@@ -7,40 +7,54 @@ that the link never waits, and stops asking when nobody wants the rest any more.
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
-from pagewise_executor.block_store import BlockStore
+from pagewise_executor.block_store import BlockStore, Rows
 from pagewise_executor.checksum import checksum
 from pagewise_executor.rows import Int32s
 
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**20
+_FRAME_BYTES = 2 * 2**20
+"""A block that is larger comes in several frames: ZeroMQ moves them faster than one."""
+_ENVELOPE_BYTES = 1024
+"""More than encryption adds to a frame."""
+_PLACE_BYTES = 8
 _MOST_BYTES = 64 * 2**20
 """Most that one request may ask for."""
 _WINDOW = 4
 """Pieces that are asked for at a time."""
 _BEHIND_SECONDS = 2.0
+"""How long a request waits for the step it was asked about."""
+_MOST_PARKED = 64 * _WINDOW
+"""Requests that wait so, of all who ask; of one it is the window, more than which nobody has reason to ask for."""
 _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
 _MOST_UNWANTED = 1024
+_PARKED_MS = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request of another executor, which waits there until its step has begun: until ``deadline`` at most."""
+
+    identity: bytes
+    request: ReadBlocks
+    deadline: float
 
 
 class BlockServer:
@@ -51,8 +65,7 @@ class BlockServer:
 
     def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
         self._store = store
-        self._begun = threading.Condition()
-        self._epoch = self._step = -1
+        self._begun = (-1, -1)  # epoch and step
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -86,80 +99,74 @@ class BlockServer:
 
     def begun(self, epoch: int, step: int) -> None:
         """This step has been issued, so what it stores is on its way."""
-        with self._begun:
-            self._epoch, self._step = epoch, step
-            self._begun.notify_all()
+        self._begun = epoch, step
 
     def _run(self) -> None:
+        parked: list[_Asked] = []
         while not self._closed:
-            if not self._socket.poll(_LOOK_UP_MS):
-                continue
-            identity, *frames = self._socket.recv_multipart()
-            try:
-                request = decode_from_peer(frames[-1]) if frames else None
-            except ProtocolError as error:
-                self._complaints.warning("dropped a request for blocks: %s", error)
-                continue
-            if not isinstance(request, ReadBlocks):
-                continue
-            header, content = self._answer(request)
-            parts: list[Any] = [identity, encode(header), *content]
-            with contextlib.suppress(zmq.ZMQError):  # it has gone
-                self._socket.send_multipart(parts, copy=False)
+            if self._socket.poll(_PARKED_MS if parked else _LOOK_UP_MS):
+                self._receive(parked)
+            parked = [asked for asked in parked if not self._settle(asked)]
 
-    def _answer(self, request: ReadBlocks) -> tuple[Blocks, list[Any]]:
+    def _receive(self, parked: list[_Asked]) -> None:
+        """Take in a request: into ``parked``, unless it can be refused at once."""
+        identity, *frames = self._socket.recv_multipart()
         try:
-            places = np.frombuffer(request.blocks, np.int32).reshape(-1, 2)
-        except ValueError:
-            return Blocks(request.number, error="places come in pairs of tier and block"), []
+            request = decode_from_peer(frames[-1]) if frames else None
+        except ProtocolError as error:
+            self._complaints.warning("dropped a request for blocks: %s", error)
+            return
+        if not isinstance(request, ReadBlocks):
+            return
+        refusal = self._what_is_wrong_with(request)
+        if len(parked) >= _MOST_PARKED or sum(asked.identity == identity for asked in parked) >= _WINDOW:
+            refusal = refusal or "too many requests wait for their step"
+        if refusal:
+            self._send(identity, Blocks(request.number, error=refusal))
+        else:
+            parked.append(_Asked(identity, request, time.monotonic() + _BEHIND_SECONDS))
+
+    def _what_is_wrong_with(self, request: ReadBlocks) -> str:
+        if len(request.blocks) % _PLACE_BYTES:
+            return "places come in pairs of tier and block"
+        places = _places(request)
         if not len(places) or len(places) * self._store.bytes_per_block > max(_MOST_BYTES, self._store.bytes_per_block):
-            return Blocks(request.number, error=f"{len(places)} blocks are none, or too many at once"), []
-        if not self._store.has(places):
-            return Blocks(request.number, error="there are no such blocks"), []
-        if not self._wait_for(request.epoch, request.step):
-            return Blocks(request.number, error=f"not in step {request.step} of epoch {request.epoch}"), []
+            return f"{len(places)} blocks are none, or too many at once"
+        return "" if self._store.has(places) else "there are no such blocks"
+
+    def _settle(self, asked: _Asked) -> bool:
+        """Answer a request whose step has begun, or comes too late; False: it waits on, and others are answered."""
+        request, begun = asked.request, self._begun
+        wanted = request.epoch, request.step
+        if begun < wanted and time.monotonic() < asked.deadline:
+            return False
+        if begun < wanted or begun[0] != request.epoch:
+            error = f"not in step {request.step} of epoch {request.epoch}"
+            self._send(asked.identity, Blocks(request.number, error=error))
+        else:
+            self._send(asked.identity, *self._read(request))
+        return True
+
+    def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
         try:
-            rows = self._store.read(places)
+            rows = self._store.read(_places(request))
         except Exception as error:
             log.exception("blocks could not be read for another executor")
-            return Blocks(request.number, error=str(error)[:200]), []
-        if self._epoch != request.epoch:
-            return Blocks(request.number, error="they were given up while they were read"), []
-        return Blocks(request.number, checksum(rows)), [rows.data.cast("B")]
+            return (Blocks(request.number, error=str(error)[:200]),)
+        if self._begun[0] != request.epoch:
+            return (Blocks(request.number, error="they were given up while they were read"),)
+        content = rows.data.cast("B")
+        return Blocks(request.number, checksum(rows)), *(
+            content[start : start + _FRAME_BYTES] for start in range(0, len(content), _FRAME_BYTES)
+        )
 
-    def _wait_for(self, epoch: int, step: int) -> bool:
-        with self._begun:
-            self._begun.wait_for(
-                lambda: self._epoch > epoch or (self._epoch == epoch and self._step >= step), _BEHIND_SECONDS
-            )
-            return self._epoch == epoch and self._step >= step
-
-
-def block_listener(config: ExecutorConfig) -> tuple[str, str]:
-    """Where an executor listens for others that fetch blocks, and the host name they find it under.
-
-    Next to the way to the scheduler, if nothing else is said: on the address that leads there, or in the same folder.
-    """
-    listen, host = config.block_listen, config.advertise
-    if config.scheduler.startswith("ipc:"):
-        own = f"ipc://{config.scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
-        return listen or own, host or "127.0.0.1"
-    host = host or _address_towards(config.scheduler)
-    shown = f"[{host}]" if ":" in host else host
-    return listen or f"tcp://{shown}:*", shown
+    def _send(self, identity: bytes, header: Blocks, *content: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it has gone
+            self._socket.send_multipart([identity, encode(header), *content], copy=False)
 
 
-def _address_towards(endpoint: str) -> str:
-    """The address of this machine from which a tcp endpoint is reached."""
-    url = urlsplit(endpoint)
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        log.warning("%s does not resolve yet (%s): taking this machine's own name for its address", endpoint, error)
-        return socket.gethostbyname(socket.gethostname())
+def _places(request: ReadBlocks) -> Int32s:
+    return np.frombuffer(request.blocks, np.int32).reshape(-1, 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,14 +180,6 @@ class _Job:
     blocks: Int32s
     after: Any
     cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of a job that is asked for at once."""
-
-    number: int
-    part: slice
 
 
 class PeerLinks:
@@ -300,53 +299,57 @@ class _Link:
         store, count = self.owner._store, len(job.blocks)
         per_piece = max(1, _PIECE_BYTES // max(1, store.bytes_per_block))
         waiting = deque(slice(start, min(count, start + per_piece)) for start in range(0, count, per_piece))
-        asked: deque[_Piece] = deque()
+        asked: dict[int, slice] = {}  # by the number of the request
         heard = time.monotonic()
         while waiting or asked:
             if job.cancelled:
                 return
             while waiting and len(asked) < _WINDOW:
-                asked.append(self._ask(job, waiting.popleft()))
+                part = waiting.popleft()
+                asked[self._ask(job, part)] = part
             if not self.socket.poll(_LOOK_UP_MS):
                 if time.monotonic() - heard > _SILENCE_SECONDS:
                     raise ProtocolError(f"nothing heard for {_SILENCE_SECONDS:g} s")
                 continue
             heard = time.monotonic()
-            piece = asked.popleft()
-            rows = self._take(piece, store.bytes_per_block)
+            part, rows = self._take(asked, store.bytes_per_block)
             if job.cancelled:  # the blocks may be somebody else's soon
                 return
-            blocks = job.blocks[piece.part]
+            blocks = job.blocks[part]
             store.write(blocks, rows, job.after)
             missing.difference_update(blocks.tolist())
 
-    def _ask(self, job: _Job, part: slice) -> _Piece:
+    def _ask(self, job: _Job, part: slice) -> int:
         if self.socket is None:
             self.socket = self.owner._context.socket(zmq.DEALER)
             self.socket.setsockopt(zmq.LINGER, 0)
-            self.socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES + self.owner._store.bytes_per_block)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES + _ENVELOPE_BYTES)
             if self.owner._keys is not None:
                 self.owner._keys.secure_client(self.socket, job.fetch.key.encode())
             self.socket.connect(self.peer)
         self.number += 1
         request = ReadBlocks(self.number, job.fetch.epoch, job.fetch.step, job.places[part].tobytes())
         self.socket.send(encode(request))
-        return _Piece(self.number, part)
+        return self.number
 
-    def _take(self, piece: _Piece, bytes_per_block: int) -> Any:
-        """The next answer: what ``piece`` asked for, [n, bytes_per_block]."""
-        header, *content = self.socket.recv_multipart(copy=False)
+    def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, Rows]:
+        """The next answer: which part of the job it is, taken out of ``asked``, and its blocks."""
+        header, *frames = self.socket.recv_multipart(copy=False)
         answer = decode_from_peer(header.buffer)
-        if not isinstance(answer, Blocks) or answer.number != piece.number:
+        if not isinstance(answer, Blocks) or answer.number not in asked:
             raise ProtocolError("it answered something else than was asked")
-        if answer.error or len(content) != 1:
-            raise ProtocolError(answer.error or "it sent no content")
-        count = piece.part.stop - piece.part.start
-        if len(content[0]) != count * bytes_per_block:
-            raise ProtocolError(f"it sent {len(content[0])} bytes for {count} blocks of {bytes_per_block}")
-        if checksum(content[0].buffer) != answer.checksum:
+        if answer.error:
+            raise ProtocolError(answer.error)
+        part = asked.pop(answer.number)
+        count = part.stop - part.start
+        expected, arrived = count * bytes_per_block, sum(len(frame) for frame in frames)
+        if arrived != expected or len(frames) != -(-expected // _FRAME_BYTES):
+            raise ProtocolError(f"{arrived} bytes in {len(frames)} frames are not {count} blocks of {bytes_per_block}")
+        pieces = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
+        content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if checksum(content) != answer.checksum:
             raise ProtocolError("what it sent does not match its checksum")
-        return np.frombuffer(content[0].buffer, np.uint8).reshape(count, bytes_per_block)
+        return part, content.reshape(count, bytes_per_block)
 
     def disconnect(self) -> None:
         """Forget what was asked for and not answered."""

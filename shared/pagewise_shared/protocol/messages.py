@@ -343,7 +343,7 @@ FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFet
 
 
 class ReadBlocks(Message, frozen=True):
-    """Send me the content of these blocks: answered by one ``Blocks`` frame and, if there is no error, the bytes.
+    """Send me the content of these blocks: answered by ``Blocks`` and, if there is no error, the bytes.
 
     ``number``: the asker's, repeated in the answer. ``epoch``, ``step``: as in ``Fetch``. ``blocks``: pairs tier, block
     (int32 bytes).
@@ -356,7 +356,10 @@ class ReadBlocks(Message, frozen=True):
 
 
 class Blocks(Message, frozen=True):
-    """What was asked for follows in the next frame: the blocks one after the other. ``checksum``: xxh3_64 of it."""
+    """What was asked for follows in further frames of 2 MiB and a rest: the blocks one after the other.
+
+    ``checksum``: xxh3_64 of it.
+    """
 
     number: int
     checksum: int = 0

@@ -4,6 +4,7 @@ from array import array
 from itertools import count
 
 from pagewise_scheduler.core.memory.eviction import EvictionName
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
@@ -57,3 +58,9 @@ def create_request(
         priority=priority,
         arrival_time=float(number) if arrival_time is None else arrival_time,
     )
+
+
+def cached_prefix(kv: KVCacheManager, tokens: bytes, num_tokens: int) -> CachedPrefix:
+    """What a prompt of the first ``num_tokens`` of ``tokens`` (int32 bytes) begins with, as admission does."""
+    blocks = kv.pool.tree.find(None, tokens, num_tokens)
+    return kv.begin_with(None, blocks, tokens[4 * len(blocks) * kv.block_size : 4 * num_tokens])

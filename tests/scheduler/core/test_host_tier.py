@@ -8,7 +8,7 @@ from pagewise_scheduler.core.recovery.ways import Method, Recovery, RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
 
@@ -119,7 +119,7 @@ def test_a_clean_copy_is_not_stored_twice() -> None:
 
 def test_a_spoiled_copy_is_noticed_and_computed_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=40)
-    executor.spoil = {scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39).on_host[3].host}
+    executor.spoil = {cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39).on_host[3].host}
     again = serve(scheduler, executor, LONG)
     assert scheduler.kv.pool.counters.spoiled == 1
     assert again.sequences[0].num_preemptions == 1
@@ -168,7 +168,7 @@ def test_blocks_before_a_spoiled_one_can_be_evicted_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=12)
     host = scheduler.kv.pool.host
     again = create_request(prompt=LONG, max_tokens=2)
-    executor.spoil = {scheduler.kv.look_up(None, again.prompt_token_ids.tobytes(), 39).on_host[5].host}
+    executor.spoil = {cached_prefix(scheduler.kv, again.prompt_token_ids.tobytes(), 39).on_host[5].host}
     scheduler.add(again)
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -210,7 +210,7 @@ def test_recomputing_reports_what_it_took() -> None:
 
 def test_one_slow_load_does_not_end_loading_for_ever() -> None:
     scheduler, _ = after_eviction("auto", FAST_LINK)
-    prefix = scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39)
+    prefix = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39)
     choose = scheduler.recoveries.choose
     assert choose(prefix, 1.0).method == "load"
     for _ in range(20):
@@ -260,7 +260,7 @@ def test_usage_tells_device_and_host_apart() -> None:
 def test_copies_compete_for_a_busy_link_and_the_hopeless_lose() -> None:
     scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="auto", costs=EVEN, eviction="cost")
     serve(scheduler, executor_for(scheduler), LONG)
-    node = scheduler.kv.look_up(None, create_request(LONG).prompt_token_ids.tobytes(), 39).blocks[0]
+    node = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39).blocks[0]
     host, costs, policy = scheduler.kv.pool.host, scheduler.costs, scheduler.kv.pool.policy
     worth_keeping = scheduler.recoveries.worth_keeping
     assert 0 < policy.probability(node) < 1

@@ -13,7 +13,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import StepPlan, unpack_int32s
 
-from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
 
@@ -164,22 +164,22 @@ def test_tails_are_evicted_before_their_parents_and_the_least_recently_used_firs
         kv.free(table, None)
     assert kv.pool.num_cached == 6
     again = kv.new_table()
-    kv.take(again, kv.look_up(None, tables[0][1], 4))  # the first is used again: the second is the oldest now
+    kv.take(again, cached_prefix(kv, tables[0][1], 4))  # the first is used again: the second is the oldest now
     kv.free(again, None)
     found = []
     for _ in range(5):
         kv.pool.allocate(1)
-        found.append([kv.look_up(None, tokens, 4).num_tokens for _, tokens in tables])
+        found.append([cached_prefix(kv, tokens, 4).num_tokens for _, tokens in tables])
     assert found == [[4, 2, 4], [4, 0, 4], [4, 0, 2], [4, 0, 0], [2, 0, 0]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12), st.integers(1, 4))
-def test_look_up_finds_the_longest_prefix_that_was_published(prompts: list[list[int]], block_size: int) -> None:
+def test_the_longest_prefix_that_was_published_is_found(prompts: list[list[int]], block_size: int) -> None:
     kv = KVCacheManager(num_blocks=200, block_size=block_size)
     published: list[list[int]] = []
     for prompt in prompts:
-        found = kv.look_up(None, array("i", prompt).tobytes(), len(prompt))
+        found = cached_prefix(kv, array("i", prompt).tobytes(), len(prompt))
         full = [tokens[: len(tokens) // block_size * block_size] for tokens in published]
         best = max((shared(prompt, tokens) for tokens in full), default=0)
         assert found.num_tokens == best
@@ -225,7 +225,7 @@ def test_the_outputs_of_one_request_are_one_use_of_its_prompt(kind: str) -> None
             request.beam = BeamParams(4)
         scheduler.add(request)
         run(scheduler, executor)
-    node = scheduler.kv.look_up(None, ints(*range(64)), 64).blocks[3]
+    node = cached_prefix(scheduler.kv, ints(*range(64)), 64).blocks[3]
     assert scheduler.kv.pool.policy.probability(node) < 0.2, "nobody has asked for it again"
     assert scheduler.num_prefix_hits == 0
 

@@ -121,13 +121,9 @@ class KVCacheManager:
 
     # ---- sharing -------------------------------------------------------------------------------------
 
-    def look_up(self, space: Hashable, tokens: bytes, num_tokens: int) -> CachedPrefix:
-        """What is cached of the first ``num_tokens`` of ``tokens`` (int32 bytes); nothing changes."""
-        blocks = self.pool.tree.find(space, tokens, num_tokens)
-        return self.begin_with(space, blocks, tokens[4 * len(blocks) * self.block_size : 4 * num_tokens])
-
     def begin_with(self, space: Hashable, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
-        """What is cached of a prompt whose full blocks found are ``blocks``; ``rest``: its tokens after them."""
+        """What is cached of a prompt whose full blocks found are ``blocks``; ``rest``: its tokens after them (int32
+        bytes), of which those of one block matter. Nothing changes."""
         on_device = len(blocks)
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1

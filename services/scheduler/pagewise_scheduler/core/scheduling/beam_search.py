@@ -10,8 +10,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-_LOST = -1.0e9
-
 
 class BeamParams(Struct, frozen=True):
     """How wide to search, and what ends it.
