@@ -17,7 +17,7 @@ from benchmarks.record import record_file, write_record
 from tests.chaos.disturbances import Monkey
 from tests.chaos.harness import chaos
 from tests.chaos.network import namespace
-from tests.chaos.processes import Cluster
+from tests.chaos.processes import HOST_MEMORY, Cluster
 from tests.chaos.workload import make_cases
 
 
@@ -28,19 +28,22 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=150)
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between two disturbances, at least")
     parser.add_argument("--executor-timeout", type=float, default=3.0)
+    parser.add_argument("--plain", action="store_true", help="no keys, no host memory, nothing measured at the start")
     parser.add_argument("--logs", type=Path, help="folder for the logs of all processes")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     options = (f"--executor-timeout={args.executor_timeout:g}", "--step-timeout=10")
     with namespace() as network, tempfile.TemporaryDirectory() as folder:
         address = "127.0.0.1" if isinstance(network, str) else network.host
-        cluster = Cluster(args.logs or Path(folder), scheduler_options=options, address=address)
+        logs = args.logs or Path(folder)
+        cluster = Cluster(logs, scheduler_options=options, address=address, as_shipped=not args.plain)
         monkey = Monkey(cluster, pause=args.pause, freeze=args.executor_timeout + 3, blocks=(600, 400, 300))
         if not isinstance(network, str):
             monkey.network = network
         report = asyncio.run(chaos(cluster, monkey, make_cases(args.streams, args.max_tokens), args.seconds))
     numbers = report.numbers() | {
         "executor_timeout": args.executor_timeout,
+        "configuration": "plain" if args.plain else f"keys, --host-memory={HOST_MEMORY}, --verify-copies, profiled",
         "network": network if isinstance(network, str) else "packets dropped between network namespaces",
     }
     print(json.dumps(numbers, indent=1))

@@ -20,13 +20,17 @@ START_SECONDS = 180.0
 SETTLE_SECONDS = 120.0
 """Most that streams may take to end once nothing is disturbed any more."""
 
+COPIES = ("stored", "loaded", "spoiled", "fetched", "fetch_failed", "copied")
+"""Events of blocks that go to the host and to other executors, and come back."""
+
 
 @dataclass
 class Report:
     """What was seen. ``failures``: requests that failed, outputs that differ, executors that did not behave.
 
     ``pauses``: seconds without a token for each stream that an executor was taken from, by what was done to it.
-    ``rss``: of the scheduler in MiB, each second. ``load``: how many wanted a core then, on the mean over a minute.
+    ``blocks``: how many were copied, and where to. ``rss``: of the scheduler in MiB, each second. ``load``: how many
+    wanted a core then, on the mean over a minute.
     """
 
     seconds: float = 0.0
@@ -35,6 +39,7 @@ class Report:
     failures: list[str] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     pauses: dict[str, list[float]] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
     rss: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
 
@@ -57,6 +62,7 @@ class Report:
                 }
                 for kind, events in kinds.items()
             },
+            "blocks": self.blocks,
             "load_average": {"median": round(statistics.median(self.load), 1), "worst": round(max(self.load), 1)},
             "scheduler_rss_mib": {
                 "start": round(self.rss[0], 1),
@@ -80,6 +86,12 @@ async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: fl
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
         report = await _disturb(cluster, monkey, cases, seconds)
         report.failures += await _settled(cluster)
+        report.blocks = {
+            event: int(await asyncio.to_thread(cluster.metric, "kv_block_events_total", event=event))
+            for event in COPIES
+        }
+        if report.blocks["spoiled"]:
+            report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
     finally:
         cluster.close()
     return report

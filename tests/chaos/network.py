@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ class Namespace:
 
     def __init__(self, number: int) -> None:
         tag = f"pw{os.getpid() % 100_000}"
-        subnet = _SUBNET.format(number)
+        subnet = _free_subnet()
         self.name, self.host = f"{tag}-{number}", f"{subnet}.1"
         self.prefix = ("ip", "netns", "exec", self.name)
         here, there = self._cable = f"{tag}h{number}", f"{tag}n{number}"
@@ -68,5 +69,11 @@ def namespace(number: int = 1) -> Iterator[Namespace | str]:
         made.close()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+def _free_subnet() -> str:
+    """One that no interface has: with two of them the answers of a second run would leave by the cable of the first."""
+    taken = _run("ip", "-4", "-o", "addr")
+    return random.choice([one for third in range(256) if f"{(one := _SUBNET.format(third))}." not in taken])
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pagewise.keys import keys
 from pagewise.process import _die_with_parent
 
 SLOW_SIMULATED = str(Path(__file__).parent / "slow_simulated.py")
 """A script in the place of the executor's module: simulated, and each step takes a while."""
+
+HOST_MEMORY = "16MiB"
+"""Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
 
 
 class Process:
@@ -71,6 +75,8 @@ class Cluster:
     """A scheduler on fixed ports, and executors that come and go.
 
     ``executor``: the module or script that executors run. ``address``: where the scheduler listens for executors.
+    ``as_shipped``: what compose and the manifests start: connections encrypted with keys (made here), costs measured at
+    the start, and room for blocks on the host, whose copies are verified here.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Cluster:
         executor: str = "pagewise_executor.main",
         executor_options: tuple[str, ...] = (),
         address: str = "127.0.0.1",
+        as_shipped: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -92,9 +99,10 @@ class Cluster:
         self.executors: list[Process] = []
         self._model = model
         # Network namespaces of its own: nobody else can reach them.
-        self._plaintext = () if address == "127.0.0.1" else ("--plaintext",)
-        self._scheduler_options = scheduler_options
-        self._executor, self._executor_options = executor, executor_options
+        plaintext = () if address == "127.0.0.1" else ("--plaintext",)
+        security, costs = (self._make_keys(), self._host_memory()) if as_shipped else (plaintext, ("--no-profile",))
+        self._scheduler_options = (*security, *scheduler_options)
+        self._executor, self._executor_options = executor, (*security, *costs, *executor_options)
 
     def start_scheduler(self, seconds: float = 60.0) -> None:
         """Start it, under the same ports each time, and wait until HTTP answers."""
@@ -102,7 +110,6 @@ class Cluster:
             self._model,
             f"--port={self.port}",
             f"--listen={self.endpoint}",
-            *self._plaintext,
             *self._scheduler_options,
         ]
         self.scheduler = Process("scheduler", [sys.executable, "-m", "pagewise_scheduler.main", *options], self.folder)
@@ -113,14 +120,7 @@ class Cluster:
     ) -> Process:
         """Start one; ``prefix``: what goes in front of its command."""
         run = [self._executor] if self._executor.endswith(".py") else ["-m", self._executor]
-        own = [
-            self._model,
-            f"--scheduler={self.endpoint}",
-            f"--executor-id={name}",
-            "--no-profile",
-            "--threads=1",
-            *self._plaintext,
-        ]
+        own = [self._model, f"--scheduler={self.endpoint}", f"--executor-id={name}", "--threads=1"]
         command = [*prefix, sys.executable, *run, *own, *self._executor_options, *options]
         process = Process(name, command, self.folder, environment)
         self.executors.append(process)
@@ -155,6 +155,18 @@ class Cluster:
     def close(self) -> None:
         for process in [*self.executors, *([self.scheduler] if hasattr(self, "scheduler") else [])]:
             process.close()
+
+    def _make_keys(self) -> tuple[str, ...]:
+        folder = self.folder / "keys"
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the numbers
+            assert keys(["--keys", str(folder), "init"]) == 0
+        return (f"--keys={folder}",)
+
+    def _host_memory(self) -> tuple[str, ...]:
+        # Not /dev/shm: what executors that are killed leave there would stay.
+        folder = self.folder / "memory"
+        folder.mkdir(exist_ok=True)
+        return f"--host-memory={HOST_MEMORY}", f"--host-memory-dir={folder}", "--verify-copies"
 
     def _answers(self, path: str) -> bool:
         try:

@@ -27,7 +27,7 @@ async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: fl
 
 @pytest.mark.timeout(300)
 async def test_a_hundred_streams_survive_simulated_executors_that_come_and_go(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, scheduler_options=OPTIONS, executor=SLOW_SIMULATED)
+    cluster = Cluster(tmp_path, scheduler_options=OPTIONS, executor=SLOW_SIMULATED, as_shipped=True)
     await disturb(cluster, Monkey(cluster, pause=1.0, freeze=EXECUTOR_TIMEOUT + 2, blocks=(900, 500, 300)), 80, 15)
 
 
@@ -36,10 +36,12 @@ async def test_a_hundred_streams_survive_simulated_executors_that_come_and_go(tm
 async def test_a_hundred_streams_survive_five_minutes(tmp_path: Path) -> None:
     with namespace() as network:
         address = "127.0.0.1" if isinstance(network, str) else network.host
-        cluster = Cluster(tmp_path, scheduler_options=OPTIONS, address=address)
+        cluster = Cluster(tmp_path, scheduler_options=OPTIONS, address=address, as_shipped=True)
         monkey = Monkey(cluster, pause=3.0, freeze=EXECUTOR_TIMEOUT + 3, blocks=(600, 400, 300))
         if isinstance(network, str):
             print(f"no packets are dropped: {network}")
         else:
             monkey.network = network
-        await disturb(cluster, monkey, 150, 300)
+        report = await disturb(cluster, monkey, 150, 300)
+    assert report.blocks["loaded"] > 0, "nothing came back from the host: that part was not tried"
+    assert report.blocks["fetched"] > 0, "nothing came from another executor: that part was not tried"

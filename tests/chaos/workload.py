@@ -52,6 +52,8 @@ class Outcome:
     request_id: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
     completion_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     done: bool = False
 
     def differences(self, other: "Outcome") -> list[str]:
@@ -165,6 +167,8 @@ async def stream(client: openai.AsyncOpenAI, case: Case, outcome: Outcome) -> Ou
         outcome.request_id = chunk.id.split("-", 1)[1]
         if chunk.usage is not None:
             outcome.completion_tokens = chunk.usage.completion_tokens
+            outcome.prompt_tokens = chunk.usage.prompt_tokens
+            outcome.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
         for part in chunk.choices:
             choice = outcome.choices.setdefault(part.index, Choice())
             choice.times.append(now)

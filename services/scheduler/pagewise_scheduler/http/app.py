@@ -18,6 +18,7 @@ from pagewise_scheduler.http.completions import create_completion
 from pagewise_scheduler.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_scheduler.http.debug import debug_memory, debug_request
 from pagewise_scheduler.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
+from pagewise_scheduler.http.leavings import Leavings
 from pagewise_scheduler.http.openapi import document
 from pagewise_scheduler.http.params import Limits, check_model
 from pagewise_scheduler.http.parsing import read_request
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
+_LEAVINGS = web.AppKey("leavings", Leavings)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -56,6 +59,7 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     app[Service.KEY] = Service(gateway, tokenizer, metrics, limits, config.write_timeout)
+    app[_LEAVINGS] = Leavings()
     app.on_cleanup.append(_close)
     app.add_routes(
         [
@@ -98,6 +102,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
+        error.__traceback__ = None  # its frames hold the error
     except ConnectionError:
         # The client is gone: there is nobody to answer. Raised further, aiohttp would log it as a failure of ours.
         log.debug("request %s: the client is gone", request[REQUEST_ID])
@@ -107,6 +112,8 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = InternalError(f"internal error; the log has more under {request[REQUEST_ID]}").response()
     finally:
         metrics.http_requests_in_progress.dec()
+    if response.status >= 400:
+        request.app[_LEAVINGS].refused()
     if not response.prepared:
         response.headers.update(Service.headers(request))
     return response

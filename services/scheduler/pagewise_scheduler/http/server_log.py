@@ -6,6 +6,8 @@ import sys
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pagewise_scheduler.http.leavings import Leavings
+
 log = logging.getLogger(__name__)
 
 
@@ -14,6 +16,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("aiohttp.server"))
+        self._leavings = Leavings()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         """Log, or say briefly what the client did."""
@@ -22,5 +25,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
             error = sys.exc_info()[1]
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             log.debug("a client sent no proper HTTP: %s", " ".join(str(error).split())[:200])
+            error.__traceback__ = None  # its frames hold the error
+            self._leavings.refused()
             return
         super().log(level, msg, *args, **kwargs)  # type: ignore[arg-type]
