@@ -171,7 +171,7 @@ def test_an_executor_without_a_key_is_refused(stack: Stack) -> None:
     plain = ["-e", "PAGEWISE_KEYS=", "-e", "PAGEWISE_PLAINTEXT=1", "executor", "pagewise-executor", "--simulate"]
     with pytest.raises(AssertionError, match="asks for a key and there is none"):
         stack.compose("run", "--rm", "-T", "--no-deps", *plain)
-    assert stack.metric("connections_refused_total{") >= 1
+    assert stack.metric("wire_connections_refused_total{") >= 1
 
 
 def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
