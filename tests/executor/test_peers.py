@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 import zmq
-from pagewise_executor import peers
+from pagewise_executor import block_server, peers
+from pagewise_executor.block_server import FRAME_BYTES, WINDOW, BlockServer
 from pagewise_executor.block_store import BlockStore
 from pagewise_executor.kv_pool import KVPool
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.peers import BlockServer, PeerLinks, Peers
+from pagewise_executor.peers import PeerLinks, Peers
 from pagewise_scheduler.core.recovery.sources import Directory
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_shared.curve import Keys, public_file
@@ -158,7 +159,7 @@ def exchange(tmp_path: Path) -> Iterator[Exchange]:
 
 
 def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_PIECE_BYTES", 3 * exchange.source.bytes_per_block)
+    monkeypatch.setattr(peers, "PIECE_BYTES", 3 * exchange.source.bytes_per_block)
     exchange.server.begun(7, 3)
     exchange.fetch(list(range(40)))
     copied = exchange.wait()
@@ -206,7 +207,7 @@ def askers(exchange: Exchange) -> Iterator[list[Asker]]:
 def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
     exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 60.0)
+    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 60.0)
     early, other = askers
     exchange.server.begun(7, 3)
     early.ask(1, step=4)
@@ -223,26 +224,26 @@ def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
 def test_requests_that_wait_for_a_step_are_bounded(
     exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 60.0)
-    monkeypatch.setattr(peers, "_MOST_PARKED", peers._WINDOW + 1)
+    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 60.0)
+    monkeypatch.setattr(block_server, "_MOST_PARKED", WINDOW + 1)
     exchange.server.begun(7, 3)
     one, other = askers
     refused = "too many requests wait for their step"
-    for number in range(peers._WINDOW + 1):
+    for number in range(WINDOW + 1):
         one.ask(number, step=4)
-    assert one.answer() == (peers._WINDOW, refused), "its own window is full"
+    assert one.answer() == (WINDOW, refused), "its own window is full"
     other.ask(8, step=4)
     other.ask(9, step=4)
     assert other.answer() == (9, refused), "there is no room for more of anybody"
     exchange.server.begun(7, 4)
-    assert [one.answer() for _ in range(peers._WINDOW)] == [(number, "") for number in range(peers._WINDOW)]
+    assert [one.answer() for _ in range(WINDOW)] == [(number, "") for number in range(WINDOW)]
     assert other.answer() == (8, "")
     one.ask(10, step=4)
     assert one.answer() == (10, "")
 
 
 def test_answers_may_come_in_another_order(exchange: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_PIECE_BYTES", exchange.source.bytes_per_block)
+    monkeypatch.setattr(peers, "PIECE_BYTES", exchange.source.bytes_per_block)
     endpoint = f"ipc://{tmp_path}/another"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
         peer.bind(endpoint)
@@ -267,9 +268,9 @@ def test_a_block_larger_than_a_frame_comes_in_several(tmp_path: Path) -> None:
             asker.connect(exchange.server.endpoint)
             asker.send(encode(ReadBlocks(1, 7, 3, pack_int32s([0, 1]))))
             sizes = [len(frame) for frame in asker.recv_multipart()[1:]]
-    last = exchange.source.bytes_per_block - 2 * peers._FRAME_BYTES
-    assert 0 < last < peers._FRAME_BYTES
-    assert sizes == [peers._FRAME_BYTES, peers._FRAME_BYTES, last]
+    last = exchange.source.bytes_per_block - 2 * FRAME_BYTES
+    assert 0 < last < FRAME_BYTES
+    assert sizes == [FRAME_BYTES, FRAME_BYTES, last]
 
 
 def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
@@ -286,7 +287,7 @@ def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(
     exchange: Exchange, blocks: list[int], epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_BEHIND_SECONDS", 0.2)
+    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 0.2)
     exchange.server.begun(7, 3)
     exchange.fetch(blocks, epoch=epoch)
     assert sorted(unpack_int32s(exchange.wait().bad)) == sorted(63 - block for block in blocks)

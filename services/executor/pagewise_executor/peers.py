@@ -1,7 +1,7 @@
-"""Blocks for other executors and from them: pieces of about a megabyte over ZeroMQ, asked for by who needs them.
+"""Blocks from other executors: pieces of about a megabyte over ZeroMQ, asked for by who needs them.
 
-What is lent is pinned by the scheduler, so it is read beside the steps. Who fetches keeps a few pieces asked for, so
-that the link never waits, and stops asking when nobody wants the rest any more.
+Who fetches keeps a few pieces asked for, so that the link never waits, and stops asking when nobody wants the rest any
+more.
 """
 
 import contextlib
@@ -16,157 +16,23 @@ from typing import Any
 
 import numpy as np
 import zmq
-from pagewise_shared.curve import Gate, Keys
+from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
+from pagewise_executor.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
 from pagewise_executor.block_store import BlockStore, Rows
 from pagewise_executor.checksum import checksum
 from pagewise_executor.rows import Int32s
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 2**20
-_FRAME_BYTES = 2 * 2**20
-"""A block that is larger comes in several frames: ZeroMQ moves them faster than one."""
 _ENVELOPE_BYTES = 1024
 """More than encryption adds to a frame."""
-_PLACE_BYTES = 8
-_MOST_BYTES = 64 * 2**20
-"""Most that one request may ask for."""
-_WINDOW = 4
-"""Pieces that are asked for at a time."""
-_BEHIND_SECONDS = 2.0
-"""How long a request waits for the step it was asked about."""
-_MOST_PARKED = 64 * _WINDOW
-"""Requests that wait so, of all who ask; of one it is the window, more than which nobody has reason to ask for."""
 _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
 _MOST_UNWANTED = 1024
-_PARKED_MS = 1
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request of another executor, which waits there until its step has begun: until ``deadline`` at most."""
-
-    identity: bytes
-    request: ReadBlocks
-    deadline: float
-
-
-class BlockServer:
-    """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it.
-
-    ``num_refused``: connections that were refused, because their keys are not on the allow-list.
-    """
-
-    def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
-        self._store = store
-        self._begun = (-1, -1)  # epoch and step
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 4 * _WINDOW)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _PIECE_BYTES)
-        self._gate: Gate | None = None
-        self.num_refused = 0
-        if keys is not None:
-            self._gate = Gate(self._context, keys, self._refused)
-            self._gate.secure_server(self._socket)
-        self._socket.bind(listen)
-        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
-        self._complaints = BoundedLog(log)
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="block server", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Answer nobody any more."""
-        self._closed = True
-        self._thread.join()
-        self._socket.close()
-        if self._gate is not None:
-            self._gate.close()
-        self._context.destroy(linger=0)
-
-    def _refused(self) -> None:
-        self.num_refused += 1  # by the gate's thread alone
-
-    def begun(self, epoch: int, step: int) -> None:
-        """This step has been issued, so what it stores is on its way."""
-        self._begun = epoch, step
-
-    def _run(self) -> None:
-        parked: list[_Asked] = []
-        while not self._closed:
-            if self._socket.poll(_PARKED_MS if parked else _LOOK_UP_MS):
-                self._receive(parked)
-            parked = [asked for asked in parked if not self._settle(asked)]
-
-    def _receive(self, parked: list[_Asked]) -> None:
-        """Take in a request: into ``parked``, unless it can be refused at once."""
-        identity, *frames = self._socket.recv_multipart()
-        try:
-            request = decode_from_peer(frames[-1]) if frames else None
-        except ProtocolError as error:
-            self._complaints.warning("dropped a request for blocks: %s", error)
-            return
-        if not isinstance(request, ReadBlocks):
-            return
-        refusal = self._what_is_wrong_with(request)
-        if len(parked) >= _MOST_PARKED or sum(asked.identity == identity for asked in parked) >= _WINDOW:
-            refusal = refusal or "too many requests wait for their step"
-        if refusal:
-            self._send(identity, Blocks(request.number, error=refusal))
-        else:
-            parked.append(_Asked(identity, request, time.monotonic() + _BEHIND_SECONDS))
-
-    def _what_is_wrong_with(self, request: ReadBlocks) -> str:
-        if len(request.blocks) % _PLACE_BYTES:
-            return "places come in pairs of tier and block"
-        places = _places(request)
-        if not len(places) or len(places) * self._store.bytes_per_block > max(_MOST_BYTES, self._store.bytes_per_block):
-            return f"{len(places)} blocks are none, or too many at once"
-        return "" if self._store.has(places) else "there are no such blocks"
-
-    def _settle(self, asked: _Asked) -> bool:
-        """Answer a request whose step has begun, or comes too late; False: it waits on, and others are answered."""
-        request, begun = asked.request, self._begun
-        wanted = request.epoch, request.step
-        if begun < wanted and time.monotonic() < asked.deadline:
-            return False
-        if begun < wanted or begun[0] != request.epoch:
-            error = f"not in step {request.step} of epoch {request.epoch}"
-            self._send(asked.identity, Blocks(request.number, error=error))
-        else:
-            self._send(asked.identity, *self._read(request))
-        return True
-
-    def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
-        try:
-            rows = self._store.read(_places(request))
-        except Exception as error:
-            log.exception("blocks could not be read for another executor")
-            return (Blocks(request.number, error=str(error)[:200]),)
-        if self._begun[0] != request.epoch:
-            return (Blocks(request.number, error="they were given up while they were read"),)
-        content = rows.data.cast("B")
-        return Blocks(request.number, checksum(rows)), *(
-            content[start : start + _FRAME_BYTES] for start in range(0, len(content), _FRAME_BYTES)
-        )
-
-    def _send(self, identity: bytes, header: Blocks, *content: Any) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it has gone
-            self._socket.send_multipart([identity, encode(header), *content], copy=False)
-
-
-def _places(request: ReadBlocks) -> Int32s:
-    return np.frombuffer(request.blocks, np.int32).reshape(-1, 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -297,14 +163,14 @@ class _Link:
             ProtocolError: the peer refuses, sends something else, or nothing.
         """
         store, count = self.owner._store, len(job.blocks)
-        per_piece = max(1, _PIECE_BYTES // max(1, store.bytes_per_block))
+        per_piece = max(1, PIECE_BYTES // max(1, store.bytes_per_block))
         waiting = deque(slice(start, min(count, start + per_piece)) for start in range(0, count, per_piece))
         asked: dict[int, slice] = {}  # by the number of the request
         heard = time.monotonic()
         while waiting or asked:
             if job.cancelled:
                 return
-            while waiting and len(asked) < _WINDOW:
+            while waiting and len(asked) < WINDOW:
                 part = waiting.popleft()
                 asked[self._ask(job, part)] = part
             if not self.socket.poll(_LOOK_UP_MS):
@@ -323,7 +189,7 @@ class _Link:
         if self.socket is None:
             self.socket = self.owner._context.socket(zmq.DEALER)
             self.socket.setsockopt(zmq.LINGER, 0)
-            self.socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES + _ENVELOPE_BYTES)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _ENVELOPE_BYTES)
             if self.owner._keys is not None:
                 self.owner._keys.secure_client(self.socket, job.fetch.key.encode())
             self.socket.connect(self.peer)
@@ -343,7 +209,7 @@ class _Link:
         part = asked.pop(answer.number)
         count = part.stop - part.start
         expected, arrived = count * bytes_per_block, sum(len(frame) for frame in frames)
-        if arrived != expected or len(frames) != -(-expected // _FRAME_BYTES):
+        if arrived != expected or len(frames) != -(-expected // FRAME_BYTES):
             raise ProtocolError(f"{arrived} bytes in {len(frames)} frames are not {count} blocks of {bytes_per_block}")
         pieces = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
         content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
