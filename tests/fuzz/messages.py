@@ -93,7 +93,7 @@ LENGTHS = [
     head + length
     for head in (
         b"",
-        _head(b"heartbeat", 3) + b"\x01",
+        _head(b"heartbeat", 4) + b"\x01\x00",
         _head(b"stepresult", 5) + b"\x01\x01\xc4\x00",
         _head(b"hello", 16) + b"\x01\x00",
         _head(b"stepplan", 4) + b"\x01\x01",
