@@ -5,8 +5,12 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
+from pagewise_executor.service import ExecutorService
+from pagewise_executor.simulated import SimulatedRunner
+from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.router import MAX_DEATHS
 from pagewise_scheduler.generation import GenerationError
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Goodbye, HeartbeatAck, StepPlan, StepResult, Welcome, encode, pack_int32s
 
 from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
@@ -42,6 +46,27 @@ async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(
         async with executor(tmp_path):
             assert len(await moving) == 8
         assert stack.metrics.request_moves("lost")._value.get() == 1
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Path, full: bool) -> None:
+    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), 0.01)
+    leaving = ExecutorService(
+        Worker(lambda: runner), f"ipc://{tmp_path}/wire", "leaves", max_num_seqs=4, max_num_batched_tokens=64
+    )
+    async with running(tmp_path) as stack, executor(tmp_path, "stays", step_seconds=0.05):
+        served = asyncio.create_task(leaving.run())
+        await stack.ready(2)
+        number = 8 if full else 2
+        requests = [asyncio.create_task(stack.generate([n, 2, 3], max_tokens=40)) for n in range(number)]
+        async with asyncio.timeout(10):
+            while {engine.scheduler.num_running for engine in stack.router.engines} != {number // 2}:
+                await asyncio.sleep(0.005)
+        leaving.leave("the test says so")
+        async with asyncio.timeout(20):
+            assert [len(tokens) for tokens in await asyncio.gather(*requests)] == [40] * number
+            await served
+        assert stack.metrics.request_moves("left")._value.get() == (0 if full else 1)
 
 
 async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_against_it(tmp_path: Path) -> None:

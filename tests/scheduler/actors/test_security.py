@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import zmq
 from pagewise_scheduler.actors.entry import MAX_EXECUTORS, MAX_FLEET_BLOCKS, Entry
 from pagewise_scheduler.actors.fleet import Fleet, _Link
 from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
@@ -371,21 +370,6 @@ async def test_a_message_is_one_frame(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         assert stack.router.capacity() is None
         raw.close()
-
-
-async def test_a_flood_of_frames_leaves_turns_to_others(tmp_path: Path) -> None:
-    raw = RawExecutor(tmp_path)
-    raw.socket.setsockopt(zmq.SNDHWM, 0)
-    frames = 20_000
-    for _ in range(frames):
-        await raw.send(b"\xc1")
-    async with running(tmp_path) as stack:
-        turns = 0
-        while stack.dropped("undecodable") < frames:
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns >= frames // 64
-    raw.close()
 
 
 async def test_identities_without_number_fill_neither_tables_nor_logs(

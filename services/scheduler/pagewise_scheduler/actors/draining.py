@@ -22,6 +22,8 @@ _LOOK_SECONDS = 0.05
 _MOST_CHAINS = 256
 _SHARE_OF_FREE = 0.5
 """Of the free blocks of those who stay, what they take from one that leaves."""
+_SHARE_FOR_ROOM = 0.5
+"""Of its patience, what an executor that leaves goes on working where the others have no room for its work."""
 _LEAST_PRIORITY = 2**31 - 1
 
 
@@ -40,6 +42,8 @@ class Draining:
         The engine has been taken from the router. Afterwards its executor may leave.
         """
         deadline = clock() + patience
+        # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and part of it finishes.
+        await _until(clock() + _SHARE_FOR_ROOM * patience, lambda: engine.ended or self._others_have_room(engine))
         engine.tell(HandOver())
         await _until(deadline, lambda: engine.moved is not None or engine.ended)
         moved = engine.moved or []
@@ -59,6 +63,14 @@ class Draining:
             self._metrics.executors_drained.inc()
         copied = sum(live.done for live in copies)
         log.info("%s has left %d requests and %d cached prefixes to others", engine.name, len(moved), copied)
+
+    def _others_have_room(self, engine: Engine) -> bool:
+        """Whether those who stay have rows and blocks for what runs here and waits there; or there are none of them."""
+        others = [other.scheduler for other in self._others(engine)]
+        rows = sum(one.limits.max_num_seqs - one.num_running - one.num_waiting for one in others)
+        blocks = sum(one.kv.num_available * one.kv.block_size for one in others)
+        own = engine.scheduler
+        return not others or (rows >= own.num_running and blocks >= own.kv.pool.num_in_use * own.kv.block_size)
 
     def _copy_cache(self, engine: Engine) -> list[LiveRequest]:
         """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""

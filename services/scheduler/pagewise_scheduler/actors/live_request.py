@@ -31,7 +31,7 @@ class LiveRequest:
 
     ``abandoned``: nobody reads it any more. ``engine``: the one it was placed on last, ``placement``: how. ``deaths``:
     executors in a row that died in a step of it, without a token of it in between. ``homeless_seconds``: how long
-    nobody could take it, since its last token. Deltas that the client has not read yet are merged into one list; where
+    nobody could take it, since somebody did. Deltas that the client has not read yet are merged into one list; where
     that grows too long, the request is stopped.
     """
 
@@ -105,7 +105,6 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock. The caller finishes the sequence when a stop string came back.
         """
         self.stats.output_tokens += 1
-        self.homeless_seconds = 0.0
         if (placement := self.placement) is not None and placement.waits:
             placement.answered(now)
             self._metrics.placement_answered(placement.predicted, now - placement.time)

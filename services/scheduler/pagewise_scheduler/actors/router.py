@@ -223,10 +223,11 @@ class Router(Actor[RouterMessage]):
         ]
         if not able:
             loop = asyncio.get_running_loop()
-            # Executors that come and go without doing anything for it do not make it wait longer.
+            # Executors that come and cannot hold it do not make it wait longer.
             seconds = max(0.0, self._patience - live.homeless_seconds)
             self._homeless.add(live, clock(), loop.call_later(seconds, self.tell, Expired(live)))
             return
+        live.homeless_seconds = 0.0
         live.engine = engine = self.placing.place(live, able)
         engine.assign(live)
 
