@@ -13,6 +13,9 @@ from tests.chaos.processes import Cluster, Process
 REJOIN_SECONDS = 30.0
 """Most that an executor that is let go on may take to be back: it may have to finish what it was at."""
 
+LEAVE_SECONDS = 60.0
+"""Most that an executor may take to end: one whose work nobody has room for waits out its --drain-timeout of 30 s."""
+
 
 @dataclass
 class Disturbance:
@@ -101,7 +104,7 @@ class Monkey:
         self._start(int(event.executor.rsplit("-", 1)[1]))
         self._busy.discard(event.executor)
         try:
-            code = await asyncio.to_thread(process.wait, 30.0)
+            code = await asyncio.to_thread(process.wait, LEAVE_SECONDS)
         except AssertionError as error:
             self.failures.append(str(error))
             return
