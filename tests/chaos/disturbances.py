@@ -56,7 +56,7 @@ class Monkey:
 
     async def run(self, until: float) -> None:
         """Disturb until the clock says so, then undo what can be undone and wait for what was begun."""
-        rng, deck = random.Random(self.seed), list[str]()
+        rng, deck = random.Random(self.seed), ["kill", "drain", "hang"]  # where there is time for a few, one of each
         while monotonic() < until:
             if not deck:
                 deck = ["kill", "hang", "kill", "drain", "kill"]
