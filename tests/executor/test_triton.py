@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor import model_runner
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -17,7 +19,10 @@ from tests.model_builders import VOCAB_SIZE, build_model
 LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
 
 
-def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], **options: object) -> None:
+def check(
+    family: str, path: Path, device: str, lengths: list[tuple[int, int]], pool_blocks: int = 14, **options: object
+) -> None:
+    """``pool_blocks``: what the scheduler hands out, few enough that sequences lose theirs."""
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
@@ -32,7 +37,7 @@ def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], 
     requests = [
         request(prompt, length, f"r{i}") for i, (prompt, (_, length)) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
+    run_requests(runner, requests, num_blocks=pool_blocks, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
     assert [asked.sequences[0].output_token_ids for asked in requests] == expected
 
 
@@ -151,7 +156,24 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
         ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8))
 
 
+def test_activations_are_measured_with_no_more_rows_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model("llama", tmp_path)
+    config = ExecutorConfig(
+        model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=8, profile=False,
+        max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64,
+    )  # fmt: skip
+    loaded = load_model(config)
+    monkeypatch.setattr(model_runner, "load_model", lambda _: loaded)
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    runner = ModelRunner(config)
+    runner._measure_activations(config, loaded, torch.float32)
+    assert runner._table.num_computed.tolist() == [8, 8]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
 def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
-    check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], num_blocks=200)
+    check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], pool_blocks=30)

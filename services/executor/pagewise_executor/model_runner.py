@@ -161,7 +161,8 @@ class ModelRunner:
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Bytes of device memory that the largest step takes beside weights and KV."""
-        tokens = config.max_num_batched_tokens
+        # More rows than there are cannot have a chunk each.
+        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
         rows = -(-tokens // loaded.max_model_len)
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
         torch.cuda.reset_peak_memory_stats(self._device)
