@@ -173,6 +173,32 @@ def test_activations_are_measured_with_no_more_rows_than_there_are(
     assert runner._table.num_computed.tolist() == [8, 8]
 
 
+def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
+    )
+    graphs, mode = runner._graphs, ["default"]
+    assert graphs is not None
+    forward = graphs._forward
+
+    def waiting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return forward(ids, positions)
+
+    monkeypatch.setattr(graphs, "_forward", waiting)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    with torch.inference_mode():
+        graphs.capture()
+    assert mode == ["default", "error", "default"]
+    assert "a step waits for the device (called a synchronizing" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
 def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
