@@ -41,17 +41,17 @@ def check(
     assert [asked.sequences[0].output_token_ids for asked in requests] == expected
 
 
-def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path) -> None:
-    check("llama", tmp_path, "cpu", LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
+def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path, device: torch.device) -> None:
+    check("llama", tmp_path, device.type, LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
 
 
-def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path) -> None:
+def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path, device: torch.device) -> None:
     build_model("llama", tmp_path, seed=7)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device)
     prompts = [[3, *range(10, 26)], [4, *range(40, 56)], [3, *range(10, 26)]]
-    expected = reference(model, prompts, [3] * 3, "cpu")
+    expected = reference(model, prompts, [3] * 3, device.type)
     config = ExecutorConfig(
-        model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=60, profile=False,
+        model=str(tmp_path), device=device.type, kernels="triton", block_size=4, num_blocks=60, profile=False,
         host_memory="1MiB", verify_copies=True,
     )  # fmt: skip
     requests = [request(prompt, 3, f"r{i}") for i, prompt in enumerate(prompts)]
@@ -62,13 +62,13 @@ def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: P
 
 
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
-def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
+def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch.device) -> None:
     build_model("llama", tmp_path, seed=7)
     found = []
     for kv_dtype in ("auto", "fp8"):
         config = ExecutorConfig(
-            model=str(tmp_path), device="cpu", kernels="triton", kv_dtype=kv_dtype, kv_layout=layout, block_size=4,
-            num_blocks=60, profile=False, host_memory="1MiB", verify_copies=True,
+            model=str(tmp_path), device=device.type, kernels="triton", kv_dtype=kv_dtype, kv_layout=layout,
+            block_size=4, num_blocks=60, profile=False, host_memory="1MiB", verify_copies=True,
         )  # type: ignore[arg-type]  # fmt: skip
         runner = ModelRunner(config)
         asked = request(list(range(5, 30)), 1, prompt_logprobs=0)
@@ -82,11 +82,13 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=0.1)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
 def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cpu", LENGTHS)
 
 
+@pytest.mark.interpreted
 def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=7)
     ways = [
@@ -120,10 +122,12 @@ def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
-def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str, tmp_path: Path) -> None:
+def test_deterministic_results_are_the_same_bits_whatever_else_runs(
+    family: str, tmp_path: Path, device: torch.device
+) -> None:
     build_model(family, tmp_path, seed=7)
     config = ExecutorConfig(
-        model=str(tmp_path), device="cpu", kernels="triton", deterministic=True, block_size=4, num_blocks=60,
+        model=str(tmp_path), device=device.type, kernels="triton", deterministic=True, block_size=4, num_blocks=60,
         profile=False,
     )  # fmt: skip
     runner = ModelRunner(config)
@@ -137,6 +141,7 @@ def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str,
     assert alone == together == crowded
 
 
+@pytest.mark.interpreted
 def test_deterministic_mode_says_what_it_cannot_do(tmp_path: Path) -> None:
     build_model("gpt2", tmp_path)
     with pytest.raises(ModelError, match="none of the families"):
@@ -156,6 +161,7 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
         ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8))
 
 
+@pytest.mark.interpreted
 def test_activations_are_measured_with_no_more_rows_than_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +179,7 @@ def test_activations_are_measured_with_no_more_rows_than_there_are(
     assert runner._table.num_computed.tolist() == [8, 8]
 
 
+@pytest.mark.interpreted
 def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
