@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block
+from pagewise_shared.errors import ModelError
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 
@@ -35,3 +36,12 @@ def test_blocks_are_copied_and_come_back(
     pool.copy_blocks(np.array([[1, 0]], np.int32))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor.float()[[4, 3, 0]], old[[3, 6, 1]])
+
+
+def test_a_device_that_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ModelError, match=r"not enough memory on cpu for a KV pool of .*--kv-memory"):
+        KVPool(EVEN, 7, 4, torch.float32, torch.device("cpu"))
