@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor import host_memory
 from pagewise_executor.host_memory import NamedMemory
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.profile import measure_costs
@@ -251,6 +252,29 @@ def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         open_memory(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_cannot_be_pinned_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    forgotten: list[bool] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            pinned.append(address)
+            return 2 if len(pinned) == 3 else 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            pinned.remove(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(host_memory, "_PIECE_BYTES", 128)
+    monkeypatch.setattr(host_memory, "_forget_error", lambda: forgotten.append(True))
+    with pytest.raises(OSError, match="cannot pin named memory: error 2"):
+        NamedMemory(tmp_path, "x", 8, 64, cuda=True)
+    assert len(pinned) == 1, "what failed, and nothing else"
+    assert forgotten
     assert not list(tmp_path.iterdir())
 
 
