@@ -9,6 +9,7 @@ import transformers
 from pagewise_executor import model_runner
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
+from pagewise_executor.warm_up import warm_up
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -204,6 +205,26 @@ def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
         graphs.capture()
     assert mode == ["default", "error", "default"]
     assert "a step waits for the device (called a synchronizing" in caplog.text
+
+
+@pytest.mark.interpreted
+def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(
+            model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=5, profile=False,
+            max_num_seqs=3,
+        )
+    )  # fmt: skip
+    sizes: list[int] = []
+    execute = runner.execute
+    monkeypatch.setattr(runner, "execute", lambda plan: (sizes.append(plan.chunks[0][1]), execute(plan))[1])
+    warm_up(runner, runner._pool, torch.bfloat16, max_num_batched_tokens=64)
+    assert sizes == [1, 2, 4, 8, 16]
+    assert runner._graphs is not None
+    with torch.inference_mode():
+        runner._graphs.warm_up()
+    assert runner.inventory() is None
 
 
 @pytest.mark.gpu

@@ -65,6 +65,7 @@ class DecodeGraphs:
         self._lengths.zero_()
         if (reason := self._why_not()) is not None:
             log.warning("decode steps run without CUDA graphs, slower: a step waits for the device (%s)", reason)
+            self.warm_up()
             return
         largest = self._compute(self._sizes[-1])[0]
         self._logits = torch.empty_like(largest)
@@ -82,6 +83,13 @@ class DecodeGraphs:
             pool = graph.pool()
             self._graphs[size] = graph
         log.info("%d CUDA graphs recorded in %.1f s", len(self._graphs), time.perf_counter() - began)
+
+    def warm_up(self) -> None:
+        """Compile what steps need that are not recorded: kernels differ by powers of two of the batch."""
+        self._lengths.zero_()
+        for size in self._sizes:
+            if size & (size - 1) == 0 or size == self._sizes[-1]:
+                self._compute(size)
 
     def _why_not(self) -> str | None:
         """What in a step waits for the device; None: nothing does.

@@ -55,20 +55,20 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
 def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float, float]:
     """Microseconds of a step, of a token, of one token attending to one, and of each token of context."""
     small = max(1, min(_SMALL, largest // 2))
-    _prefill(runner, 0, small)  # warms up
-    few = _median(lambda: _prefill(runner, 0, small))
+    prefill(runner, 0, small)  # warms up
+    few = _median(lambda: prefill(runner, 0, small))
     large = min(_LARGE, largest)
     if few * (large / small) > _PATIENCE * 1e6 or large <= small:
         return 0.0, few / small, 0.0, 0.0
-    many = _median(lambda: _prefill(runner, 0, large))
+    many = _median(lambda: prefill(runner, 0, large))
     token = max(0.0, (many - few) / (large - small))
     step = max(0.0, few - token * small)
     context = min(_CONTEXT, room - large - 1)
     if context < large:
         return step, token, 0.0, 0.0
     # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
-    far_small = max(0.0, _median(lambda: _prefill(runner, context, small)) - few) / context
-    far_large = max(0.0, _median(lambda: _prefill(runner, context, large)) - many) / context
+    far_small = max(0.0, _median(lambda: prefill(runner, context, small)) - few) / context
+    far_large = max(0.0, _median(lambda: prefill(runner, context, large)) - many) / context
     attention = max(0.0, (far_large - far_small) / (large - small))
     return step, token, attention, max(0.0, far_small - attention * small)
 
@@ -95,7 +95,7 @@ def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_REPEATS))
 
 
-def _prefill(runner: Runner, start: int, count: int) -> float:
+def prefill(runner: Runner, start: int, count: int) -> float:
     """Microseconds of a step that computes ``count`` tokens after ``start`` others, whose K and V are whatever lies
     there."""
     runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # a former process may have left blocks on the host
