@@ -229,7 +229,7 @@ class ModelRunner:
             self._peers.reset(welcome.epoch)
         if self._host is not None:
             self._host.reset(welcome.epoch, keep=welcome.keeps_blocks)
-        self._sampler = Sampler(self._drawing, self._penalties, self._measure)
+        self._sampler = Sampler(self._drawing, self._penalties, self._measure, self._device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
