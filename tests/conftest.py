@@ -1,4 +1,8 @@
-"""For all tests: how kernels run. Each room has its own builders and fakes."""
+"""For all tests: how kernels run. Each room has its own builders and fakes.
+
+With a GPU the kernels run there, so tests that take the ``device`` count as ``gpu`` tests, and those that need the
+interpreter, marked ``interpreted``, are skipped.
+"""
 
 import os
 
@@ -8,6 +12,18 @@ import torch
 if not torch.cuda.is_available():
     # In Triton's interpreter; it has to be known before anything imports Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tell apart what runs on the GPU, if there is one."""
+    if not torch.cuda.is_available():
+        return
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+        elif item.get_closest_marker("interpreted"):
+            item.add_marker(pytest.mark.skip(reason="kernels are interpreted only where there is no GPU"))
 
 
 @pytest.fixture

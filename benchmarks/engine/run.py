@@ -7,6 +7,9 @@ and 32k, and a mix with ShareGPT lengths; transformers' ``generate`` and ``gener
 same run, and vLLM where it is installed. The limit of a decode step is what reading weights and KV once takes at the
 bandwidth of a copy measured in the same run. ``--smoke`` runs a tiny model, in the interpreter too, to see that all
 works.
+
+Ours go first, and each result is written at once. The others have a process and a deadline each, so that one that
+hangs, or a run that is cut off, costs only what is missing.
 """
 
 import argparse
@@ -14,14 +17,18 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import multiprocessing
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +152,7 @@ def drive(runner: ModelRunner, work: Work, budget: int) -> tuple[float, float, l
         last = now
 
 
-def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool) -> list[Row]:
+def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool) -> Iterator[Row]:
     budget = 64 if smoke else 8192
     config = ExecutorConfig(
         model=str(path), device=device, kernels="triton", profile=False, max_num_seqs=256,
@@ -156,7 +163,6 @@ def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: fl
     if not MODELS[model][1]["tie_word_embeddings"]:  # a decode step reads one row of it for each sequence
         embedding: Any = runner._model.get_input_embeddings()  # type: ignore[operator]
         weights -= embedding.weight.numel() * embedding.weight.element_size()
-    rows = []
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
         seconds, first, decodes = drive(runner, work, budget)
@@ -167,29 +173,25 @@ def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: fl
             context = sum(length + output / 2 for length, output in work.lengths)
             read = weights + context * runner.info.bytes_per_block / runner.info.block_size
             row.share = read / copy_rate / step if copy_rate else None
-        rows.append(show(row))
-    del runner
-    return rows
+        yield row
 
 
-def theirs(name: str, path: Path, device: str, todo: list[Work]) -> list[Row]:
+def theirs(name: str, path: Path, device: str, todo: list[Work]) -> Iterator[Row]:
     """transformers: ``generate`` on a static batch of equal prompts, ``generate_batch`` (continuous) on anything."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     model.to(device).eval()
-    rows = []
     with contextlib.ExitStack() as stack:
         vocab_size = model.config.vocab_size
         for work in todo:
             if len(set(work.lengths)) == 1 and len(work.lengths) <= 64:
                 seconds = timed(work, vocab_size, functools.partial(static_batch, model, device, work))
-                rows.append(show(Row(name, work.name, "generate", work.rate(seconds))))
+                yield Row(name, work.name, "generate", work.rate(seconds))
         make: Any = transformers.GenerationConfig
         config = make(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
         manager = stack.enter_context(model.continuous_batching_context_manager(generation_config=config))
         for work in todo:
             seconds = timed(work, vocab_size, functools.partial(continuous, manager, work))
-            rows.append(show(Row(name, work.name, "generate_batch", work.rate(seconds))))
-    return rows
+            yield Row(name, work.name, "generate_batch", work.rate(seconds))
 
 
 def static_batch(model: Any, device: str, work: Work, inputs: list[list[int]]) -> None:
@@ -211,16 +213,13 @@ def continuous(manager: Any, work: Work, inputs: list[list[int]]) -> None:
             waiting.discard(result.request_id)
 
 
-def vllm(model: str, path: Path, todo: list[Work]) -> list[Row]:
-    if importlib.util.find_spec("vllm") is None:
-        return []
+def vllm(model: str, path: Path, _device: str, todo: list[Work]) -> Iterator[Row]:
     from vllm import LLM
     from vllm import SamplingParams as VllmSampling
 
     engine = LLM(
         str(path), skip_tokenizer_init=True, gpu_memory_utilization=0.85, max_num_seqs=256, enable_prefix_caching=False
     )
-    rows = []
     for work in todo:
         params = [
             VllmSampling(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
@@ -231,8 +230,7 @@ def vllm(model: str, path: Path, todo: list[Work]) -> list[Row]:
             engine.generate([{"prompt_token_ids": prompt} for prompt in inputs], params, use_tqdm=False)
 
         seconds = timed(work, MODELS[model][1]["vocab_size"], generate)
-        rows.append(show(Row(model, work.name, "vllm", work.rate(seconds))))
-    return rows
+        yield Row(model, work.name, "vllm", work.rate(seconds))
 
 
 def timed(work: Work, vocab_size: int, serve: Callable[[list[list[int]]], None]) -> float:
@@ -246,8 +244,39 @@ def timed(work: Work, vocab_size: int, serve: Callable[[list[list[int]]], None])
     return time.perf_counter() - began
 
 
+def apart(contender: Callable[[], Iterator[Row]], seconds: float) -> Iterator[Row]:
+    """Rows of a contender in a process of its own, which is ended after ``seconds``, with all that it has started."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_rows, args=(contender, sender))
+    process.start()
+    sender.close()
+    deadline = time.monotonic() + seconds
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            yield receiver.recv()
+        print(f"cut off after {seconds:g} s", flush=True)
+    except EOFError:  # it is done
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has made no group yet, or nobody is left
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def send_rows(contender: Callable[[], Iterator[Row]], sender: Connection) -> None:
+    os.setpgrp()
+    try:
+        for row in contender():
+            sender.send(row)
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error)[:200]}", flush=True)
+    sender.close()
+
+
 def tidy() -> None:
-    """Give back what the last contender held on the device."""
+    """Give back what the last model held on the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -282,6 +311,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-3-8b", "qwen3-0.6b"])
     parser.add_argument("--works", nargs="+", help="workloads by name, as they are printed (default: all)")
     parser.add_argument("--alone", action="store_true", help="without the others")
+    parser.add_argument("--deadline", type=float, default=90, help="seconds for each of the others and model (90)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does everything run?")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
@@ -290,25 +320,24 @@ def main() -> None:
         parser.error("there is no GPU here: only --smoke makes sense")
     copy_rate = copy_bandwidth(device)
     todo = [work for work in works(args.smoke) if not args.works or work.name in args.works]
-    rows: list[Row] = []
-    for model in ["tiny"] if args.smoke else args.models:
-        with tempfile.TemporaryDirectory() as directory:
-            build(model, Path(directory), device)
-            contenders: list[Callable[[], list[Row]]] = [
-                functools.partial(ours, model, Path(directory), device, todo, copy_rate, args.smoke)
-            ]
-            if not args.alone:
-                contenders.append(functools.partial(theirs, model, Path(directory), device, todo))
-                contenders.append(functools.partial(vllm, model, Path(directory), todo))
-            for contender in contenders:
-                try:
-                    rows += contender()
-                except Exception as error:
-                    if contender is contenders[0]:
-                        raise
-                    print(f"{type(error).__name__}: {str(error)[:200]}")
-                tidy()
-                save(args.json, rows, copy_rate)
+    others = [] if args.alone else [theirs, vllm] if importlib.util.find_spec("vllm") else [theirs]
+    found: list[Row] = []
+
+    def keep(rows: Iterable[Row]) -> None:
+        for row in rows:
+            found.append(show(row))
+            save(args.json, found, copy_rate)
+
+    with contextlib.ExitStack() as stack:
+        paths: dict[str, Path] = {}
+        for model in ["tiny"] if args.smoke else args.models:
+            paths[model] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            build(model, paths[model], device)
+            keep(ours(model, paths[model], device, todo, copy_rate, args.smoke))
+            tidy()
+        for model, path in paths.items():
+            for contender in others:
+                keep(apart(functools.partial(contender, model, path, device, todo), args.deadline))
 
 
 def save(path: str | None, rows: list[Row], copy_rate: float) -> None:

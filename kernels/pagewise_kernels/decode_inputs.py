@@ -9,7 +9,7 @@ from pagewise_kernels.launch import check_device, launch
 _BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def decode_inputs_kernel(
     rows,
     lengths,

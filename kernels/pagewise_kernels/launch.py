@@ -30,10 +30,15 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """Run ``kernel`` on ``grid``; ``options`` are its constants, ``num_warps`` and ``num_stages``.
 
-    Nothing is launched on an empty grid, nor while the calls are watched by the compiler.
+    Triton compiles anew where an integer becomes 1 or divisible by 16, and where a pointer is aligned. Counts of a step
+    are exempt (``do_not_specialize``), so that nothing is compiled in the middle of serving.
+
+    Nothing is launched on an empty grid, nor while the calls are watched by the compiler. Products and sums are fused
+    unless ``enable_fp_fusion`` says otherwise: Triton 3.9 warns where nobody decides, and its default may change.
     """
     if 0 in grid:
         return
+    options.setdefault("enable_fp_fusion", True)
     if _watcher is not None:
         _watcher(kernel, arguments, options)
     else:

@@ -13,7 +13,7 @@ from pagewise_kernels.launch import check_device, interpreted, launch
 _COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x,
     weight,

@@ -8,7 +8,7 @@ from pagewise_kernels.launch import check_device, launch
 from pagewise_kernels.shapes import check_logits, check_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["repetition", "presence", "frequency"])
 def penalise_kernel(
     logits,
     out,

@@ -10,7 +10,7 @@ from pagewise_kernels.shapes import power_of_two
 _LARGEST = 16384
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     weight,

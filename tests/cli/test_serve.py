@@ -7,8 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
+from pagewise.serve import StartError, gpu_variables, visible_gpus
+from pagewise_shared.config import ServeConfig
 
 from tests.e2e.server import Server, alive, serving
 
@@ -19,6 +23,36 @@ def wait_for_another(server: Server, module: str, old: int, seconds: float = 30)
         assert time.monotonic() < deadline, f"no other {module} was started"
         time.sleep(0.1)
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "expected"),
+    [
+        ({"executors": 3}, ["0", "1", "2", "3"], ["0", "1", "2"]),
+        ({"executors": 3}, [], [None] * 3),
+        ({"executors": 1}, ["0", "1"], [None]),
+        ({"executors": 2, "device": "cpu"}, ["0", "1"], [None] * 2),
+        ({"executors": 2, "simulate": True}, ["0", "1"], [None] * 2),
+        ({"executors": 4, "kv_memory": "8GiB"}, ["2", "GPU-5f"], ["2", "GPU-5f", "2", "GPU-5f"]),
+        ({"executors": 2}, ["0"], ["0", "0"]),
+    ],
+)
+def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expected: list[str | None]) -> None:
+    found = gpu_variables(ServeConfig(**options), gpus)
+    assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in found] == expected
+
+
+def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:
+    with pytest.raises(StartError, match=r"3 executors share 2 GPUs: .*--kv-memory"):
+        gpu_variables(ServeConfig(executors=3, device="cuda"), ["0", "1"])
+
+
+def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5f")
+    assert visible_gpus() == ["3", "GPU-5f"]
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert visible_gpus() == []
 
 
 def test_an_executor_that_is_killed_is_started_again() -> None:

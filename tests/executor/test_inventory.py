@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor import host_memory
 from pagewise_executor.host_memory import NamedMemory
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.profile import measure_costs
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
@@ -148,12 +150,12 @@ def run_and_kill(model_path: Path, folder: Path) -> None:
         child.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize(("spoiled", "profile"), [(False, False), (True, False), (False, True)])
 def test_an_executor_that_was_killed_finds_its_host_blocks_again(
-    model_path: Path, expected: list[list[int]], tmp_path: Path, spoiled: bool
+    model_path: Path, expected: list[list[int]], tmp_path: Path, spoiled: bool, profile: bool
 ) -> None:
     run_and_kill(model_path, tmp_path)
-    runner = build_runner(model_path, host_folder=tmp_path, verify_copies=False)
+    runner = build_runner(model_path, host_folder=tmp_path, verify_copies=False, profile=profile)
     inventory = runner.inventory()
     assert inventory is not None
     device, host = named_blocks(inventory)
@@ -175,6 +177,23 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
         assert scheduler.kv.pool.counters.spoiled == 0
     runner.close()
     assert not list(tmp_path.iterdir()), "one that ends in order leaves nothing behind"
+
+
+@pytest.mark.parametrize("unnamed", [0, 3])
+def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, unnamed: int) -> None:
+    runner = build_runner(model_path, verify_copies=False)
+    host = runner._host
+    assert host is not None
+    named = range(unnamed, host.num_blocks)
+    for block in named:
+        host.memory.slot(block)[:] = block % 251
+        host.memory.keep(block, BlockHash(block.to_bytes(32, "big")), 0)
+    before = host.memory.names()
+    costs = measure_costs(runner, 64, host)
+    assert costs.load_block > 0
+    assert costs.store_block > 0
+    assert host.memory.names() == before
+    assert all((host.memory.slot(block) == block % 251).all() for block in named)
 
 
 # ---- named memory by itself --------------------------------------------------------------------------------
@@ -233,6 +252,29 @@ def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         open_memory(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_cannot_be_pinned_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    forgotten: list[bool] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            pinned.append(address)
+            return 2 if len(pinned) == 3 else 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            pinned.remove(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(host_memory, "_PIECE_BYTES", 128)
+    monkeypatch.setattr(host_memory, "_forget_error", lambda: forgotten.append(True))
+    with pytest.raises(OSError, match="cannot pin named memory: error 2"):
+        NamedMemory(tmp_path, "x", 8, 64, cuda=True)
+    assert len(pinned) == 1, "what failed, and nothing else"
+    assert forgotten
     assert not list(tmp_path.iterdir())
 
 

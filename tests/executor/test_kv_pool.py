@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from pagewise_executor.block_store import BlockStore
 from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block
+from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import DEVICE_TIER
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 
@@ -35,3 +38,21 @@ def test_blocks_are_copied_and_come_back(
     pool.copy_blocks(np.array([[1, 0]], np.int32))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor.float()[[4, 3, 0]], old[[3, 6, 1]])
+
+
+def test_a_device_that_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ModelError, match=r"not enough memory on cpu for a KV pool of .*--kv-memory"):
+        KVPool(EVEN, 7, 4, torch.float32, torch.device("cpu"))
+
+
+def test_blocks_are_written_from_a_frame_that_may_only_be_read(device: torch.device) -> None:
+    pool = KVPool(EVEN, 7, 4, torch.float32, device)
+    store = BlockStore(pool, None)
+    frame = bytes(number % 251 for number in range(2 * pool.bytes_per_block))
+    rows = np.frombuffer(frame, np.uint8).reshape(2, -1)
+    store.write(np.array([5, 1], np.int32), rows)
+    assert (store.read(np.array([[DEVICE_TIER, 5], [DEVICE_TIER, 1]], np.int32)) == rows).all()

@@ -1,13 +1,17 @@
 """Sampling against plain oracles."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import numpy as np
 import pytest
 import torch
-from pagewise_executor.drawing import TorchDrawing
+from pagewise_executor.drawing import TorchDrawing, TritonDrawing
 from pagewise_executor.logprobs import measure_in_torch
 from pagewise_executor.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.philox import gumbel_noise, philox
 from pagewise_executor.sampler import Sampler
+from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.sampling import SamplingParams
 
 VOCAB = 50
@@ -15,7 +19,7 @@ VOCAB = 50
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
     device = torch.device("cpu")
-    sampler = Sampler(TorchDrawing(device), TorchPenalties(VOCAB, device), measure_in_torch)
+    sampler = Sampler(TorchDrawing(device), TorchPenalties(VOCAB, device), measure_in_torch, device)
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)
@@ -25,6 +29,19 @@ def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, p
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
     tokens, _ = sampler.sample(logits[None].repeat(len(rows), 1), rows, torch.tensor(positions))
     return tokens.tolist()
+
+
+@contextmanager
+def waiting_for_nothing(device: torch.device) -> Iterator[None]:
+    """What waits for a GPU inside of it is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
@@ -151,6 +168,40 @@ def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
     assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
     assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
     assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
+
+
+def test_a_batch_of_everything_draws_what_each_row_draws_alone(logits: torch.Tensor, device: torch.device) -> None:
+    """On the kernels all rows at once, and nothing waits for the device; in PyTorch one by one."""
+    ways = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
+        SamplingParams(temperature=0.8, seed=2, allowed_token_ids=(7, 8, 8, 30), logit_bias={7: 1.0}),
+        SamplingParams(temperature=1.0, seed=3, presence_penalty=0.7, frequency_penalty=0.3, logprobs=0),
+        SamplingParams(temperature=0, repetition_penalty=1.9, stop_token_ids=(4, 6), min_tokens=2),
+        SamplingParams(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
+    ]
+    rows, known = [3, 0, 5, 1, 4, 2], np.array([1, 2, 3, 4], np.int32)
+    together = Sampler(TritonDrawing(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
+    for row, way in zip(rows, ways, strict=True):
+        together.join(row, known, 3, way)
+    alone = [sampler_for([way], [1, 2, 3, 4]) for way in ways]
+    batch = torch.stack([logits.roll(row) for row in range(len(ways))])
+    on_device = batch.to(device)
+    with torch.inference_mode():
+        for step in range(4):
+            positions = torch.full((len(ways),), step + 4, device=device)
+            with waiting_for_nothing(device) if step else nullcontext():  # the first compiles and allocates
+                tokens, wanted = together.sample(on_device, rows, positions)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            assert wanted is not None
+            expected = [one.sample(batch[i : i + 1], [0], torch.tensor([step + 4])) for i, one in enumerate(alone)]
+            assert tokens.tolist() == [int(drawn) for drawn, _ in expected]
+            reports = [reported for _, of_one in expected if of_one is not None for reported in of_one.report()]
+            for found, (index, one) in zip(wanted.report(), zip([1, 3], reports, strict=True), strict=True):
+                assert (found.index, found.token_id, found.rank) == (index, one.token_id, one.rank)
+                assert found.top_ids == one.top_ids
+                assert found.logprob == pytest.approx(one.logprob, abs=1e-4)
 
 
 def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:

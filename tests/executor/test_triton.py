@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor import model_runner
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.warm_up import warm_up
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -17,7 +20,10 @@ from tests.model_builders import VOCAB_SIZE, build_model
 LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
 
 
-def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], **options: object) -> None:
+def check(
+    family: str, path: Path, device: str, lengths: list[tuple[int, int]], pool_blocks: int = 14, **options: object
+) -> None:
+    """``pool_blocks``: what the scheduler hands out, few enough that sequences lose theirs."""
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
@@ -32,21 +38,21 @@ def check(family: str, path: Path, device: str, lengths: list[tuple[int, int]], 
     requests = [
         request(prompt, length, f"r{i}") for i, (prompt, (_, length)) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
+    run_requests(runner, requests, num_blocks=pool_blocks, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
     assert [asked.sequences[0].output_token_ids for asked in requests] == expected
 
 
-def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path) -> None:
-    check("llama", tmp_path, "cpu", LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
+def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path, device: torch.device) -> None:
+    check("llama", tmp_path, device.type, LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
 
 
-def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path) -> None:
+def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path, device: torch.device) -> None:
     build_model("llama", tmp_path, seed=7)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device)
     prompts = [[3, *range(10, 26)], [4, *range(40, 56)], [3, *range(10, 26)]]
-    expected = reference(model, prompts, [3] * 3, "cpu")
+    expected = reference(model, prompts, [3] * 3, device.type)
     config = ExecutorConfig(
-        model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=60, profile=False,
+        model=str(tmp_path), device=device.type, kernels="triton", block_size=4, num_blocks=60, profile=False,
         host_memory="1MiB", verify_copies=True,
     )  # fmt: skip
     requests = [request(prompt, 3, f"r{i}") for i, prompt in enumerate(prompts)]
@@ -57,13 +63,13 @@ def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: P
 
 
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
-def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
+def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch.device) -> None:
     build_model("llama", tmp_path, seed=7)
     found = []
     for kv_dtype in ("auto", "fp8"):
         config = ExecutorConfig(
-            model=str(tmp_path), device="cpu", kernels="triton", kv_dtype=kv_dtype, kv_layout=layout, block_size=4,
-            num_blocks=60, profile=False, host_memory="1MiB", verify_copies=True,
+            model=str(tmp_path), device=device.type, kernels="triton", kv_dtype=kv_dtype, kv_layout=layout,
+            block_size=4, num_blocks=60, profile=False, host_memory="1MiB", verify_copies=True,
         )  # type: ignore[arg-type]  # fmt: skip
         runner = ModelRunner(config)
         asked = request(list(range(5, 30)), 1, prompt_logprobs=0)
@@ -77,11 +83,13 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=0.1)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
 def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cpu", LENGTHS)
 
 
+@pytest.mark.interpreted
 def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=7)
     ways = [
@@ -115,10 +123,12 @@ def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
-def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str, tmp_path: Path) -> None:
+def test_deterministic_results_are_the_same_bits_whatever_else_runs(
+    family: str, tmp_path: Path, device: torch.device
+) -> None:
     build_model(family, tmp_path, seed=7)
     config = ExecutorConfig(
-        model=str(tmp_path), device="cpu", kernels="triton", deterministic=True, block_size=4, num_blocks=60,
+        model=str(tmp_path), device=device.type, kernels="triton", deterministic=True, block_size=4, num_blocks=60,
         profile=False,
     )  # fmt: skip
     runner = ModelRunner(config)
@@ -132,6 +142,7 @@ def test_deterministic_results_are_the_same_bits_whatever_else_runs(family: str,
     assert alone == together == crowded
 
 
+@pytest.mark.interpreted
 def test_deterministic_mode_says_what_it_cannot_do(tmp_path: Path) -> None:
     build_model("gpt2", tmp_path)
     with pytest.raises(ModelError, match="none of the families"):
@@ -151,7 +162,72 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
         ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8))
 
 
+@pytest.mark.interpreted
+def test_activations_are_measured_with_no_more_rows_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model("llama", tmp_path)
+    config = ExecutorConfig(
+        model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=8, profile=False,
+        max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64,
+    )  # fmt: skip
+    loaded = load_model(config)
+    monkeypatch.setattr(model_runner, "load_model", lambda _: loaded)
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    runner = ModelRunner(config)
+    runner._measure_activations(config, loaded, torch.float32)
+    assert runner._table.num_computed.tolist() == [8, 8]
+
+
+@pytest.mark.interpreted
+def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
+    )
+    graphs, mode = runner._graphs, ["default"]
+    assert graphs is not None
+    forward = graphs._forward
+
+    def waiting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return forward(ids, positions)
+
+    monkeypatch.setattr(graphs, "_forward", waiting)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    with torch.inference_mode():
+        graphs.capture()
+    assert mode == ["default", "error", "default"]
+    assert "a step waits for the device (called a synchronizing" in caplog.text
+
+
+@pytest.mark.interpreted
+def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(
+            model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=5, profile=False,
+            max_num_seqs=3,
+        )
+    )  # fmt: skip
+    sizes: list[int] = []
+    execute = runner.execute
+    monkeypatch.setattr(runner, "execute", lambda plan: (sizes.append(plan.chunks[0][1]), execute(plan))[1])
+    warm_up(runner, runner._pool, torch.bfloat16, max_num_batched_tokens=64)
+    assert sizes == [1, 2, 4, 8, 16]
+    assert runner._graphs is not None
+    with torch.inference_mode():
+        runner._graphs.warm_up()
+    assert runner.inventory() is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
 def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
-    check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], num_blocks=200)
+    check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], pool_blocks=30)

@@ -244,6 +244,7 @@ def test_prefixes_that_are_none_are_refused() -> None:
         CascadePlan([40, 40, 40], [0, 1, 2], [SharedPrefix([0, 1], 32), SharedPrefix([1, 2], 16)], **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [

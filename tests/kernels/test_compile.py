@@ -19,6 +19,7 @@ def compiled(target: int) -> list[dict[str, object]]:
     command += ["--without", "fp8"] if target == 80 else []  # compute capability 8.9 brought it
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+    assert "FP_FUSION" not in done.stderr, "Triton warns where a launch does not say"
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

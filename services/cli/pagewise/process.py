@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None)
 class Service:
     """One child process, its output relayed line by line behind its name.
 
-    ``on_line`` sees each line of its standard output. ``secrets``: variables of its environment.
+    ``on_line`` sees each line of its standard output. ``variables``: of its environment.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class Service:
         module: str,
         argv: Sequence[str],
         on_line: Callable[[str], None],
-        secrets: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._command = [sys.executable, "-m", module, *argv]
         self._on_line = on_line
-        self._secrets = dict(secrets or {})
+        self._variables = dict(variables or {})
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> int:
@@ -43,7 +43,7 @@ class Service:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment() | self._secrets,
+            env=_environment() | self._variables,
             # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
             start_new_session=True,
             preexec_fn=_die_with_parent,

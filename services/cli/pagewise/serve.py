@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 CANNOT_START = 2
 """A service's exit code when starting it again would fail the same way."""
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
 _SETTLED_SECONDS = 30.0
 _PROGRESS_SECONDS = 5.0
@@ -32,12 +33,17 @@ class StartError(Exception):
 
 async def serve(config: ServeConfig) -> int:
     """Run until Ctrl-C or SIGTERM, or until the scheduler ends; returns the exit code."""
+    try:
+        gpus = gpu_variables(config, visible_gpus())
+    except StartError as error:
+        log.error("%s", error)
+        return 1
     directory = Path(tempfile.mkdtemp(prefix="pagewise-"))
     endpoint = config.listen or f"ipc://{directory}/scheduler.sock"
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    fleet = _Fleet(config, endpoint)
+    fleet = _Fleet(config, endpoint, gpus)
     running = asyncio.create_task(fleet.run())
     stopping = asyncio.create_task(stop.wait())
     code = 0
@@ -56,6 +62,35 @@ async def serve(config: ServeConfig) -> int:
     return code
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that executors may use, as CUDA_VISIBLE_DEVICES names them: all of the machine unless it is set."""
+    named = os.environ.get(_VISIBLE)
+    if named is None:
+        # This process does without torch, which could tell; CUDA counts from 0 whatever the device files are called.
+        return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    return [name for name in named.replace(" ", "").split(",") if name not in ("", "-1")]
+
+
+def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
+    """What each executor finds in its environment, so that each has a GPU of its own as far as there are enough.
+
+    Raises:
+        StartError: several would take most of the same GPU's memory, each for itself.
+    """
+    count = config.executors
+    if count < 2 or not gpus or config.device == "cpu" or config.simulate:
+        return [{}] * count
+    if count > len(gpus) and config.kv_memory is None and config.num_blocks is None:
+        said = (
+            f"{count} executors share {len(gpus)} GPUs: say how much memory each KV pool gets with --kv-memory, "
+            "or each takes most of what is free"
+        )
+        if config.device == "cuda":
+            raise StartError(said)
+        log.warning("%s", said)  # they may turn out to use the CPU
+    return [{_VISIBLE: gpus[number % len(gpus)]} for number in range(count)]
+
+
 def _exit_code(running: "asyncio.Task[None]") -> int:
     error = running.exception()
     if isinstance(error, StartError):
@@ -67,9 +102,9 @@ def _exit_code(running: "asyncio.Task[None]") -> int:
 
 
 class _Fleet:
-    """The processes of one ``pagewise serve``."""
+    """The processes of one ``pagewise serve``. ``gpus``: variables of each executor."""
 
-    def __init__(self, config: ServeConfig, endpoint: str) -> None:
+    def __init__(self, config: ServeConfig, endpoint: str, gpus: list[dict[str, str]]) -> None:
         self._config, self._endpoint = config, endpoint
         scheduler = to_argv(config, SchedulerConfig)
         self._scheduler = Service(
@@ -88,8 +123,9 @@ class _Fleet:
                 "pagewise_executor.main",
                 [*to_argv(config, ExecutorConfig), f"--scheduler={endpoint}", f"--executor-id=executor-{number}"],
                 lambda line: None,
+                variables,
             )
-            for number in range(config.executors)
+            for number, variables in enumerate(gpus)
         ]
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []

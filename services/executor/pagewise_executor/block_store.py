@@ -49,10 +49,13 @@ class BlockStore:
         if not self._cuda:
             self._pool.scatter(blocks, rows)
             return
+        # Rows that came over the network may only be read, which torch does not know; pinned they arrive sooner too.
+        pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
+        np.copyto(pinned.numpy(), rows)
         with torch.inference_mode(), self._stream() as stream:
             if after is not None:
                 stream.wait_event(after)
-            self._pool.scatter(blocks, torch.from_numpy(rows).to(self._pool.device))
+            self._pool.scatter(blocks, pinned.to(self._pool.device, non_blocking=True))
             stream.synchronize()
 
     def event(self) -> "torch.cuda.Event | None":

@@ -57,9 +57,16 @@ class DecodeGraphs:
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
 
     def capture(self) -> None:
-        """Record the graphs. Takes a while, and memory for the activations of the largest."""
+        """Record the graphs. Takes a while, and memory for the activations of the largest.
+
+        A model that waits for the device cannot be recorded: it goes on without graphs, and the log says why.
+        """
         began = time.perf_counter()
         self._lengths.zero_()
+        if (reason := self._why_not()) is not None:
+            log.warning("decode steps run without CUDA graphs, slower: a step waits for the device (%s)", reason)
+            self.warm_up()
+            return
         largest = self._compute(self._sizes[-1])[0]
         self._logits = torch.empty_like(largest)
         del largest
@@ -76,6 +83,32 @@ class DecodeGraphs:
             pool = graph.pool()
             self._graphs[size] = graph
         log.info("%d CUDA graphs recorded in %.1f s", len(self._graphs), time.perf_counter() - began)
+
+    def warm_up(self) -> None:
+        """Compile what steps need that are not recorded: kernels differ by powers of two of the batch."""
+        self._lengths.zero_()
+        for size in self._sizes:
+            if size & (size - 1) == 0 or size == self._sizes[-1]:
+                self._compute(size)
+
+    def _why_not(self) -> str | None:
+        """What in a step waits for the device; None: nothing does.
+
+        Asked before anything is recorded: an error in the middle of a recording is not to be recovered from. Some
+        mixtures of experts, for instance, bring the sizes of their groups to the host.
+        """
+        size = self._sizes[0]
+        self._compute(size)  # what is made once, at the first call, may wait
+        torch.cuda.synchronize()
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._compute(size)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return None
 
     def run(self, rows: Int64s, lengths: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode ``rows`` [n], contexts of ``lengths`` [n] tokens with the new one.

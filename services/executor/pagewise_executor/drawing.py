@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
     from pagewise_kernels.sampling import DrawParameters
@@ -58,7 +60,7 @@ class TritonDrawing:
             return torch.full((num_rows + 1,), value, dtype=dtype, device=device)
 
         self._sample = sample
-        self._device = device
+        self._upload = Uploads(device)
         self._joined: dict[int, SamplingParams] = {}
         self._parameters = DrawParameters(
             filled(0.0, torch.float32),
@@ -74,22 +76,24 @@ class TritonDrawing:
 
     def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
         """See ``Drawing``."""
-        held = torch.tensor(rows, dtype=torch.int32).to(self._device, non_blocking=True)
+        held = self._upload(np.array(rows, np.int32))
         return self._sample(logits, self.parameters(), held, positions)
 
     def parameters(self) -> "DrawParameters":
         """Those of all rows, always the same tensors."""
         if self._joined:
-            where = torch.tensor(list(self._joined)).to(self._device, non_blocking=True)
-            joined, held = list(self._joined.values()), self._parameters
-            for tensor, values in (
-                (held.temperature, [p.temperature for p in joined]),
-                (held.top_k, [p.top_k for p in joined]),
-                (held.top_p, [p.top_p for p in joined]),
-                (held.min_p, [p.min_p for p in joined]),
-                (held.seeds, [_signed(p.seed) for p in joined]),
+            params, held = self._joined.values(), self._parameters
+            integers = [list(self._joined), [p.top_k for p in params], [_signed(p.seed) for p in params]]
+            floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+            where, top_k, seeds = self._upload(np.array(integers, np.int64))
+            temperature, top_p, min_p = self._upload(np.array(floats, np.float32))
+            for tensor, new in (
+                (held.temperature, temperature),
+                (held.top_k, top_k.to(torch.int32)),
+                (held.top_p, top_p),
+                (held.min_p, min_p),
+                (held.seeds, seeds),
             ):
-                new = torch.tensor(values, dtype=tensor.dtype).to(self._device, non_blocking=True)
                 tensor.index_copy_(0, where, new)
             self._joined.clear()
         return self._parameters

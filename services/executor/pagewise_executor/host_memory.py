@@ -122,7 +122,7 @@ class NamedMemory:
     ``content`` (model, format and geometry of the blocks) is taken over with what is in it, else a new one is made.
 
     Raises:
-        OSError: it cannot be made, for want of room for instance.
+        OSError: it cannot be made, for want of room for instance, or not be pinned.
     """
 
     outlives = True
@@ -137,7 +137,11 @@ class NamedMemory:
         self._records = memory[: num_blocks * _RECORD.itemsize].view(_RECORD)
         self._blocks = memory[records:].reshape(num_blocks, bytes_per_block)
         self._inherited = set(np.flatnonzero(self._records["whole"]).tolist()) if found else set()
-        self._pinned: torch.Tensor | None = _pin(self._blocks) if cuda else None
+        try:
+            self._pinned: torch.Tensor | None = _pin(self._blocks) if cuda else None
+        except OSError:
+            self.close()  # nobody would find it again: the next process could not pin it either
+            raise
         if self._inherited:
             log.info("took over %d blocks in %s from a process that is gone", len(self._inherited), self.path)
         for other in folder.glob(f"{_prefix()}*"):
@@ -248,12 +252,24 @@ class _File:
 
 
 def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Let the GPU reach the memory of ``blocks`` [num_blocks, bytes] by itself, piece by piece."""
+    """Let the GPU reach the memory of ``blocks`` [num_blocks, bytes] by itself, piece by piece.
+
+    Raises:
+        OSError: the driver does not; then nothing of it is pinned.
+    """
     per_piece = max(1, _PIECE_BYTES // blocks.shape[1])
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for start in range(0, len(blocks), per_piece):
-        piece = blocks[start : start + per_piece]
-        error = runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)
-        if int(error):
-            raise OSError(f"the GPU's driver cannot pin named memory: error {int(error)}")
+    pieces = [blocks[start : start + per_piece] for start in range(0, len(blocks), per_piece)]
+    for number, piece in enumerate(pieces):
+        if error := int(runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)):
+            for done in pieces[:number]:
+                runtime.cudaHostUnregister(done.ctypes.data)
+            _forget_error()
+            raise OSError(f"the GPU's driver cannot pin named memory: error {error}")
     return torch.from_numpy(blocks)
+
+
+def _forget_error() -> None:
+    """CUDA keeps an error until somebody asks, who is then blamed for it; torch asks after each launch."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -148,10 +148,10 @@ class HostTier:
             last.result()
         return self.memory.names()
 
-    def least_valuable(self, count: int) -> list[int]:
-        """So many blocks to try copies with: those whose content nobody can name, as far as there are any."""
+    def unnamed(self) -> list[int]:
+        """Blocks whose content nobody can name, so that nobody misses it."""
         named = self.memory.names()
-        return sorted(range(self.num_blocks), key=lambda slot: slot in named)[:count]
+        return [slot for slot in range(self.num_blocks) if slot not in named]
 
     def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
         """The content of host blocks [n, bytes_per_block], once the stores that were asked for before are done."""

@@ -47,6 +47,8 @@ class KVPool:
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
     ``block * block_size + offset``. ``scales[layer]``: of float8 KV, else None.
 
+    Raises ModelError from its constructor if the device has no room for it.
+
     ``layout``: "layers" keeps each layer's blocks together, "blocks" all layers of a block, so that copies of blocks
     are long. ``triton``: copies are made by the Triton kernels.
     """
@@ -97,7 +99,14 @@ class KVPool:
         return views
 
     def _region(self, parts: int, size: int) -> torch.Tensor:
-        region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
+        try:
+            region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"not enough memory on {self.device} for a KV pool of {_gib(self.num_blocks * self.bytes_per_block)}: "
+                "is another process using it? Ask for less with --kv-memory, or name another GPU in "
+                "CUDA_VISIBLE_DEVICES"
+            ) from error
         self._regions.append(region)
         return region
 

@@ -123,9 +123,8 @@ class ModelRunner:
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
-        if self._graphs is not None and self._device.type == "cuda" and config.cuda_graphs:
-            with torch.inference_mode():
-                self._graphs.capture()
+        if self._graphs is not None and self._device.type == "cuda":
+            self._warm_up(self._graphs, config, loaded.dtype)
         if config.profile:
             costs = measure_costs(self, config.max_num_batched_tokens, self._host)
             self.info = dataclasses.replace(self.info, costs=costs)
@@ -161,7 +160,8 @@ class ModelRunner:
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Bytes of device memory that the largest step takes beside weights and KV."""
-        tokens = config.max_num_batched_tokens
+        # More rows than there are cannot have a chunk each.
+        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
         rows = -(-tokens // loaded.max_model_len)
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -177,6 +177,14 @@ class ModelRunner:
             peak += STAGING_BYTES
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
+
+    def _warm_up(self, graphs: "DecodeGraphs", config: ExecutorConfig, dtype: torch.dtype) -> None:
+        """Compile all kernels that serving needs, and record the graphs."""
+        from pagewise_executor.warm_up import warm_up
+
+        with torch.inference_mode():
+            (graphs.capture if config.cuda_graphs else graphs.warm_up)()
+        warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
         """Tell ``report`` of every copy to and from the host that has been made, on a link's thread."""
@@ -226,7 +234,7 @@ class ModelRunner:
             self._peers.reset(welcome.epoch)
         if self._host is not None:
             self._host.reset(welcome.epoch, keep=welcome.keeps_blocks)
-        self._sampler = Sampler(self._drawing, self._penalties, self._measure)
+        self._sampler = Sampler(self._drawing, self._penalties, self._measure, self._device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.rows import Int32s
+from pagewise_executor.rows import Int32s, Int64s
+from pagewise_executor.uploads import Uploads
 
 
 def penalises(params: SamplingParams) -> bool:
@@ -59,55 +60,70 @@ class TorchPenalties:
 
 
 class TritonPenalties:
-    """By the Triton kernel, for all rows of a step at once.
+    """By the Triton kernel, for all rows of a step at once; without waiting for the device.
 
     The counts of ``num_rows`` rows are allocated when the first has a penalty: five bytes per entry of the vocabulary.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+        self._upload = Uploads(device)
         self._params: dict[int, SamplingParams] = {}
+        self._joined: dict[int, tuple[Int64s, int]] = {}
         self._counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
 
     def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, vocab]: counts int32, and whether it is in the prompt bool; of all rows that have joined."""
         if self._counts is None or self._in_prompt is None:
             shape = self._num_rows, self._vocab_size
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        if self._joined:
+            rows = np.array(list(self._joined), np.int64)
+            entries = [(row * self._vocab_size + tokens, first) for row, (tokens, first) in self._joined.items()]
+            prompts = np.concatenate([tokens[:first] for tokens, first in entries])
+            outputs = np.concatenate([tokens[first:] for tokens, first in entries])
+            packed = self._upload(np.concatenate([rows, prompts, outputs]))
+            joined, asked, said = torch.split(packed, [len(rows), len(prompts), len(outputs)])
+            self._counts.index_fill_(0, joined, 0)
+            self._in_prompt.index_fill_(0, joined, 0)
+            self._in_prompt.view(-1).index_fill_(0, asked, 1)
+            self._counts.view(-1).scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
+            self._joined.clear()
         return self._counts, self._in_prompt
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """See ``Penalties``."""
         self._params[row] = params
-        counts, in_prompt = self._tables()
-        counts[row], in_prompt[row] = _counted(tokens, num_prompt_tokens, self._vocab_size, self._device)
+        self._joined[row] = tokens.astype(np.int64), num_prompt_tokens
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """See ``Penalties``."""
         from pagewise_kernels.penalties import penalise
 
         params = [self._params[row] for row in rows]
-
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
-
-        index = torch.tensor(which).to(self._device, non_blocking=True)
-        held = torch.tensor(rows, dtype=torch.int32).to(self._device, non_blocking=True)
-        logits[index] = penalise(
-            logits[index],
-            held,
+        index, held = self._upload(np.array([which, rows], np.int64))
+        columns = [
+            [p.repetition_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+        ]
+        repetition, presence, frequency = self._upload(np.array(columns, np.float32))
+        penalised = penalise(
+            logits.index_select(0, index),
+            held.to(torch.int32),
             *self._tables(),
-            repetition=column([p.repetition_penalty for p in params]),
-            presence=column([p.presence_penalty for p in params]),
-            frequency=column([p.frequency_penalty for p in params]),
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
         )
+        logits.index_copy_(0, index, penalised)
 
     def count(self, rows: list[int], tokens: torch.Tensor) -> None:
         """See ``Penalties``."""
-        held = torch.tensor(rows).to(self._device, non_blocking=True)
-        ones = torch.ones(len(rows), dtype=torch.int32, device=self._device)
-        self._tables()[0].index_put_((held, tokens), ones, accumulate=True)
+        at = self._upload(np.array(rows, np.int64) * self._vocab_size) + tokens
+        self._tables()[0].view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
 
 def _counted(

@@ -4,14 +4,14 @@ import logging
 import queue
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.host_tier import HostTier
+from pagewise_executor.host_tier import Direction, HostTier
 from pagewise_executor.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ _COPY_TIMEOUT = 60
 def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | None) -> MeasuredCosts:
     """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards.
 
+    It writes over blocks of the device pool, which is new, and over no named block of the host, which may be inherited.
+
     Raises:
         ModelError: copies fail, or take forever.
     """
@@ -34,7 +36,10 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
     steps = _measure_steps(runner, min(room, max_num_batched_tokens), room)
     costs = MeasuredCosts(*steps)
     if host is not None:
-        load, store = (_measure_copies(host, direction, runner.info.num_blocks) for direction in ("load", "store"))
+        load = _measure_copies(host, "load", runner.info.num_blocks, range(host.num_blocks))
+        unnamed = host.unnamed()
+        # Where every block is worth something a store is taken to cost what a load does.
+        store = _measure_copies(host, "store", runner.info.num_blocks, unnamed) if unnamed else load
         costs = MeasuredCosts(*steps, *load, *store)
     log.info(
         "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs, loading a block %.1f µs",
@@ -50,20 +55,20 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
 def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float, float]:
     """Microseconds of a step, of a token, of one token attending to one, and of each token of context."""
     small = max(1, min(_SMALL, largest // 2))
-    _prefill(runner, 0, small)  # warms up
-    few = _median(lambda: _prefill(runner, 0, small))
+    prefill(runner, 0, small)  # warms up
+    few = _median(lambda: prefill(runner, 0, small))
     large = min(_LARGE, largest)
     if few * (large / small) > _PATIENCE * 1e6 or large <= small:
         return 0.0, few / small, 0.0, 0.0
-    many = _median(lambda: _prefill(runner, 0, large))
+    many = _median(lambda: prefill(runner, 0, large))
     token = max(0.0, (many - few) / (large - small))
     step = max(0.0, few - token * small)
     context = min(_CONTEXT, room - large - 1)
     if context < large:
         return step, token, 0.0, 0.0
     # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
-    far_small = max(0.0, _median(lambda: _prefill(runner, context, small)) - few) / context
-    far_large = max(0.0, _median(lambda: _prefill(runner, context, large)) - many) / context
+    far_small = max(0.0, _median(lambda: prefill(runner, context, small)) - few) / context
+    far_large = max(0.0, _median(lambda: prefill(runner, context, large)) - many) / context
     attention = max(0.0, (far_large - far_small) / (large - small))
     return step, token, attention, max(0.0, far_small - attention * small)
 
@@ -75,7 +80,7 @@ def largest_step(runner: Runner, num_tokens: int) -> None:
     """
     info = runner.info
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
-    runner.reset(Welcome(0, len(sizes), num_tokens))
+    runner.reset(Welcome(0, len(sizes), num_tokens, keeps_blocks=True))
     joined, first = [], 0
     for row, size in enumerate(sizes):
         blocks = np.arange(first, first + -(-size // info.block_size), dtype=np.int32)
@@ -90,10 +95,10 @@ def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_REPEATS))
 
 
-def _prefill(runner: Runner, start: int, count: int) -> float:
+def prefill(runner: Runner, start: int, count: int) -> float:
     """Microseconds of a step that computes ``count`` tokens after ``start`` others, whose K and V are whatever lies
     there."""
-    runner.reset(Welcome(0, 1, count))
+    runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # a former process may have left blocks on the host
     total = start + count
     blocks = np.arange(-(-total // runner.info.block_size), dtype=np.int32)
     new = NewSequence(
@@ -109,14 +114,17 @@ def _prefill(runner: Runner, start: int, count: int) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def _measure_copies(host: HostTier, direction: str, num_blocks: int) -> tuple[float, float]:
-    """Microseconds of a list of copies, and of each block in it."""
+def _measure_copies(
+    host: HostTier, direction: Direction, num_blocks: int, host_blocks: Sequence[int]
+) -> tuple[float, float]:
+    """Microseconds of a list of copies between ``host_blocks`` and the first of ``num_blocks`` on the device, and of
+    each block in it."""
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     host.report = done.put
     begin = host.load if direction == "load" else host.store
 
     def measure(count: int) -> float:
-        pairs = np.stack([np.arange(count), host.least_valuable(count)], axis=1).astype(np.int32)
+        pairs = np.stack([np.arange(count), host_blocks[:count]], axis=1).astype(np.int32)
         begin(StepPlan(epoch=0, step=1), pairs if direction == "store" else pairs[:, ::-1])
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
@@ -131,7 +139,7 @@ def _measure_copies(host: HostTier, direction: str, num_blocks: int) -> tuple[fl
 
     first = measure(1)
     affordable = int(_PATIENCE * 1e6 / max(1.0, first)) // _REPEATS
-    largest = min(64, num_blocks, host.num_blocks, affordable)
+    largest = min(64, num_blocks, len(host_blocks), affordable)
     if largest < 2:
         return 0.0, first
     one = _median(lambda: measure(1))

@@ -1,7 +1,12 @@
-"""Samples tokens from logits: penalties, bias and masks, then what ``drawing`` does."""
+"""Samples tokens from logits: penalties, bias and masks, then what ``drawing`` does.
 
-from dataclasses import dataclass, field
+On a GPU nothing waits for the device, unless a row has bad words of several tokens, which depend on what it said last.
+What a step sends there goes in a few arrays for all rows, because ``Uploads`` has few buffers.
+"""
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
@@ -9,6 +14,7 @@ from pagewise_executor.drawing import Drawing
 from pagewise_executor.logprobs import Measure, WantedLogprobs, want
 from pagewise_executor.penalties import Penalties, penalises
 from pagewise_executor.rows import Int32s
+from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
 
@@ -17,12 +23,12 @@ _NEGATIVE = float("-inf")
 class RowSampling:
     """What the sampler remembers of a row.
 
-    ``history``: all tokens, only for rows with bad words.
+    ``history``: all tokens, only for rows with bad words of several.
     """
 
     params: SamplingParams
     num_output_tokens: int
-    history: list[int] = field(default_factory=list)
+    history: list[int] | None = None
 
     @property
     def shapes_logits(self) -> bool:
@@ -36,11 +42,22 @@ class RowSampling:
             or (p.stop_token_ids and p.min_tokens > self.num_output_tokens)
         )
 
+    def forbidden(self) -> list[int]:
+        """Tokens that may not come now."""
+        p = self.params
+        found = list(p.stop_token_ids) if p.min_tokens > self.num_output_tokens else []
+        for word in p.bad_words:
+            prefix = len(word) - 1
+            if prefix == 0 or (self.history is not None and self.history[-prefix:] == list(word[:-1])):
+                found.append(word[-1])
+        return found
+
 
 class Sampler:
-    """Samples for the rows of one executor."""
+    """Samples for the rows of one executor, from logits on ``device``."""
 
-    def __init__(self, drawing: Drawing, penalties: Penalties, measure: Measure) -> None:
+    def __init__(self, drawing: Drawing, penalties: Penalties, measure: Measure, device: torch.device) -> None:
+        self._upload = Uploads(device)
         self._drawing, self._penalties, self._measure = drawing, penalties, measure
         self._rows: dict[int, RowSampling] = {}
         self._plain: set[int] = set()
@@ -51,7 +68,7 @@ class Sampler:
         state = RowSampling(params, len(tokens) - num_prompt_tokens)
         if penalises(params):
             self._penalties.join(row, tokens, num_prompt_tokens, params)
-        if params.bad_words:
+        if any(len(word) > 1 for word in params.bad_words):
             state.history = tokens.tolist()
         self._rows[row] = state
         self._drawing.join(row, params)
@@ -81,40 +98,62 @@ class Sampler:
         states = [self._rows[row] for row in rows]
         raw = logits.float()
         penalised = [i for i, state in enumerate(states) if penalises(state.params)]
-        shaped = raw.clone() if any(state.shapes_logits for state in states) else raw
-        if penalised:
-            self._penalties.apply(shaped, [rows[i] for i in penalised], penalised)
-        for row, state in zip(shaped, states, strict=True):
-            if state.shapes_logits:
-                _shape_row(row, state)
+        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        picked = self._upload(np.array(penalised + wanted, np.int64))
+        of_penalised, of_wanted = torch.split(picked, [len(penalised), len(wanted)])
+        shaped = raw
+        if any(state.shapes_logits for state in states):
+            shaped = raw.clone(memory_format=torch.contiguous_format)
+            if penalised:
+                self._penalties.apply(shaped, [rows[i] for i in penalised], penalised)
+            self._shape(shaped, states)
         tokens = self._drawing.draw(shaped, rows, positions)
         if penalised:
-            self._penalties.count([rows[i] for i in penalised], tokens[penalised])
-        for i, state in enumerate(states):
-            state.num_output_tokens += 1
-            if state.params.bad_words:
-                state.history.append(int(tokens[i]))
-        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+            self._penalties.count([rows[i] for i in penalised], tokens.index_select(0, of_penalised))
+        self._remember(states, tokens)
         if not wanted:
             return tokens, None
         counts = [states[i].params.logprobs for i in wanted]
-        return tokens, want(raw[wanted], tokens[wanted], wanted, counts, self._measure)
+        own, drawn = raw.index_select(0, of_wanted), tokens.index_select(0, of_wanted)
+        return tokens, want(own, drawn, wanted, counts, self._measure)
 
+    def _shape(self, logits: torch.Tensor, states: list[RowSampling]) -> None:
+        """Bias and masks, in place, of contiguous logits [n, vocab]."""
+        size = logits.shape[1]
+        biased: list[int] = []
+        biases: list[float] = []
+        limited: list[int] = []
+        allowed: list[int] = []
+        forbidden: list[int] = []
+        for number, state in enumerate(states):
+            first, p = number * size, state.params
+            biased += [first + token for token in p.logit_bias or ()]
+            biases += (p.logit_bias or {}).values()
+            if p.allowed_token_ids:
+                limited.append(number)
+                allowed += [first + token for token in p.allowed_token_ids]
+            forbidden += [first + token for token in state.forbidden()]
+        lists = [biased, limited, allowed, forbidden]
+        if not any(lists):
+            return
+        packed = self._upload(np.concatenate([np.array(each, np.int64) for each in lists]))
+        at_biased, of_limited, at_allowed, at_forbidden = torch.split(packed, [len(each) for each in lists])
+        flat = logits.view(-1)
+        if biased:
+            flat.index_add_(0, at_biased, self._upload(np.array(biases, np.float32)))
+        if limited:
+            kept = flat.index_select(0, at_allowed)
+            logits.index_fill_(0, of_limited, _NEGATIVE)
+            flat.index_copy_(0, at_allowed, kept)
+        if forbidden:
+            flat.index_fill_(0, at_forbidden, _NEGATIVE)
 
-def _shape_row(row: torch.Tensor, state: RowSampling) -> None:
-    """Bias and masks of one row [vocab], in place."""
-    p = state.params
-    if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=row.device)
-        row.index_add_(0, ids, torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device))
-    if p.allowed_token_ids:
-        ids = torch.tensor(p.allowed_token_ids, device=row.device)
-        kept = row[ids]
-        row.fill_(_NEGATIVE)
-        row[ids] = kept
-    if p.stop_token_ids and p.min_tokens > state.num_output_tokens:
-        row[torch.tensor(p.stop_token_ids, device=row.device)] = _NEGATIVE
-    for word in p.bad_words:
-        prefix = len(word) - 1
-        if prefix == 0 or state.history[-prefix:] == list(word[:-1]):
-            row[word[-1]] = _NEGATIVE
+    def _remember(self, states: list[RowSampling], tokens: torch.Tensor) -> None:
+        """The rows have drawn ``tokens``."""
+        for state in states:
+            state.num_output_tokens += 1
+        followed = [(i, state.history) for i, state in enumerate(states) if state.history is not None]
+        if followed:
+            drawn = tokens.tolist()
+            for i, history in followed:
+                history.append(drawn[i])

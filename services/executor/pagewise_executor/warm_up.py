@@ -1,0 +1,57 @@
+"""What would otherwise be compiled, for seconds, while somebody waits: run once when the executor starts."""
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from pagewise_executor.drawing import TritonDrawing
+from pagewise_executor.kv_pool import KVPool
+from pagewise_executor.profile import prefill
+from pagewise_executor.runner import Runner
+
+log = logging.getLogger(__name__)
+
+_CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens: prefill attention has another tile for each of these at most, and its largest from there on."""
+_MOST_SECONDS = 60
+"""After that the executor joins, and compiles the rest when it is needed."""
+
+
+def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int) -> None:
+    """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton keeps them on disk.
+
+    ``dtype``: of the model's logits. The runner's rows are in disorder afterwards, and the first blocks of its pool.
+    """
+    began = time.perf_counter()
+    with torch.inference_mode():
+        _sampling(runner.info.vocab_size, dtype, pool.device)
+        pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
+        if pool.num_blocks > 1:
+            pool.copy_blocks(np.array([[0, 1]], np.int32))
+    room = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
+    for size in _CHUNKS:
+        if size <= room and time.perf_counter() - began < _MOST_SECONDS:
+            prefill(runner, 0, size)
+    log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
+
+
+def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """One row, as the sampler draws, penalises and reports it: of logits in float32, and those of prompts as they are.
+
+    The tables of penalties are not the runner's: those are large, and made when the first request asks for penalties.
+    """
+    from pagewise_kernels.logprobs import token_logprobs
+    from pagewise_kernels.penalties import penalise
+    from pagewise_kernels.sampling import sample
+
+    row = torch.zeros(1, dtype=torch.int32, device=device)
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
+    tokens = sample(logits, TritonDrawing(1, device).parameters(), row, position)
+    for each in {torch.float32, dtype}:
+        token_logprobs(logits.to(each), tokens)
+    counts, in_prompt = logits.to(torch.int32), logits.bool()
+    nothing = torch.zeros(1, dtype=torch.float32, device=device)
+    penalise(logits, row, counts, in_prompt, repetition=nothing + 1, presence=nothing, frequency=nothing)
