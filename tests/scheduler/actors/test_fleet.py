@@ -186,6 +186,14 @@ def hello(**fields: object) -> Hello:
     return Hello(**(given | fields))  # type: ignore[arg-type]
 
 
+async def joined(path: Path, **fields: object) -> tuple[RawExecutor, Welcome]:
+    raw = RawExecutor(path)
+    await raw.send(hello(vocab_size=4096, **fields))
+    welcome = await raw.receive()
+    assert isinstance(welcome, Welcome)
+    return raw, welcome
+
+
 async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
@@ -238,10 +246,7 @@ async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> 
 
 async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        raw = RawExecutor(tmp_path)
-        await raw.send(hello(vocab_size=4096))
-        welcome = await raw.receive()
-        assert isinstance(welcome, Welcome)
+        raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
         assert isinstance(await raw.receive(), StepPlan)
@@ -257,10 +262,7 @@ async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> No
 
 async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        raw = RawExecutor(tmp_path)
-        await raw.send(hello(vocab_size=4096))
-        welcome = await raw.receive()
-        assert isinstance(welcome, Welcome)
+        raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.router.engines
         engine._expect_copies(1, MemoryWork(loads=b"12345678"), monotonic())
@@ -274,10 +276,7 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
 @pytest.mark.parametrize("confirms", [True, False])
 async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms: bool) -> None:
     async with running(tmp_path) as stack:
-        raw = RawExecutor(tmp_path)
-        await raw.send(hello(vocab_size=4096))
-        welcome = await raw.receive()
-        assert isinstance(welcome, Welcome)
+        raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.router.engines
         fetch = Fetch("ipc://peer", 1, 0, b"123456781234")

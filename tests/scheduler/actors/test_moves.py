@@ -11,17 +11,9 @@ from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.router import MAX_DEATHS
 from pagewise_scheduler.generation import GenerationError
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Goodbye, HeartbeatAck, StepPlan, StepResult, Welcome, encode, pack_int32s
+from pagewise_shared.protocol import Goodbye, HeartbeatAck, StepPlan, StepResult, encode, pack_int32s
 
-from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
-
-
-async def joined(path: Path, **fields: object) -> tuple[RawExecutor, Welcome]:
-    raw = RawExecutor(path)
-    await raw.send(hello(vocab_size=4096, **fields))
-    welcome = await raw.receive()
-    assert isinstance(welcome, Welcome)
-    return raw, welcome
+from tests.scheduler.actors.test_fleet import RawExecutor, executor, joined, running
 
 
 async def next_plan(raw: RawExecutor) -> StepPlan:
