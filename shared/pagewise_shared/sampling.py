@@ -1,5 +1,7 @@
 """Sampling parameters, as they travel from the HTTP surface to the executor."""
 
+from typing import Literal
+
 from msgspec import Struct
 
 MAX_LOGPROBS = 20
@@ -43,3 +45,22 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+
+class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """How wide to search, and what ends it.
+
+    Fields:
+        width: hypotheses that live at a time.
+        length_penalty: an ended hypothesis scores its log-probability / length ** length_penalty.
+        early_stopping: True ends the search once ``width`` hypotheses have ended; False when none of the living
+            looks better than those; "never" only when none of them can become better.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def num_candidates(self, num_end_tokens: int) -> int:
+        """Continuations of each hypothesis that have to be known."""
+        return max(2, 1 + num_end_tokens) * self.width

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
 from tests.model_builders import VOCAB_SIZE, build_model

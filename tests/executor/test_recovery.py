@@ -13,11 +13,11 @@ from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.peers import MakePeers
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s
+from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
 from tests.executor.test_beam_search import expected as beams

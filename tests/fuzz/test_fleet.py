@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import AdmissionError, GenerationError
 from pagewise_shared import protocol
 from pagewise_shared.errors import ProtocolError
@@ -26,6 +25,7 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     pack_int32s,
 )
+from pagewise_shared.sampling import BeamParams
 
 from tests.fuzz import messages
 from tests.fuzz.effort import EFFORT, examples

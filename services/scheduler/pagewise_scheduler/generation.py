@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pagewise_shared.protocol import TokenLogprobs
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

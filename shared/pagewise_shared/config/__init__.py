@@ -6,7 +6,14 @@ the same name, meaning and default in every command. A secret is read from the e
 all users of a machine to see.
 """
 
-from pagewise_shared.config.options import DEMO_MODEL, Device, ExecutorConfig, SchedulerConfig, ServeConfig
+from pagewise_shared.config.options import (
+    DEMO_MODEL,
+    Device,
+    ExecutorConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    ServeConfig,
+)
 from pagewise_shared.config.reading import (
     VARIABLE_PREFIX,
     build_config,
@@ -22,6 +29,7 @@ __all__ = [
     "VARIABLE_PREFIX",
     "Device",
     "ExecutorConfig",
+    "GatewayConfig",
     "SchedulerConfig",
     "ServeConfig",
     "build_config",

@@ -38,7 +38,18 @@ GROUPS = {
         "recovery",
         "eviction",
     ),
-    "HTTP": ("host", "port", "max_connections", "keepalive_timeout", "write_timeout", "max_body_bytes", "max_n"),
+    "HTTP": (
+        "host",
+        "port",
+        "reuse_port",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "max_connections",
+        "keepalive_timeout",
+        "write_timeout",
+        "max_body_bytes",
+        "max_n",
+    ),
     "API keys": (
         "api_keys_file",
         "public_metrics",
@@ -52,8 +63,13 @@ GROUPS = {
         "cuda_graphs",
         "threads",
         "listen",
+        "listen_gateways",
         "scheduler",
+        "scheduler_timeout",
         "executor_id",
+        "gateway_id",
+        "gateway_timeout",
+        "shutdown_timeout",
         "drain_timeout",
         "executor_timeout",
         "step_timeout",
@@ -199,6 +215,52 @@ class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):
     )
     keys: KeysFolder = None
     plaintext: Plaintext = False
+
+
+class GatewayConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise-gateway``."""
+
+    model: Annotated[str, _help("model directory or hub id", "MODEL")] = DEMO_MODEL
+    revision: Annotated[str | None, _help("hub revision of the model", "REV")] = None
+    served_model_name: Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")] = None
+    host: Annotated[str, _help("address the HTTP server listens on", "HOST")] = "127.0.0.1"
+    port: Annotated[Port, _help("port the HTTP server listens on; 0 takes a free one", "PORT")] = 8000
+    reuse_port: Annotated[bool, _help("let several gateways on this host listen on the same port")] = False
+    ssl_certfile: Annotated[
+        str | None, _help("certificate chain (PEM) for HTTPS; read again when it changes", "FILE")
+    ] = None
+    ssl_keyfile: Annotated[str | None, _help("private key (PEM) of --ssl-certfile", "FILE")] = None
+    max_connections: Annotated[Positive, _help("most HTTP connections; further ones are answered 503", "N")] = 16_384
+    keepalive_timeout: Annotated[
+        Seconds, _help("seconds a connection may be without a request, or take to send the head of one", "S")
+    ] = 75.0
+    write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
+    api_keys: Annotated[str | None, Meta(extra={"secret": True})] = None  # nosec B105 # it says that there is one
+    api_keys_file: Annotated[
+        str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")
+    ] = None
+    public_metrics: Annotated[bool, _help("answer /metrics without an API key too")] = False
+    key_concurrent: Annotated[Positive | None, _help("most requests at once per API key (default: no limit)", "N")] = (
+        None
+    )
+    key_requests_per_minute: Annotated[
+        Positive | None, _help("most requests per minute and API key (default: no limit)", "N")
+    ] = None
+    key_tokens_per_minute: Annotated[
+        Positive | None, _help("most tokens per minute and API key, prompts and outputs (default: no limit)", "N")
+    ] = None
+    max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
+    max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
+    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways", "ENDPOINT")] = (
+        "tcp://127.0.0.1:5758"
+    )
+    scheduler_timeout: Annotated[Seconds, _help("seconds requests may wait while no scheduler answers", "S")] = 60.0
+    gateway_id: Annotated[str | None, _help("name of this gateway (default: host name and process id)", "ID")] = None
+    shutdown_timeout: Annotated[Seconds, _help("seconds that streams may go on after SIGTERM", "S")] = 5.0
+    keys: KeysFolder = None
+    key_name: Annotated[str, _help("name of this gateway's key in the folder of keys", "NAME")] = "gateway"
+    plaintext: Plaintext = False
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severity that is logged")] = "info"
 
 
 class ExecutorConfig(ModelOptions, frozen=True, kw_only=True):

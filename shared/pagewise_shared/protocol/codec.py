@@ -9,6 +9,7 @@ import msgspec
 
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Inventory, Message, ReadBlocks
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -20,7 +21,8 @@ _encoder = msgspec.msgpack.Encoder()
 # mypy takes a union of types for no type.
 _from_executor: msgspec.msgpack.Decoder[FromExecutor] = msgspec.msgpack.Decoder(FromExecutor)
 _from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
-
+_from_gateway: msgspec.msgpack.Decoder[FromGateway] = msgspec.msgpack.Decoder(FromGateway)
+_to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
 _from_peer: msgspec.msgpack.Decoder[ReadBlocks | Blocks] = msgspec.msgpack.Decoder(ReadBlocks | Blocks)
 
 
@@ -54,6 +56,24 @@ def decode_from_peer(frame: bytes | memoryview) -> ReadBlocks | Blocks:
         ProtocolError: the frame is not one of the messages executors send each other.
     """
     return _decode(_from_peer, frame)
+
+
+def decode_from_gateway(frame: bytes | memoryview) -> FromGateway:
+    """The message a gateway sent.
+
+    Raises:
+        ProtocolError: the frame is not one of the messages a gateway may send.
+    """
+    return _decode(_from_gateway, frame)
+
+
+def decode_to_gateway(frame: bytes | memoryview) -> ToGateway:
+    """The message a scheduler sent to a gateway.
+
+    Raises:
+        ProtocolError: the frame is not one of the messages a scheduler may send to a gateway.
+    """
+    return _decode(_to_gateway, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:

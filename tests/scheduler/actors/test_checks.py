@@ -7,7 +7,6 @@ import pytest
 from pagewise_scheduler.actors import entry as entry_module
 from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.entry import MAX_FLEET_BLOCKS, Entry
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_shared.protocol import (
     Copied,
     MeasuredCosts,
@@ -19,6 +18,7 @@ from pagewise_shared.protocol import (
     Welcome,
     pack_int32s,
 )
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
 

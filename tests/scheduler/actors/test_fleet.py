@@ -20,7 +20,6 @@ from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer
@@ -47,7 +46,7 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     encode,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 TOKENIZER = Tokenizer.load(resolve_model("pagewise-demo"))
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import FinishReason, Sequence, SequenceStatus
 from pagewise_scheduler.generation import GenerationRequest
 from pagewise_scheduler.metrics import Metrics
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.scheduler.actors.test_fleet import TOKENIZER, executor, running
 

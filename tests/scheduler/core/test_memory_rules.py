@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_shared.protocol import StepResult
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.checking_executor import next_candidates

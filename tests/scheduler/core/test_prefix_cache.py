@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import StepPlan, unpack_int32s
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor

@@ -5,11 +5,12 @@ from collections import deque
 import pytest
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
+from pagewise_scheduler.core.scheduling.beam_search import BeamSearch
 from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor, next_candidates, next_token

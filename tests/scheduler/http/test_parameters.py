@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.http.fake_gateway import FakeGateway
 from tests.scheduler.http.server import MODEL, TOKENIZER, Server, serving

@@ -4,9 +4,8 @@ import secrets
 from array import array
 from dataclasses import dataclass
 
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams
 from pagewise_scheduler.generation import Capacity
 from pagewise_scheduler.http.errors import (
     ContextLengthError,

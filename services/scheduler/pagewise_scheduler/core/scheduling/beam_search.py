@@ -6,28 +6,8 @@ find the same sequences. The blocks of hypotheses are shared like those of any f
 
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Literal
 
-from msgspec import Struct
-
-
-class BeamParams(Struct, frozen=True):
-    """How wide to search, and what ends it.
-
-    Fields:
-        width: hypotheses that live at a time.
-        length_penalty: an ended hypothesis scores its log-probability / length ** length_penalty.
-        early_stopping: True ends the search once ``width`` hypotheses have ended; False when none of the living
-            looks better than those; "never" only when none of them can become better.
-    """
-
-    width: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def num_candidates(self, num_end_tokens: int) -> int:
-        """Continuations of each hypothesis that have to be known."""
-        return max(2, 1 + num_end_tokens) * self.width
+from pagewise_shared.sampling import BeamParams
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,11 +8,11 @@ from struct import pack
 from typing import Literal
 
 import msgspec
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.beam_search import BeamParams, BeamSearch
+from pagewise_scheduler.core.scheduling.beam_search import BeamSearch
 from pagewise_scheduler.core.scheduling.virtual_tokens import Account
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -1,0 +1,284 @@
+"""The messages between gateways and the scheduler; ``docs/wire-protocol.md`` tells how they are used.
+
+They follow the rules of ``messages.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
+
+A gateway numbers its *streams*: every output of every prompt is one, identified by an int32 that the gateway gives out
+in ascending order under one epoch. The outputs of a prompt have consecutive numbers, the prompts of a ``Submit`` follow
+each other, so output ``j`` of prompt ``i`` is stream ``submit.stream + i * n + j``.
+"""
+
+from typing import Literal
+
+from pagewise_shared.protocol.messages import (
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    Piece,
+    Refused,
+    Rejoin,
+    TokenLogprobs,
+)
+from pagewise_shared.sampling import BeamParams, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# ---- gateway -> scheduler -----------------------------------------------------------------------------
+
+
+class GatewayHello(Message, frozen=True):
+    """A gateway offers itself. Sent again, with growing pauses, until ``GatewayWelcome`` or ``Refused`` arrives.
+
+    ``gateway_id``: a name for people and metrics. ``model_name``: what its clients call the model.
+    """
+
+    protocol_major: int
+    protocol_minor: int
+    gateway_id: str
+    model_name: str = ""
+
+
+class KeyLimits(Piece, frozen=True):
+    """What the holders of one API key may do; None: as much as there is room for.
+
+    ``concurrent``: requests at once. ``tokens_per_minute``: of prompts and outputs together.
+    """
+
+    concurrent: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class StreamProgress(Piece, frozen=True):
+    """What a gateway has already received of an output, when it submits a request to another scheduler.
+
+    ``tokens``: its output tokens so far (int32 bytes). ``finished``: it takes no more tokens.
+    """
+
+    tokens: bytes = b""
+    finished: bool = False
+
+
+class PromptToGenerate(Piece, frozen=True):
+    """One prompt of a request.
+
+    Fields:
+        tokens: int32 bytes, at least one token.
+        max_tokens: most output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
+        progress: of each of its n outputs, if the request goes on where another scheduler has left it; else empty.
+    """
+
+    tokens: bytes
+    max_tokens: int
+    progress: tuple[StreamProgress, ...] = ()
+
+
+class Submit(Message, frozen=True):
+    """One request of a client: taken as a whole, or refused as a whole (``RequestRefused``).
+
+    A request without prompts is work of the gateway itself (tokenizing): it counts against the limits of its key until
+    the gateway aborts it, and is answered by ``Started`` or ``RequestRefused``.
+
+    Fields:
+        epoch: of the scheduler's welcome, as in every message from here on.
+        stream: the first stream number; also names the request in ``Abort``.
+        request_id: for people, logs and ``/debug``; unique among live requests.
+        sampling: of output 0; the seed of output i is derived from its seed and i.
+        n: outputs of each prompt. best_of: samples of which the n likeliest are the outputs, 0: no more than n.
+        beam: search for the n likeliest outputs instead of sampling.
+        priority: lower runs earlier. cache_salt: only requests with the same one share cached KV.
+        key, limits: name of the API key it came with, "" without one, and what that key may do.
+        age_us: microseconds since the client's request arrived at the gateway.
+    """
+
+    epoch: int
+    stream: int
+    request_id: str
+    prompts: tuple[PromptToGenerate, ...]
+    sampling: SamplingParams
+    n: int = 1
+    best_of: int = 0
+    beam: BeamParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    key: str = ""
+    limits: KeyLimits = KeyLimits()
+    age_us: int = 0
+
+
+class Abort(Message, frozen=True):
+    """Nobody reads the request any more whose first stream is ``stream``: end what runs of it."""
+
+    epoch: int
+    stream: int
+
+
+class FinishStream(Message, frozen=True):
+    """An output is complete: a stop string was found in its text. Tokens drawn since then are dropped."""
+
+    epoch: int
+    stream: int
+
+
+class MetricSample(Piece, frozen=True):
+    """One sample of a metric family: ``name`` with its suffix (``_total``, ``_bucket``, ...), labels, and value."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+class MetricFamily(Piece, frozen=True):
+    """A metric family as Prometheus knows it. ``type``: "counter", "gauge" or "histogram"."""
+
+    name: str
+    documentation: str
+    type: str
+    samples: tuple[MetricSample, ...]
+
+
+class MetricsSnapshot(Message, frozen=True):
+    """The gateway's own metrics, absolute values since its process started; sent every second and with a query for
+    metrics. The scheduler adds those of all gateways, living and gone."""
+
+    epoch: int
+    families: tuple[MetricFamily, ...]
+
+
+class Query(Message, frozen=True):
+    """Ask for a report: answered by ``QueryAnswer`` with the same ``number``.
+
+    ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
+    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds).
+    """
+
+    epoch: int
+    number: int
+    kind: Literal["metrics", "memory", "request"]
+    argument: str = ""
+    limit: int = 0
+
+
+FromGateway = GatewayHello | Submit | Abort | FinishStream | MetricsSnapshot | Query | Heartbeat | Goodbye
+
+# ---- scheduler -> gateway -----------------------------------------------------------------------------
+
+
+class FleetState(Message, frozen=True):
+    """What the executors that are ready could hold: the limits that requests are checked against. Sent with the
+    welcome and whenever it changes.
+
+    Fields:
+        ready_executors: executors that take work now.
+        max_model_len: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet.
+        vocab_size: of the model; 0: not known yet.
+    """
+
+    epoch: int
+    ready_executors: int = 0
+    max_model_len: int = 0
+    vocab_size: int = 0
+
+
+class GatewayWelcome(Message, frozen=True):
+    """The gateway is in. What it submitted under another epoch is not known here: it submits it again."""
+
+    epoch: int
+    heartbeat_ms: int = 1000
+
+
+class RequestRefused(Piece, frozen=True):
+    """A request was not taken, and why.
+
+    Fields:
+        stream: the request's first stream.
+        kind: "never_fits" (it exceeds what any executor could hold), "overloaded" (a queue or a limit is full),
+            "unavailable" (there is no executor).
+        message: for the client. reason: a word for metrics.
+        retry_after: seconds after which there should be room; 0: nothing is known.
+    """
+
+    stream: int
+    kind: Literal["never_fits", "overloaded", "unavailable"]
+    message: str
+    reason: str = ""
+    retry_after: int = 0
+
+
+class Started(Piece, frozen=True):
+    """The first token of a prompt has been computed (told with or before it), or a request without prompts may run.
+
+    Fields:
+        stream: the first stream of the prompt (of the request, if it has no prompts).
+        cached_tokens: tokens of the prompt that were found in a cache.
+        queue_us, prefill_us: from its arrival at the scheduler to its first step, and from there to the first token.
+    """
+
+    stream: int
+    cached_tokens: int = 0
+    queue_us: int = 0
+    prefill_us: int = 0
+
+
+class StreamFinished(Piece, frozen=True):
+    """An output takes no more tokens. ``stop_token``: the token that ended it, if one did, else -1."""
+
+    stream: int
+    reason: FinishReason
+    stop_token: int = -1
+
+
+class PromptFailed(Piece, frozen=True):
+    """What was to be generated from a prompt failed on our side after it was accepted.
+
+    ``stream``: the prompt's first stream. ``kind``: "internal", or "unavailable" if no executor came that could run it.
+    """
+
+    stream: int
+    kind: Literal["internal", "unavailable"]
+    message: str
+
+
+class StreamPromptLogprobs(Piece, frozen=True):
+    """Log-probabilities of prompt tokens of the prompt whose first stream is ``stream``, in ascending positions."""
+
+    stream: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class Outputs(Message, frozen=True):
+    """Everything that is new for one gateway since the last frame: one frame per gateway and round.
+
+    Applied in the order of the fields. Outputs that are chosen at the end (beams, ``best_of``) come whole, in the frame
+    that finishes them.
+
+    Fields:
+        refused: requests that were not taken.
+        started: prompts whose first token is in this frame.
+        prompt_logprobs: of prompts, as their chunks are computed.
+        streams, tokens: parallel (int32 bytes): a token for each stream that is named, several in order if it is named
+            several times.
+        logprobs: for tokens of this frame; ``TokenLogprobs.index`` is the index in ``tokens``, ascending.
+        finished: outputs that have ended. failed: prompts that have failed.
+    """
+
+    epoch: int
+    refused: tuple[RequestRefused, ...] = ()
+    started: tuple[Started, ...] = ()
+    prompt_logprobs: tuple[StreamPromptLogprobs, ...] = ()
+    streams: bytes = b""
+    tokens: bytes = b""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: tuple[StreamFinished, ...] = ()
+    failed: tuple[PromptFailed, ...] = ()
+
+
+class QueryAnswer(Message, frozen=True):
+    """The answer to a ``Query``. ``found``: whether there is one; ``body``: as the query's kind says."""
+
+    number: int
+    found: bool
+    body: bytes = b""
+
+
+ToGateway = GatewayWelcome | FleetState | Outputs | QueryAnswer | HeartbeatAck | Rejoin | Refused
