@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from pagewise_executor.block_store import BlockStore
-from pagewise_executor.peers import Peers
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.peers import Peers
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 
 from benchmarks.record import record_file, write_record

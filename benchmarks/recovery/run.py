@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any
 
 import transformers
+from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.peers import MakePeers
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.ways import RecoveryMode

@@ -13,6 +13,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
+from tests.executor.references import beam_reference
 from tests.model_builders import VOCAB_SIZE, build_model
 
 Early = bool | Literal["never"]
@@ -45,34 +46,6 @@ def runner(model_path: Path) -> ModelRunner:
     )
 
 
-def expected(
-    model: transformers.PreTrainedModel,
-    prompt: list[int],
-    max_tokens: int,
-    beam: BeamParams,
-    n: int,
-    ends: list[int],
-) -> list[list[int]]:
-    ids = torch.tensor([prompt])
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        num_beams=beam.width,
-        num_return_sequences=n,
-        length_penalty=beam.length_penalty,
-        early_stopping=beam.early_stopping,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=0,
-    )
-    outputs = []
-    for row in found[:, len(prompt) :].tolist():
-        stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-        outputs.append(row[:stop])
-    return outputs
-
-
 def beam_request(prompt: list[int], max_tokens: int, beam: BeamParams, n: int, ends: list[int], name: str) -> Request:
     made = request(prompt, max_tokens, name=name, n=n, stop_token_ids=tuple(ends))
     made.beam = beam
@@ -92,7 +65,7 @@ def test_beams_equal_those_of_transformers(
         prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
         ends = sorted(rng.sample(range(3, VOCAB_SIZE), num_ends))
         beam = BeamParams(width, penalty, early_stopping)
-        wanted.append(expected(model, prompt, max_tokens, beam, n, ends))
+        wanted.append(beam_reference(model, prompt, max_tokens, beam, n, ends))
         requests.append(beam_request(prompt, max_tokens, beam, n, ends, f"b{number}"))
     scheduler, _ = run_requests(runner, requests, max_num_seqs=32, max_num_batched_tokens=48)
     assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == wanted
@@ -107,12 +80,12 @@ def test_beams_survive_preemption_and_few_rows(
     rng = random.Random(num_blocks)
     beam = BeamParams(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(11)] for _ in range(3)]
-    wanted = [expected(model, prompt, 16, beam, 3, []) for prompt in prompts]
+    wanted = [beam_reference(model, prompt, 16, beam, 3, []) for prompt in prompts]
     requests = [beam_request(prompt, 16, beam, 3, [], f"b{i}") for i, prompt in enumerate(prompts)]
     plain = [request(prompt, 20, name=f"p{i}") for i, prompt in enumerate(prompts)]
     run_requests(
         runner, [*requests, *plain], num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=16, arrive_every=3
     )
     assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == wanted
-    greedy = [expected(model, prompt, 20, BeamParams(1), 1, []) for prompt in prompts]
+    greedy = [beam_reference(model, prompt, 20, BeamParams(1), 1, []) for prompt in prompts]
     assert [[made.sequences[0].output_token_ids] for made in plain] == greedy

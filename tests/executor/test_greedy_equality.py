@@ -10,27 +10,10 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.driver import request, run_requests
+from tests.executor.references import reference
 from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
 
 LENGTHS = [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20), (5, 40), (90, 16)]
-
-
-def reference(
-    model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: list[int], device: str
-) -> list[list[int]]:
-    outputs = []
-    for prompt, max_tokens in zip(prompts, lengths, strict=True):
-        ids = torch.tensor([prompt], device=device)
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
 
 
 def check_family(family: str, path: Path, device: str, block_size: int, attention: str = "sdpa") -> None:

@@ -1,6 +1,5 @@
 """What an executor holds outlives its scheduler, and what lies on its host outlives the executor itself."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor import host_memory
-from pagewise_executor.host_memory import NamedMemory
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.profile import measure_costs
 from pagewise_scheduler.core.scheduling.request import Request
@@ -21,12 +18,11 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import Welcome, named_blocks
 
 from tests.executor.driver import drive, request
-from tests.executor.test_greedy_equality import reference
-from tests.executor.test_recovery import build_runner
+from tests.executor.references import reference
+from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
 
 PROMPTS = [[(7 * i + 11 * p) % (VOCAB_SIZE - 3) + 3 for i in range(60 + p)] for p in range(4)]
-NAME = BlockHash(bytes(range(32)))
 
 
 @pytest.fixture(scope="module")
@@ -194,88 +190,6 @@ def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, u
     assert costs.store_block > 0
     assert host.memory.names() == before
     assert all((host.memory.slot(block) == block % 251).all() for block in named)
-
-
-# ---- named memory by itself --------------------------------------------------------------------------------
-
-
-def open_memory(folder: Path, content: str = "x", num_blocks: int = 8) -> NamedMemory:
-    return NamedMemory(folder, content, num_blocks, 64, cuda=False)
-
-
-def process_ends(memory: NamedMemory) -> None:
-    """Let go of what the end of its process would let go of."""
-    fcntl.flock(memory._file.fileno(), fcntl.LOCK_UN)
-
-
-def test_named_memory_is_one_process_s_at_a_time(tmp_path: Path) -> None:
-    first, second = open_memory(tmp_path), open_memory(tmp_path)
-    assert first.path != second.path
-    first.slot(3)[:] = 7
-    first.keep(3, NAME, 99)
-    process_ends(first)
-    third = open_memory(tmp_path)
-    assert third.path == first.path
-    assert third.names() == {3: NAME}
-    assert third.is_inherited(3)
-    assert third.checksum(3) == 99
-    assert (third.slot(3) == 7).all()
-    third.void(3)
-    assert third.names() == {}
-    assert third.checksum(3) is None
-
-
-def test_named_memory_of_other_blocks_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = open_memory(tmp_path)
-    first.keep(1, NAME, 1)
-    process_ends(first)
-    for other in (open_memory(tmp_path, "y"), open_memory(tmp_path, num_blocks=9)):
-        assert other.names() == {}
-    assert first.path.name in caplog.text, "whoever looks for memory is told where it is"
-
-
-def test_a_block_that_is_being_written_is_void(tmp_path: Path) -> None:
-    first = open_memory(tmp_path)
-    first.keep(1, NAME, 1)
-    first.keep(2, None, 1)
-    first.void(1)
-    process_ends(first)
-    second = open_memory(tmp_path)
-    assert second.names() == {}
-    assert second.checksum(2) == 1
-
-
-def test_no_room_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
-        open_memory(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_memory_that_cannot_be_pinned_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[int] = []
-    forgotten: list[bool] = []
-
-    class Runtime:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-            pinned.append(address)
-            return 2 if len(pinned) == 3 else 0
-
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-            pinned.remove(address)
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(host_memory, "_PIECE_BYTES", 128)
-    monkeypatch.setattr(host_memory, "_forget_error", lambda: forgotten.append(True))
-    with pytest.raises(OSError, match="cannot pin named memory: error 2"):
-        NamedMemory(tmp_path, "x", 8, 64, cuda=True)
-    assert len(pinned) == 1, "what failed, and nothing else"
-    assert forgotten
-    assert not list(tmp_path.iterdir())
 
 
 def test_without_room_for_named_memory_there_is_a_warning(

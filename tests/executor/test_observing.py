@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from pagewise_executor.peers import Peers
+from pagewise_executor.kv.peers import Peers
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 
-from tests.executor.test_recovery import build_runner
+from tests.executor.runners import build_runner
 from tests.model_builders import build_model
 from tests.scheduler.actors.test_fleet import Stack, running
 from tests.shared.test_curve import make

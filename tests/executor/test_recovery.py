@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pagewise_executor import host_tier, profile
+from pagewise_executor import profile
+from pagewise_executor.kv import host_tier
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.peers import MakePeers
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.request import Request
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
-from tests.executor.test_beam_search import expected as beams
-from tests.executor.test_greedy_equality import reference
+from tests.executor.references import beam_reference, reference
+from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
-
-BLOCK_SIZE = 8
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +29,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     build_model("llama", path, seed=5)
     return path
-
-
-def build_runner(
-    path: Path,
-    device: str = "cpu",
-    exchange: MakePeers | None = None,
-    host_folder: Path | None = None,
-    **options: object,
-) -> ModelRunner:
-    settings = {
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 400,
-        "host_memory": "4MiB",
-        "verify_copies": True,
-        "profile": False,
-    }
-    return ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
-        exchange=exchange,
-        host_folder=host_folder,
-    )
 
 
 def revisits(rng: random.Random) -> tuple[list[list[int]], list[int]]:
@@ -112,7 +88,7 @@ def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
         made = request(prompt, length, name=f"r{number}", n=n)
         if rng.random() < 0.3:
             made.beam = BeamParams(max(2, n))
-            expected.append(beams(model, prompt, length, made.beam, n, []))
+            expected.append(beam_reference(model, prompt, length, made.beam, n, []))
         else:
             expected.append(reference(model, [prompt], [length], "cpu") * n)
         requests.append(made)

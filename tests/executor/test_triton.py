@@ -14,7 +14,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.executor.driver import request, run_requests
-from tests.executor.test_greedy_equality import reference
+from tests.executor.references import reference
 from tests.model_builders import VOCAB_SIZE, build_model
 
 LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
@@ -177,7 +177,7 @@ def test_activations_are_measured_with_no_more_rows_than_there_are(
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     runner = ModelRunner(config)
     runner._measure_activations(config, loaded, torch.float32)
-    assert runner._table.num_computed.tolist() == [8, 8]
+    assert runner._batch.num_computed.tolist() == [8, 8]
 
 
 @pytest.mark.interpreted

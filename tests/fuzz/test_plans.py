@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.rows import RowTable
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -101,8 +101,8 @@ def nearly_good(draw: st.DrawFn) -> StepPlan:
 STEPS = st.lists(st.one_of(GOOD, GOOD, nearly_good()), min_size=1, max_size=12)
 
 
-def new_table() -> RowTable:
-    return RowTable(
+def new_batch() -> InputBatch:
+    return InputBatch(
         num_rows=ROWS,
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
@@ -114,16 +114,16 @@ def new_table() -> RowTable:
 
 @examples(400)
 @given(STEPS)
-def test_what_the_row_table_takes_stays_inside_the_pool(plans: list[StepPlan]) -> None:
-    table = new_table()
+def test_what_the_input_batch_accepts_stays_inside_the_pool(plans: list[StepPlan]) -> None:
+    batch = new_batch()
     for plan in plans:
         try:
-            work = table.apply(plan)
+            work = batch.apply(plan)
         except InvalidPlanError:
-            table = new_table()  # a Welcome follows: all rows are emptied
+            batch = new_batch()  # a Welcome follows: all rows are emptied
             continue
-        rows, positions = table.batch(work)
-        slots = table.slots(rows, positions)
+        rows, positions = batch.flat_batch(work)
+        slots = batch.slot_mapping(rows, positions)
         assert not len(slots) or (slots.min() >= 0 and slots.max() < BLOCKS * BLOCK_SIZE)
         assert not len(positions) or positions.max() < MAX_LEN
         assert len(set(work.sampled_rows)) == len(work.sampled_rows) <= ROWS
@@ -134,11 +134,11 @@ def test_what_the_row_table_takes_stays_inside_the_pool(plans: list[StepPlan]) -
         ):
             assert (pairs >= 0).all()
             assert (pairs < np.array([source, target])).all()
-        assert all(0 <= start < stop <= table.tables.shape[1] for _, start, stop in work.changed_tables)
-        for held in table.rows.values():
+        assert all(0 <= start < stop <= batch.block_tables.shape[1] for _, start, stop in work.changed_tables)
+        for held in batch.sequences.values():
             assert held.tokens.min() >= 0
             assert held.tokens.max() < VOCAB
-        table.advance(work)
+        batch.advance(work)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from pagewise_executor.drawing import draw as draw_in_torch
-from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.sampling.philox import gumbel_noise
+from pagewise_executor.sampling.token_sampler import sample_tokens as sample_in_torch
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.sampling import DrawParameters, sample
@@ -54,7 +54,7 @@ def check(vocab_size: int, rounds: int, device: torch.device, coarse: bool) -> N
             logits = (2 * logits).round() / 2
         seeds = torch.randint(-(2**62), 2**62, (5,), device=device)
         positions = torch.randint(0, 2**40 if number % 2 else 1000, (5,), device=device)
-        expected = draw_in_torch(logits, params, seeds, positions)
+        expected = sample_in_torch(logits, params, seeds, positions)
         assert torch.equal(draw(logits, params, seeds, positions), expected), params
 
 
@@ -74,7 +74,9 @@ def test_the_same_tokens_with_real_vocabularies(coarse: bool, device: torch.devi
         logits = 3 * torch.randn(8, 151_936, device=device)
         logits = (2 * logits).round() / 2 if coarse else logits
         seeds, positions = (torch.randint(0, 2**40, (8,), device=device) for _ in range(2))
-        wrong += int((draw(logits, params, seeds, positions) != draw_in_torch(logits, params, seeds, positions)).sum())
+        wrong += int(
+            (draw(logits, params, seeds, positions) != sample_in_torch(logits, params, seeds, positions)).sum()
+        )
     assert wrong <= 1
 
 
@@ -111,7 +113,7 @@ def test_what_is_filtered_out_is_never_drawn(device: torch.device) -> None:
     for params in ({}, {"top_k": 10}, {"top_p": 0.5}):
         drawn = [SamplingParams(temperature=1.0, **params)]
         assert draw(logits, drawn, seeds, positions).tolist() == [5]
-        assert draw_in_torch(logits, drawn, seeds, positions).tolist() == [5]
+        assert sample_in_torch(logits, drawn, seeds, positions).tolist() == [5]
 
 
 def test_penalties(device: torch.device) -> None:

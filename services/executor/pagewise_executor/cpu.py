@@ -1,4 +1,4 @@
-"""How many CPU threads torch gets."""
+"""How many CPU threads torch uses."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 
-def use_cpu_well(threads: int | None) -> int:
+def set_cpu_threads(threads: int | None) -> int:
     """Give torch ``threads`` threads, or as many as this process has cores of its own; returns the number."""
     count = threads or available_cores()
     torch.set_num_threads(count)

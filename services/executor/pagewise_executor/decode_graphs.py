@@ -1,8 +1,8 @@
-"""Steps of decodes alone, from static buffers: one CUDA graph for each of a ladder of sizes, run directly elsewhere.
+"""Decode steps by CUDA graphs: one graph for each of a ladder of batch sizes.
 
-Launching the kernels of a step takes longer than a small step takes the device; a graph is launched at once. Its sizes
-are padded up, its split of the contexts is planned on the device anew in every step, and the tokens it draws feed the
-next step without ever having been on the host.
+Launching the kernels of a step takes longer than the device needs for a small step; a graph is launched at once. A
+batch is padded up to the next size. The split of the contexts is planned on the device in every step, and the sampled
+tokens feed the next step without going through the host. Without CUDA the same steps run directly.
 """
 
 import logging
@@ -15,10 +15,10 @@ import torch
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.sampling import sample
 
-from pagewise_executor.attention.backend import StepHolder
+from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
-from pagewise_executor.drawing import TritonDrawing
-from pagewise_executor.rows import Int64s
+from pagewise_executor.input_batch import Int64s
+from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 from pagewise_executor.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -28,19 +28,27 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DecodeGraphs:
-    """Decode steps of up to ``num_rows`` sequences. ``last_tokens`` int64 [num_rows + 1]: the token that each row drew
-    last; the one behind the rows belongs to queries that pad."""
+    """Runs decode steps of up to ``num_rows`` sequences from static buffers.
+
+    ``last_tokens`` int64 [num_rows + 1]: the token that was sampled last for each row; the last entry belongs to the
+    queries that pad a batch.
+    """
 
     def __init__(
         self,
         forward: Forward,
-        holder: StepHolder,
+        forward_context: ForwardContext,
         backend: TritonBackend,
-        drawing: TritonDrawing,
+        token_sampler: TritonTokenSampler,
         last_tokens: torch.Tensor,
         block_size: int,
     ) -> None:
-        self._forward, self._holder, self._backend, self._drawing = forward, holder, backend, drawing
+        self._forward, self._forward_context, self._backend, self._token_sampler = (
+            forward,
+            forward_context,
+            backend,
+            token_sampler,
+        )
         self._last_tokens = last_tokens
         self._block_size = block_size
         device, num_rows = last_tokens.device, len(last_tokens) - 1
@@ -52,14 +60,14 @@ class DecodeGraphs:
         self._lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self._ids, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # What the graphs leave behind, one after the other: results of their own would each keep their memory.
+        # All graphs write their results here: results of their own would each keep their memory.
         self._logits: torch.Tensor | None = None
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
 
     def capture(self) -> None:
-        """Record the graphs. Takes a while, and memory for the activations of the largest.
+        """Capture the graphs. This takes seconds, and memory for the activations of the largest one.
 
-        A model that waits for the device cannot be recorded: it goes on without graphs, and the log says why.
+        A model that waits for the device cannot be captured: it runs without graphs, and the log says why.
         """
         began = time.perf_counter()
         self._lengths.zero_()
@@ -72,7 +80,7 @@ class DecodeGraphs:
         del largest
         pool = None
         for size in reversed(self._sizes):
-            self._compute(size)  # compiles what is not compiled yet
+            self._compute(size)  # compiles kernels that are not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -82,23 +90,23 @@ class DecodeGraphs:
             del logits, tokens
             pool = graph.pool()
             self._graphs[size] = graph
-        log.info("%d CUDA graphs recorded in %.1f s", len(self._graphs), time.perf_counter() - began)
+        log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - began)
 
     def warm_up(self) -> None:
-        """Compile what steps need that are not recorded: kernels differ by powers of two of the batch."""
+        """Compile the kernels of steps that run without graphs: one variant for each power of two of the batch size."""
         self._lengths.zero_()
         for size in self._sizes:
             if size & (size - 1) == 0 or size == self._sizes[-1]:
                 self._compute(size)
 
     def _why_not(self) -> str | None:
-        """What in a step waits for the device; None: nothing does.
+        """Return what in a step waits for the device; None if nothing does.
 
-        Asked before anything is recorded: an error in the middle of a recording is not to be recovered from. Some
-        mixtures of experts, for instance, bring the sizes of their groups to the host.
+        This has to be known before a capture: an error in the middle of one cannot be recovered from. Some mixtures of
+        experts, for instance, copy the sizes of their groups to the host.
         """
         size = self._sizes[0]
-        self._compute(size)  # what is made once, at the first call, may wait
+        self._compute(size)  # the first call may wait: it compiles and allocates
         torch.cuda.synchronize()
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -111,9 +119,10 @@ class DecodeGraphs:
         return None
 
     def run(self, rows: Int64s, lengths: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode ``rows`` [n], contexts of ``lengths`` [n] tokens with the new one.
+        """Run one decode step for ``rows`` [n], whose contexts have ``lengths`` [n] tokens including the new one.
 
-        Returns logits [n, vocab] and tokens int64 [n], drawn from them as they are; both are good until the next run.
+        Returns the logits [n, vocab] and the tokens int64 [n] that were sampled from them, without logits processors.
+        Both are valid until the next run.
         """
         count = len(rows)
         size = self._sizes[bisect_left(self._sizes, count)]
@@ -123,7 +132,7 @@ class DecodeGraphs:
         ints = self._upload(padded)
         self._rows[:size].copy_(ints[0])
         self._lengths[:size].copy_(ints[1])
-        self._drawing.parameters()  # outside of a graph: whatever has joined
+        self._token_sampler.parameters()  # uploads those of new sequences, outside of the graph
         if (graph := self._graphs.get(size)) is not None and self._logits is not None:
             graph.replay()
             return self._logits[:count], self._tokens[:count]
@@ -137,14 +146,14 @@ class DecodeGraphs:
             rows, lengths, self._backend.tables, self._last_tokens, block_size=self._block_size, ids=ids,
             positions=positions, slots=slots,
         )  # fmt: skip
-        self._holder.step = self._backend.decode_step(slots, lengths, rows)
+        self._forward_context.step = self._backend.decode_step(slots, lengths, rows)
         logits = self._forward(ids, positions)
-        tokens = sample(logits, self._drawing.parameters(), rows, positions + 1)
+        tokens = sample(logits, self._token_sampler.parameters(), rows, positions + 1)
         self._last_tokens.index_copy_(0, rows.long(), tokens)
         return logits, tokens
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Batch sizes that get a graph: steps that never pad by much, and ``most`` itself."""
+    """Return the batch sizes that get a graph: a ladder that never pads by much, up to ``most``."""
     ladder = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
     return [*(size for size in ladder if size < most), most]

@@ -74,9 +74,9 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
 
         return SimulatedRunner(config, config.simulate_step)
     log.info("starting torch")
-    from pagewise_executor.block_endpoint import block_listener
+    from pagewise_executor.kv.block_endpoint import block_listener
+    from pagewise_executor.kv.peers import Peers
     from pagewise_executor.model_runner import ModelRunner
-    from pagewise_executor.peers import Peers
 
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     if not config.lend_blocks:

@@ -5,31 +5,37 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, PromptLogprobs, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepPlan, Welcome
 
-from pagewise_executor.attention.backend import AttentionBackend, PagedLayer, StepHolder
+from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import TorchBackend
-from pagewise_executor.block_names import BlockNames
-from pagewise_executor.block_store import BlockStore
-from pagewise_executor.cpu import use_cpu_well
-from pagewise_executor.drawing import Drawing, TorchDrawing, TritonDrawing
-from pagewise_executor.host_tier import STAGING_BYTES, HostTier, make_host_tier
-from pagewise_executor.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
-from pagewise_executor.logprobs import Measure, WantedLogprobs, measure_in_torch, to_host, want
+from pagewise_executor.cpu import set_cpu_threads
+from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
+from pagewise_executor.issued_step import IssuedStep
+from pagewise_executor.kv.block_hashes import BlockHashes
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.host_tier import STAGING_BYTES, HostTier, make_host_tier
+from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
+from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.peers import MakePeers, Peers
-from pagewise_executor.penalties import Penalties, TorchPenalties, TritonPenalties
-from pagewise_executor.profile import largest_step, measure_costs
-from pagewise_executor.rows import Chunk, Int64s, Row, RowTable, StepWork
+from pagewise_executor.profile import measure_costs, profile_run
 from pagewise_executor.runner import RunnerInfo
-from pagewise_executor.sampler import Sampler
+from pagewise_executor.sampling.logprobs import (
+    ComputeLogprobs,
+    LogprobsTensors,
+    compute_logprobs,
+    gather_logprobs,
+    to_host,
+)
+from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.sampler import Sampler
+from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -39,46 +45,6 @@ log = logging.getLogger(__name__)
 
 _LOGPROBS_AT_ONCE = 512
 """Positions of a prompt whose log-probabilities are computed at once: each takes some float32 of the vocabulary."""
-
-
-@dataclass(slots=True)
-class IssuedStep:
-    """A step whose kernels have been issued; ``tokens`` [n] int64 on the device, of ``rows`` [n].
-
-    On CUDA ``events`` are its beginning and its end on the device; elsewhere it is over, and took ``seconds``.
-    """
-
-    plan: StepPlan
-    tokens: torch.Tensor
-    rows: list[Row]
-    logprobs: WantedLogprobs | None
-    prompt_logprobs: list[tuple[int, WantedLogprobs]]
-    seconds: float
-    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
-
-    @property
-    def ready(self) -> bool:
-        """Whether the device has finished it."""
-        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
-
-    def result(self) -> StepResult:
-        """The step's result; waits for the device."""
-        seconds = self.seconds
-        if self.events is not None:
-            began, done = self.events
-            done.synchronize()
-            seconds = began.elapsed_time(done) * 1e-3
-        tokens = self.tokens.numpy().astype(np.int32)
-        for row, token in zip(self.rows, tokens.tolist(), strict=True):
-            row.sampled.append(token)
-        return StepResult(
-            epoch=self.plan.epoch,
-            step=self.plan.step,
-            tokens=tokens.tobytes(),
-            logprobs=self.logprobs.report() if self.logprobs is not None else (),
-            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
-            elapsed_us=int(seconds * 1e6),
-        )
 
 
 class ModelRunner:
@@ -95,10 +61,10 @@ class ModelRunner:
     def __init__(
         self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
     ) -> None:
-        use_cpu_well(config.threads)
+        set_cpu_threads(config.threads)
         loaded = load_model(config)
         self._model, self._device = loaded.model, loaded.device
-        self._holder = StepHolder()
+        self._forward_context = ForwardContext()
         self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
         # one behind the rows is for what pads a batch.
@@ -144,9 +110,9 @@ class ModelRunner:
             layout=config.kv_layout,
             triton=loaded.kernels == "triton",
         )
-        self._names = BlockNames(num_blocks, config.block_size)
+        self._names = BlockHashes(num_blocks, config.block_size)
         for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
-            module.paged_layer = PagedLayer(keys, values, self._holder, scales)  # type: ignore[assignment]
+            module.paged_layer = PagedLayer(keys, values, self._forward_context, scales)  # type: ignore[assignment]
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
@@ -166,7 +132,7 @@ class ModelRunner:
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        largest_step(self, tokens)
+        profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del self._pool
         for module in loaded.attention:
@@ -205,8 +171,8 @@ class ModelRunner:
 
     def inventory(self) -> Inventory | None:
         """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
-        for row in list(self._table.rows):
-            self._table.let_go(row)
+        for row in list(self._batch.sequences):
+            self._batch.remove(row)
         return self._names.inventory(self._host.names() if self._host is not None else {})
 
     def close(self) -> None:
@@ -218,7 +184,7 @@ class ModelRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for as many as the scheduler wants."""
-        self._table = RowTable(
+        self._batch = InputBatch(
             num_rows=welcome.max_num_seqs,
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
@@ -226,15 +192,15 @@ class ModelRunner:
             host_blocks=self.info.num_host_blocks,
             vocab_size=self.info.vocab_size,
         )
-        self._table.on_leave = self._names.leaving
+        self._batch.on_remove = self._names.cache_full_blocks
         if not welcome.keeps_blocks:
             self._names.clear()
-        self._attention.reset(self._table)
+        self._attention.reset(self._batch)
         if self._peers is not None:
             self._peers.reset(welcome.epoch)
         if self._host is not None:
             self._host.reset(welcome.epoch, keep=welcome.keeps_blocks)
-        self._sampler = Sampler(self._drawing, self._penalties, self._measure, self._device)
+        self._sampler = Sampler(self._token_sampler, self._penalties, self._compute_logprobs, self._device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
@@ -245,17 +211,17 @@ class ModelRunner:
         """
         began = time.perf_counter()
         start = self._event()
-        table, sampler = self._table, self._sampler
-        work = table.apply(plan)
-        self._attention.update_tables(work)  # also in a step that computes nothing
+        batch, sampler = self._batch, self._sampler
+        work = batch.apply(plan)
+        self._attention.update_block_tables(work)  # also in a step that computes nothing
         for row in work.left:
             sampler.leave(row)
         for row in work.joined:
-            held = table.rows[row]
+            held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
         if self._host is not None:
             self._host.store(plan, work.stores, self._names.of(work.stores[:, 0].tolist()))
-        self._names.written(table, work.changed_tables)
+        self._names.discard_overwritten(batch, work.changed_tables)
         if len(work.copies):
             self._pool.copy_blocks(work.copies)
         if self._host is not None:  # after the copies: they may read a block that is loaded into
@@ -263,16 +229,16 @@ class ModelRunner:
         if self._peers is not None:
             self._peers.begin(plan)
         tokens = torch.zeros(0, dtype=torch.int64)
-        logprobs: WantedLogprobs | None = None
-        prompts: list[tuple[int, WantedLogprobs]] = []
+        logprobs: LogprobsTensors | None = None
+        prompts: list[tuple[int, LogprobsTensors]] = []
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             tokens, logprobs = self._decode(self._graphs, work)
         elif len(work.decoding) or work.chunks:
             logits, prompts = self._forward(work)
             if work.sampled_rows:
                 tokens, logprobs = self._sample(work, logits)
-        rows = [table.rows[row] for row in work.sampled_rows]
-        table.advance(work)
+        rows = [batch.sequences[row] for row in work.sampled_rows]
+        batch.advance(work)
         events = None
         if start is not None:
             tokens = to_host(tokens)
@@ -285,14 +251,14 @@ class ModelRunner:
     def _choose_backend(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
         """Who computes attention, samples, and runs steps of decodes alone."""
         self._attention: AttentionBackend
-        self._drawing: Drawing
+        self._token_sampler: TokenSampler
         self._penalties: Penalties
-        self._measure: Measure
+        self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
         if loaded.kernels == "torch":
-            self._attention, self._drawing = TorchBackend(device), TorchDrawing(device)
-            self._penalties, self._measure = TorchPenalties(vocab_size, device), measure_in_torch
+            self._attention, self._token_sampler = TorchBackend(device), TorchTokenSampler(device)
+            self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
             return
         from pagewise_kernels.logprobs import token_logprobs
 
@@ -302,10 +268,10 @@ class ModelRunner:
         self._attention = backend = TritonBackend(
             device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
         )
-        self._drawing = drawing = TritonDrawing(rows, device)
-        self._penalties, self._measure = TritonPenalties(rows, vocab_size, device), token_logprobs
+        self._token_sampler = token_sampler = TritonTokenSampler(rows, device)
+        self._penalties, self._compute_logprobs = TritonPenalties(rows, vocab_size, device), token_logprobs
         self._graphs = decode_graphs.DecodeGraphs(
-            self._logits, self._holder, backend, drawing, self._last_tokens, config.block_size
+            self._logits, self._forward_context, backend, token_sampler, self._last_tokens, config.block_size
         )
 
     def _event(self) -> "torch.cuda.Event | None":
@@ -316,17 +282,17 @@ class ModelRunner:
         event.record()
         return event
 
-    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, WantedLogprobs | None]:
+    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Tokens of the sampled rows, drawn from their logits and remembered."""
         rows = work.sampled_rows
-        positions = self._upload(self._drawn_positions(work))
+        positions = self._upload(self._sampled_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
         self._last_tokens[self._upload(np.array(rows, np.int64))] = tokens
         return tokens, logprobs
 
-    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, WantedLogprobs | None]:
+    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """The same for a step of decodes alone, which a graph computes and draws."""
-        logits, tokens = graphs.run(work.decoding, self._table.num_computed[work.decoding] + 1)
+        logits, tokens = graphs.run(work.decoding, self._batch.num_computed[work.decoding] + 1)
         if self._sampler.are_simple(work.sampled_rows):
             return tokens, None
         # What the graph has drawn is drawn again from other logits; they are looked at until after its next run.
@@ -338,45 +304,45 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, WantedLogprobs]]]:
+    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, LogprobsTensors]]]:
         """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
-        table = self._table
-        _, positions = table.batch(work)
+        batch = self._batch
+        _, positions = batch.flat_batch(work)
         ids = self._last_tokens[self._upload(work.decoding)]
         if work.chunks:
-            known = [table.rows[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
+            known = [batch.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
             ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
-        self._holder.step = self._attention.prepare(work)
-        kept, reported = _kept_logits(work, table)
+        self._forward_context.step = self._attention.prepare(work)
+        kept, reported = _kept_logits(work, batch)
         logits = self._logits(ids, self._upload(positions), self._upload(np.array(kept, np.int64)))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
 
-    def _drawn_positions(self, work: StepWork) -> Int64s:
+    def _sampled_positions(self, work: StepWork) -> Int64s:
         """Absolute positions of the tokens that this step draws, in the order of the sampled rows."""
         completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
-        return np.concatenate([self._table.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
+        return np.concatenate([self._batch.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
 
     def _prompt_logprobs(
         self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
-    ) -> list[tuple[int, WantedLogprobs]]:
+    ) -> list[tuple[int, LogprobsTensors]]:
         """``logits`` [sum of counts, vocab]: for each chunk, its first ``count`` positions predict prompt tokens."""
         prompts, offset = [], 0
         for chunk, count in reported:
-            held = self._table.rows[chunk.row]
+            held = self._batch.sequences[chunk.row]
             first = chunk.start + 1
             tokens = self._upload(held.tokens[first : first + count].astype(np.int64))
             indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
             for start in range(0, count, _LOGPROBS_AT_ONCE):
                 part = slice(start, min(count, start + _LOGPROBS_AT_ONCE))
                 own = logits[offset : offset + count][part]
-                wanted = want(own, tokens[part], indices[part], counts[part], self._measure)
+                wanted = gather_logprobs(own, tokens[part], indices[part], counts[part], self._compute_logprobs)
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
 
 
-def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple[Chunk, int]]]:
+def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tuple[Chunk, int]]]:
     """Batch positions whose logits are needed: of sampled rows first, then of chunks that report their prompt."""
     kept = list(range(len(work.decoding)))
     offset = len(work.decoding)
@@ -385,7 +351,7 @@ def _kept_logits(work: StepWork, table: RowTable) -> tuple[list[int], list[tuple
     for chunk in work.chunks:
         if chunk.completes:
             kept.append(offset + chunk.size - 1)
-        held = table.rows[chunk.row]
+        held = batch.sequences[chunk.row]
         if held.sampling.prompt_logprobs is not None:
             count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
             if count > 0:

@@ -11,7 +11,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.host_tier import Direction, HostTier
+from pagewise_executor.kv.host_tier import Direction, HostTier
 from pagewise_executor.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -55,25 +55,25 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
 def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float, float]:
     """Microseconds of a step, of a token, of one token attending to one, and of each token of context."""
     small = max(1, min(_SMALL, largest // 2))
-    prefill(runner, 0, small)  # warms up
-    few = _median(lambda: prefill(runner, 0, small))
+    dummy_prefill(runner, 0, small)  # warms up
+    few = _median(lambda: dummy_prefill(runner, 0, small))
     large = min(_LARGE, largest)
     if few * (large / small) > _PATIENCE * 1e6 or large <= small:
         return 0.0, few / small, 0.0, 0.0
-    many = _median(lambda: prefill(runner, 0, large))
+    many = _median(lambda: dummy_prefill(runner, 0, large))
     token = max(0.0, (many - few) / (large - small))
     step = max(0.0, few - token * small)
     context = min(_CONTEXT, room - large - 1)
     if context < large:
         return step, token, 0.0, 0.0
     # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
-    far_small = max(0.0, _median(lambda: prefill(runner, context, small)) - few) / context
-    far_large = max(0.0, _median(lambda: prefill(runner, context, large)) - many) / context
+    far_small = max(0.0, _median(lambda: dummy_prefill(runner, context, small)) - few) / context
+    far_large = max(0.0, _median(lambda: dummy_prefill(runner, context, large)) - many) / context
     attention = max(0.0, (far_large - far_small) / (large - small))
     return step, token, attention, max(0.0, far_small - attention * small)
 
 
-def largest_step(runner: Runner, num_tokens: int) -> None:
+def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
     What it computes is of no interest, only what memory it takes. The runner's rows are in disorder afterwards.
@@ -95,7 +95,7 @@ def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_REPEATS))
 
 
-def prefill(runner: Runner, start: int, count: int) -> float:
+def dummy_prefill(runner: Runner, start: int, count: int) -> float:
     """Microseconds of a step that computes ``count`` tokens after ``start`` others, whose K and V are whatever lies
     there."""
     runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # a former process may have left blocks on the host

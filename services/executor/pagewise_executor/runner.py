@@ -1,4 +1,4 @@
-"""What the executor service needs of whatever computes the steps."""
+"""The interface between the executor service and the runner that computes its steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pagewise_shared.protocol import CancelFetch, Copied, Inventory, MeasuredCos
 
 @dataclass(slots=True, frozen=True)
 class RunnerInfo:
-    """What a runner has to offer; the Hello is made of it (see ``Hello`` for the fields)."""
+    """What a runner offers to the scheduler; see ``Hello`` for the meaning of the fields."""
 
     model_fingerprint: str
     vocab_size: int
@@ -34,38 +34,38 @@ class PendingStep(Protocol):
         ...
 
     def result(self) -> StepResult:
-        """The step's result; waits for the device."""
+        """Return the step's result; this waits for the device."""
         ...
 
 
 class Runner(Protocol):
-    """Computes steps. All calls come from the thread that made it."""
+    """Computes steps. Except where noted, all calls come from the thread that made the runner."""
 
     info: RunnerInfo
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of all copies to and from elsewhere that have been made, on any thread."""
+        """Call ``report``, on any thread, when copies between tiers or executors are done."""
         ...
 
     @property
     def num_refused(self) -> int:
-        """Connections of others that wanted its blocks and were refused, so far; read from any thread."""
+        """The number of refused connections of executors that wanted blocks; read from any thread."""
         ...
 
     def cancel_fetch(self, cancelled: CancelFetch) -> None:
-        """What a step fetches is not wanted any more; comes from any thread."""
+        """Stop fetching the blocks of a step, which nobody needs any more; called from any thread."""
         ...
 
     def inventory(self) -> Inventory | None:
-        """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
+        """Return which hashed blocks are in the pools. All sequences are removed from the batch first."""
         ...
 
     def close(self) -> None:
-        """Nothing will be asked of it any more."""
+        """Release what the runner holds. Nothing is called afterwards."""
         ...
 
     def reset(self, welcome: Welcome) -> None:
-        """Empty all rows and make room for ``welcome.max_num_seqs`` of them."""
+        """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
         ...
 
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -79,15 +79,15 @@ class Runner(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class FinishedStep:
-    """A step whose result is there already."""
+    """A step whose result is known already."""
 
     finished: StepResult
 
     @property
     def ready(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def result(self) -> StepResult:
-        """The result."""
+        """Return the result."""
         return self.finished

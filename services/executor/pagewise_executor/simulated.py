@@ -8,7 +8,7 @@ from math import log
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import CancelFetch, Copied, StepPlan, StepResult, TokenLogprobs, Welcome, pack_int32s
 
-from pagewise_executor.rows import RowTable
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.runner import FinishedStep, RunnerInfo
 
 _DEFAULT_BLOCKS = 4096
@@ -54,7 +54,7 @@ class SimulatedRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows."""
-        self._table = RowTable(
+        self._batch = InputBatch(
             num_rows=welcome.max_num_seqs,
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
@@ -70,23 +70,23 @@ class SimulatedRunner:
             InvalidPlanError: the plan contradicts what the runner holds.
         """
         began = time.perf_counter()
-        table = self._table
-        work = table.apply(plan)
+        batch = self._batch
+        work = batch.apply(plan)
         if len(work.stores):
             self._report(Copied(plan.epoch, plan.step, "store"))
         if len(work.loads):
             self._report(Copied(plan.epoch, plan.step, "load"))
         for row in work.joined:
-            held = table.rows[row]
+            held = batch.sequences[row]
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0
             self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
-        table.advance(work)
+        batch.advance(work)
         rows = work.sampled_rows
         tokens = [self._token(row) for row in rows]
         logprobs = tuple(
             _logprobs(index, tokens[index], count)
             for index, row in enumerate(rows)
-            if (count := table.rows[row].sampling.logprobs) is not None
+            if (count := batch.sequences[row].sampling.logprobs) is not None
         )
         computed = len(work.decoding) + sum(chunk.size for chunk in work.chunks)
         wanted = self._step_seconds + self._token_seconds * computed
@@ -96,7 +96,7 @@ class SimulatedRunner:
         return FinishedStep(StepResult(plan.epoch, plan.step, pack_int32s(tokens), logprobs, elapsed_us=elapsed))
 
     def _token(self, row: int) -> int:
-        position = int(self._table.num_computed[row])
+        position = int(self._batch.num_computed[row])
         mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % _VOCAB_SIZE
 

@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device, without waiting for what the device is doing."""
+"""Copies small arrays from the host to the device without waiting for the work the device has queued."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _SLOTS = 16
 
 
 class Uploads:
-    """Copies arrays to ``device`` through pinned buffers, of which there are a few: the oldest is waited for.
+    """Copies arrays to ``device`` through a ring of pinned buffers. When all are in use, it waits for the oldest.
 
-    From pageable memory CUDA copies as well, but larger arrays only after everything that was issued before.
+    CUDA also copies from pageable memory, but larger arrays only after all work that was issued before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Uploads:
         self._next = 0
 
     def __call__(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """The array on the device; on the CPU it is not copied."""
+        """Return the array as a tensor on the device. On the CPU it is not copied."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type != "cuda" or not tensor.numel():
             return tensor.to(self._device)

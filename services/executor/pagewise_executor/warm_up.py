@@ -1,4 +1,4 @@
-"""What would otherwise be compiled, for seconds, while somebody waits: run once when the executor starts."""
+"""Compiles the Triton kernels when the executor starts, so that no request waits for it."""
 
 import logging
 import time
@@ -6,23 +6,24 @@ import time
 import numpy as np
 import torch
 
-from pagewise_executor.drawing import TritonDrawing
-from pagewise_executor.kv_pool import KVPool
-from pagewise_executor.profile import prefill
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.profile import dummy_prefill
 from pagewise_executor.runner import Runner
+from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 
 log = logging.getLogger(__name__)
 
 _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Tokens: prefill attention has another tile for each of these at most, and its largest from there on."""
+"""Chunk sizes in tokens. Prefill attention has at most one tile for each; larger chunks use the largest tile."""
 _MOST_SECONDS = 60
-"""After that the executor joins, and compiles the rest when it is needed."""
+"""After this time the executor joins, and compiles the remaining kernels when they are needed."""
 
 
 def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int) -> None:
-    """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton keeps them on disk.
+    """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton caches them on disk.
 
-    ``dtype``: of the model's logits. The runner's rows are in disorder afterwards, and the first blocks of its pool.
+    ``dtype``: the type of the model's logits. The runner must be reset afterwards: its input batch and the first blocks
+    of its pool have been written over.
     """
     began = time.perf_counter()
     with torch.inference_mode():
@@ -33,14 +34,16 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
     room = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
     for size in _CHUNKS:
         if size <= room and time.perf_counter() - began < _MOST_SECONDS:
-            prefill(runner, 0, size)
+            dummy_prefill(runner, 0, size)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
 
 
 def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One row, as the sampler draws, penalises and reports it: of logits in float32, and those of prompts as they are.
+    """Launch the kernels of sampling, penalties and log-probabilities for one row.
 
-    The tables of penalties are not the runner's: those are large, and made when the first request asks for penalties.
+    Logits are float32 when they are sampled, and of the model's type when the log-probabilities of a prompt are taken.
+    The count tables of the penalties are not the runner's: those are large, and allocated for the first request that
+    has penalties.
     """
     from pagewise_kernels.logprobs import token_logprobs
     from pagewise_kernels.penalties import penalise
@@ -49,7 +52,7 @@ def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None
     row = torch.zeros(1, dtype=torch.int32, device=device)
     position = torch.zeros(1, dtype=torch.int64, device=device)
     logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
-    tokens = sample(logits, TritonDrawing(1, device).parameters(), row, position)
+    tokens = sample(logits, TritonTokenSampler(1, device).parameters(), row, position)
     for each in {torch.float32, dtype}:
         token_logprobs(logits.to(each), tokens)
     counts, in_prompt = logits.to(torch.int32), logits.bool()

@@ -1,1 +1,1 @@
-"""Paged attention: in PyTorch and in Triton, and the way into transformers' models."""
+"""Paged attention: one backend in PyTorch and one in Triton, and how transformers' models call them."""

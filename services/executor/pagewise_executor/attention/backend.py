@@ -1,15 +1,16 @@
-"""What a step's attention has to offer to the model's layers, whoever computes it."""
+"""The interface between the model's layers and an attention backend."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from pagewise_executor.rows import RowTable, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.kv.kv_pool import KVScales
 
 
 class StepAttention(Protocol):
-    """Attention of one step: knows where its K and V go, and what each of its queries may see."""
+    """The attention of one step. It knows the slot mapping of the step and the context of each of its queries."""
 
     def attend(
         self,
@@ -21,53 +22,47 @@ class StepAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Write k and v [tokens, kv_heads, head_dim] of the step, attend with q [tokens, heads, head_dim].
+        """Write k and v [tokens, kv_heads, head_dim] into the pool and attend with q [tokens, heads, head_dim].
 
-        Decodes come first in the batch, then the chunks. Returns [tokens, heads, head_dim].
+        The flat batch holds the decodes first, then the prefill chunks. Returns [tokens, heads, head_dim].
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Makes what a step's layers attend with."""
+    """Prepares the attention of each step of one model."""
 
-    def reset(self, table: RowTable) -> None:
-        """All rows are empty; ``table`` is what holds them from now on."""
+    def reset(self, batch: InputBatch) -> None:
+        """Use the empty ``batch`` from now on."""
         ...
 
-    def update_tables(self, work: StepWork) -> None:
-        """Take over what a step changes in the block tables; comes before everything else of the step."""
+    def update_block_tables(self, work: StepWork) -> None:
+        """Take over what a step changes in the block tables. This is called before anything else of the step runs."""
         ...
 
     def prepare(self, work: StepWork) -> StepAttention:
-        """Look at a step that the table has applied and not advanced yet."""
+        """Prepare a step that the batch has applied and not advanced yet."""
         ...
 
 
-class KVScales(NamedTuple):
-    """Scales of float8 KV, one per token and head: float32 [num_blocks, block_size, kv_heads] each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
 @dataclass(slots=True)
-class StepHolder:
-    """The step that is being computed, shared by all layers of one model."""
+class ForwardContext:
+    """The attention of the step that is being computed; all layers of a model share this object."""
 
     step: StepAttention | None = None
 
 
 @dataclass(slots=True)
 class PagedLayer:
-    """A layer's share of the pool, hung onto its attention module. ``holder.step`` is set before each forward pass.
+    """One layer of the KV pool, attached to the layer's attention module.
 
-    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim]. ``scales``: of float8 KV.
+    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim]. ``scales``: the scales of float8 KV, else None.
+    ``forward_context.step`` is set before each forward pass.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    holder: StepHolder
+    forward_context: ForwardContext
     scales: KVScales | None = None
 
     def attend(
@@ -80,6 +75,6 @@ class PagedLayer:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``StepAttention.attend``."""
-        step = self.holder.step
+        step = self.forward_context.step
         assert step is not None, "the step is set before the forward pass"
         return step.attend(self, q, k, v, scale, window, softcap)

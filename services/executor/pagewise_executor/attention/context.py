@@ -1,22 +1,22 @@
-"""What attention in PyTorch has to know of a step."""
+"""The contexts that the queries of a step attend to, for attention in PyTorch."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from pagewise_executor.rows import Int64s
+from pagewise_executor.input_batch import Int64s
 
 _WASTE = 1.25
-"""Decodes are grouped by context length so that no group reads more than this times the blocks it needs."""
+"""Decodes are grouped by context length. No group reads more than this many times the blocks that it needs."""
 
 
 @dataclass(slots=True)
 class Window:
     """The slots that each decode of a group attends to, in a layer with or without a sliding window.
 
-    ``slots`` [n, span] int64: pool slots, oldest first. Shorter contexts repeat their newest slot; ``padding``
-    [n, span] bool says where (None: nowhere).
+    ``slots`` [n, span] int64: pool slots, oldest first. Shorter contexts are padded with their newest slot; ``padding``
+    [n, span] bool marks these entries (None: there are none).
     """
 
     slots: torch.Tensor
@@ -25,10 +25,11 @@ class Window:
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Decodes of similar context length: those at ``index`` [n] of the batch.
+    """Decodes of similar context length, which are computed together: those at ``index`` [n] of the flat batch.
 
     ``blocks`` [n, blocks] int64: their block tables, padded. ``lengths`` [n]: context tokens, the new one included;
-    ``longest``: the greatest of them. What layers derive from it is kept in ``windows`` and ``patterns``.
+    ``longest``: the greatest of them. ``windows``, ``patterns`` and ``masks`` cache what layers of one kind derive from
+    these, so that only the first of them computes it.
     """
 
     index: torch.Tensor
@@ -40,7 +41,7 @@ class DecodeGroup:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def window(self, size: int | None, block_size: int) -> Window:
-        """The slots seen by a layer whose sliding window is ``size`` tokens (None: the whole context)."""
+        """Return the slots seen by a layer whose sliding window is ``size`` tokens (None: the whole context)."""
         key = size or 0
         found = self.windows.get(key)
         if found is None:
@@ -57,7 +58,10 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class ChunkContext:
-    """A prefill chunk: ``size`` queries from batch row ``offset``, at positions ``start`` on; ``blocks`` [blocks]."""
+    """A prefill chunk: ``size`` queries at index ``offset`` of the flat batch, at positions from ``start`` on.
+
+    ``blocks`` [blocks]: the block table of its sequence, as far as the chunk's last token.
+    """
 
     offset: int
     start: int
@@ -66,7 +70,7 @@ class ChunkContext:
 
 
 def group_decodes(blocks_needed: Int64s) -> list[Int64s]:
-    """Partition decodes [n] by blocks needed into few groups, so that padding reads little in vain."""
+    """Partition decodes by the number of blocks they need [n] into few groups that are padded by little."""
     order = np.argsort(-blocks_needed, kind="stable")
     groups, start = [], 0
     while start < len(order):

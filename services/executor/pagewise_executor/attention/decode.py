@@ -9,7 +9,7 @@ from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import DecodeGroup
 
 with warnings.catch_warnings():
-    # torch says once per process that sparse matrices are in beta; it is said here, to nobody.
+    # torch warns once per process that sparse matrices are in beta: let it do so here, where nobody is told.
     warnings.simplefilter("ignore")
     torch.zeros(1, 1).to_sparse_csr()
 
@@ -17,10 +17,11 @@ with warnings.catch_warnings():
 def decode_in_place(
     q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Attention that reads K and V where they lie in the pool. ``q`` [n, heads, head_dim]; the same comes back.
+    """Attend to K and V where they lie in the pool. ``q`` and the result: [n, heads, head_dim].
 
-    Scores are a product sampled at the context's slots (a sparse matrix whose pattern is the block tables), and the
-    weighted sum of values is an embedding bag: on the CPU neither copies K or V, which is what costs.
+    The scores are a product that is sampled at the slots of the context (a sparse matrix whose pattern is the block
+    tables), and the weighted sum of the values is an embedding bag. On the CPU neither of them copies K or V, and these
+    copies would be the largest cost.
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
@@ -39,7 +40,7 @@ def decode_in_place(
         )
         group.patterns[window or 0, heads, kv_heads] = pattern
     keys, values = layer.keys.view(-1, dim), layer.values.view(-1, layer.values.shape[-1])
-    # Into the pattern itself: a result of its own would copy the indices for every layer.
+    # The result goes into the pattern itself: a new one would copy the indices in every layer.
     torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale, out=pattern)
     scores = pattern.values().view(rows, heads, span)
     if softcap:
@@ -54,7 +55,7 @@ def decode_in_place(
 def decode_gathered(
     q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """The same by gathering K and V first: for types and devices that ``decode_in_place`` is not made for."""
+    """Attend like ``decode_in_place``, but to gathered copies of K and V: this works for all types and devices."""
     rows, heads, dim = q.shape
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
     blocks = group.blocks
@@ -67,7 +68,7 @@ def decode_gathered(
         if window:
             mask &= positions >= group.lengths[:, None] - window
         mask = group.masks[window or 0] = mask[:, None, None, :]
-    # The query heads that share a KV head become rows of one small product.
+    # The query heads that share a KV head become the rows of one small matrix product.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
     return attend(packed, k, v, mask, scale, softcap).reshape(rows, heads, -1)
 
@@ -75,7 +76,7 @@ def decode_gathered(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """Masked attention of q [.., queries, head_dim] over k and v [.., context, head_dim], with softcap if wanted."""
+    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true."""
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = (q @ k.transpose(-1, -2)) * scale

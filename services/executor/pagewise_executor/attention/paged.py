@@ -1,8 +1,8 @@
-"""The way into transformers' models, through their attention interface.
+"""Paged attention as an attention function of transformers.
 
-A model's attention layers call ``paged_attention``: the step writes its K and V into the pool through the slot mapping,
-then attends over block tables. No function for masks is registered under its name: transformers then makes none, and
-does not look at the positions for it, which would wait for the device.
+A model's attention layers call ``paged_attention``: the step writes their K and V into the pool through the slot
+mapping, then attends over block tables. No mask function is registered under this name, on purpose: transformers then
+makes no mask, and does not read the positions to make one, which would wait for the device.
 """
 
 import torch
@@ -25,7 +25,7 @@ def paged_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over the paged context, as transformers calls it.
+    """Compute the attention of one layer over the paged context; transformers calls this.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]. Returns [1, tokens, heads,
     head_dim of value].

@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: on any device, and what the CPU runs."""
+"""Paged attention in plain PyTorch. It runs on any device; on the CPU it is the default."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import ChunkContext, DecodeGroup, group_decodes
 from pagewise_executor.attention.decode import attend, decode_gathered, decode_in_place
-from pagewise_executor.rows import RowTable, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.uploads import Uploads
 
 
 @dataclass(slots=True)
 class TorchStep:
-    """Where a step's K and V go, ``slots`` [tokens] int64, and what each of its queries may see.
+    """The attention of one step: its slot mapping ``slots`` [tokens] int64, and the contexts of its queries.
 
-    The decodes of ``groups`` come first in the batch, then the chunks.
+    The decodes of ``groups`` come first in the flat batch, then the prefill chunks.
     """
 
     slots: torch.Tensor
@@ -52,35 +52,39 @@ class TorchStep:
 
 
 class TorchBackend:
-    """Makes the steps of one model on ``device``."""
+    """Prepares the attention of one model's steps on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._upload = Uploads(device)
 
-    def reset(self, table: RowTable) -> None:
-        """All rows are empty; ``table`` is what holds them from now on."""
-        self._table = table
+    def reset(self, batch: InputBatch) -> None:
+        """See ``AttentionBackend``."""
+        self._batch = batch
 
-    def update_tables(self, work: StepWork) -> None:
-        """There is nothing to take over: each step looks at the row table itself."""
+    def update_block_tables(self, work: StepWork) -> None:
+        """Do nothing: each step reads the block tables of the input batch."""
 
     def prepare(self, work: StepWork) -> TorchStep:
-        """Look at a step that the table has applied and not advanced yet."""
-        rows, positions = self._table.batch(work)
+        """See ``AttentionBackend``."""
+        rows, positions = self._batch.flat_batch(work)
         return TorchStep(
-            self._upload(self._table.slots(rows, positions)), self._decode_groups(work), self._chunk_contexts(work)
+            self._upload(self._batch.slot_mapping(rows, positions)),
+            self._decode_groups(work),
+            self._chunk_contexts(work),
         )
 
     def _decode_groups(self, work: StepWork) -> list[DecodeGroup]:
         if not len(work.decoding):
             return []
-        table = self._table
-        lengths = table.num_computed[work.decoding] + 1
-        needed = -(-lengths // table.block_size)
+        batch = self._batch
+        lengths = batch.num_computed[work.decoding] + 1
+        needed = -(-lengths // batch.block_size)
         return [
             DecodeGroup(
                 index=self._upload(members),
-                blocks=self._upload(table.tables[work.decoding[members], : needed[members].max()].astype(np.int64)),
+                blocks=self._upload(
+                    batch.block_tables[work.decoding[members], : needed[members].max()].astype(np.int64)
+                ),
                 lengths=self._upload(lengths[members]),
                 longest=int(lengths[members].max()),
             )
@@ -90,8 +94,8 @@ class TorchBackend:
     def _chunk_contexts(self, work: StepWork) -> list[ChunkContext]:
         contexts, offset = [], len(work.decoding)
         for chunk in work.chunks:
-            blocks = -(-(chunk.start + chunk.size) // self._table.block_size)
-            table = self._upload(self._table.tables[chunk.row, :blocks].astype(np.int64))
+            blocks = -(-(chunk.start + chunk.size) // self._batch.block_size)
+            table = self._upload(self._batch.block_tables[chunk.row, :blocks].astype(np.int64))
             contexts.append(ChunkContext(offset, chunk.start, chunk.size, table))
             offset += chunk.size
         return contexts
@@ -107,7 +111,7 @@ def _prefill(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One chunk against its context: positions 0 to start + size, causal."""
+    """Attend with one prefill chunk to its context, positions 0 to start + size, causally."""
     kv_heads, heads = k.shape[1], q.shape[1]
     stop = chunk.start + chunk.size
     if chunk.start:

@@ -1,4 +1,4 @@
-"""Paged attention by the Triton kernels, with block tables that live on the device."""
+"""Paged attention by the Triton kernels, which read block tables on the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.rows import RowTable, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
@@ -18,7 +18,7 @@ PlanT = TypeVar("PlanT")
 
 @dataclass(slots=True, frozen=True)
 class LayerKind:
-    """What attention plans depend on: layers of one kind share them."""
+    """The properties of a layer that attention plans depend on: layers of one kind share their plans."""
 
     heads: int
     kv_heads: int
@@ -29,8 +29,11 @@ class LayerKind:
 
 @dataclass(slots=True)
 class TritonStep:
-    """One step: ``slots`` int64 [tokens], ``tables`` int32 [rows, blocks] of all rows, ``lengths`` and ``rows`` int32
-    [decodes], and the plans that its layers have made so far."""
+    """The attention of one step, with the plans that its layers have made so far.
+
+    ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
+    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes.
+    """
 
     backend: "TritonBackend"
     slots: torch.Tensor
@@ -96,10 +99,11 @@ class TritonStep:
 
 
 class TritonBackend:
-    """Makes the steps of one model on ``device``, for ``num_rows`` rows at most and one more that pads.
+    """Prepares the attention of one model's steps on ``device``, for up to ``num_rows`` rows.
 
-    ``tables`` int32 [num_rows + 1, blocks]: block tables of all rows, a mirror of the row table's, so that a step sends
-    only what has changed. ``deterministic``: results do not depend on batch or chunking.
+    ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
+    sends only what has changed. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
+    results do not depend on the batch or on how a prompt is cut into chunks.
     """
 
     def __init__(
@@ -112,20 +116,20 @@ class TritonBackend:
         self._upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
 
-    def reset(self, table: RowTable) -> None:
-        """All rows are empty; ``table`` is what holds them from now on."""
-        assert len(table.tables) < len(self.tables)
-        assert table.tables.shape[1] == self.tables.shape[1]
-        self._table = table
+    def reset(self, batch: InputBatch) -> None:
+        """See ``AttentionBackend``."""
+        assert len(batch.block_tables) < len(self.tables)
+        assert batch.block_tables.shape[1] == self.tables.shape[1]
+        self._batch = batch
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
-        """Scratch for the decodes of layers of one kind, the same in every step."""
+        """Return the decode plan for layers of one kind. Every step reuses it, with its buffers."""
         return _once(self._plans, kind, self._new_plan)
 
     def prepare(self, work: StepWork) -> TritonStep:
-        """Look at a step that the table has applied and not advanced yet."""
-        table = self._table
-        rows, positions = table.batch(work)
+        """See ``AttentionBackend``."""
+        batch = self._batch
+        rows, positions = batch.flat_batch(work)
         decodes, offset = len(work.decoding), len(work.decoding)
         chunks = []
         for chunk in work.chunks:
@@ -133,21 +137,21 @@ class TritonBackend:
             offset += chunk.size
         lengths = positions[:decodes] + 1
         ints = self._upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
-        slots = self._upload(table.slots(rows, positions))
+        slots = self._upload(batch.slot_mapping(rows, positions))
         return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
 
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
-        """A step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
+        """Return the attention of a step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
         return TritonStep(self, slots, self.tables, lengths, rows, [])
 
-    def update_tables(self, work: StepWork) -> None:
-        """Bring what a step changes in the block tables to the device."""
+    def update_block_tables(self, work: StepWork) -> None:
+        """Copy what a step changes in the block tables to the device."""
         changed = work.changed_tables
         if not changed:
             return
         width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
-        values = np.concatenate([self._table.tables[row, start:stop] for row, start, stop in changed])
+        values = np.concatenate([self._batch.block_tables[row, start:stop] for row, start, stop in changed])
         self.tables.view(-1).index_copy_(0, self._upload(where), self._upload(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:

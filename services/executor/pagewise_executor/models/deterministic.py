@@ -1,7 +1,7 @@
-"""Makes a model's results independent of the batch: what is left of it after fusing, by kernels that see one row each.
+"""Makes the results of a model independent of the batch, by kernels that compute each row by itself.
 
-The fused layers, attention and sampling are so already. What remains are linear layers, whose libraries choose another
-order of sums for another number of rows, and norms outside of the layers.
+Fused layers, attention and sampling are independent of the batch already. What remains are the linear layers, whose
+libraries sum in another order for another number of rows, and the norms outside of the layers.
 """
 
 import torch
@@ -11,19 +11,19 @@ from torch import nn
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer of which each row depends on that row of its input alone."""
+    """A linear layer in which each row of the result depends on the same row of the input only."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = source.weight, source.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[.., in] to [.., out]."""
+        """Map [.., in] to [.., out]."""
         return linear(x.flatten(0, -2), self.weight, self.bias).view(*x.shape[:-1], len(self.weight))
 
 
 class RowwiseNorm(nn.Module):
-    """An RMSNorm of which each row depends on that row of its input alone."""
+    """An RMSNorm in which each row of the result depends on the same row of the input only."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class RowwiseNorm(nn.Module):
         self.eps = float(source.variance_epsilon)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of the last dimension of x."""
+        """Return the norm of the last dimension of x."""
         return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
 
 
 def make_rowwise(model: nn.Module) -> None:
-    """Replace linear layers and RMSNorms of a model whose layers are fused."""
+    """Replace the linear layers and RMSNorms of a model whose decoder layers are fused."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

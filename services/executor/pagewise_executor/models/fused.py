@@ -1,7 +1,7 @@
-"""Decoder layers with fewer, larger operations, put into transformers' models of the hot families.
+"""Decoder layers with fewer, larger operations, which replace those of transformers' models in common families.
 
-Q, K and V are one product, gate and up another, RoPE turns queries and keys together, and paged attention is called
-directly. What a layer computes is the same up to the order of floating-point operations.
+Q, K and V are one matrix product, gate and up another, RoPE rotates queries and keys together, and paged attention is
+called directly. The results are the same up to the order of floating-point operations.
 """
 
 import torch
@@ -15,7 +15,7 @@ _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 
 
 class FusedDecoderLayer(nn.Module):
-    """Takes the place of a Llama-shaped decoder layer, and takes over its weights."""
+    """Replaces a decoder layer of Llama's structure, and takes over its weights."""
 
     def __init__(self, layer: nn.Module, operations: Operations) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class FusedDecoderLayer(nn.Module):
         compute, hidden = self.operations, hidden_states[0]
         before, after, heads = self.norm_before_attention, self.norm_before_mlp, self.head_norm
         qkv = self.qkv(compute.rms_norm(hidden, before.weight, before.eps)).view(len(hidden), -1, self.head_dim)
-        turned = self.heads + self.kv_heads
-        qk, v = qkv[:, :turned], qkv[:, turned:]
+        num_rotated = self.heads + self.kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if heads is not None:
             qk = compute.rms_norm(qk, heads.weight, heads.eps)
         qk = compute.rope(qk, position_embeddings[0][0], position_embeddings[1][0])
@@ -68,7 +68,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 class _NormWeight(nn.Module):
-    """What a layer keeps of an RMSNorm: its weight, in the model's type, and eps."""
+    """The weight of an RMSNorm, in the model's type, and its eps."""
 
     def __init__(self, norm: object) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _NormWeight(nn.Module):
 
 
 def fuse_layers(model: nn.Module, operations: Operations) -> int:
-    """Replace the decoder layers of ``model`` for which there is a fused form; returns how many."""
+    """Replace the decoder layers of ``model`` that have a fused form; return how many were replaced."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -95,7 +95,7 @@ def _fusible(layer: nn.Module) -> bool:
 
 
 def _joined(linears: list[object]) -> nn.Linear:
-    """One linear layer whose outputs are those of ``linears``, one after the other."""
+    """Return one linear layer whose output is the concatenated output of ``linears``."""
     parts = [_linear(linear) for linear in linears]
     bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
     return _from_weights(torch.cat([part.weight.detach() for part in parts]), bias)

@@ -1,4 +1,4 @@
-"""Loads a model through transformers, and says plainly why one cannot be used."""
+"""Loads a model through transformers, and says why a model cannot be served."""
 
 import hashlib
 import json
@@ -27,10 +27,11 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model that is ready to run, and what the rest has to know of it.
+    """A model that is ready to run, and its properties.
 
-    ``attention``: attention modules in layer order; ``shapes``: (kv_heads, head_dim) of each. ``kernels``: who computes
-    attention, and the small operations of fused layers. ``weights_changed``: when the newest weight file was written.
+    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: which
+    kernels compute attention and the small operations of fused layers. ``weights_changed``: when the newest weight file
+    was written, in nanoseconds.
     """
 
     model: torch.nn.Module
@@ -50,7 +51,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     """Find, check and load the model that ``config`` names.
 
     Raises:
-        ModelError: it cannot be found, read or run; the text says why.
+        ModelError: the model cannot be found, read or run; the text says why.
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     files = _weight_files(path)
@@ -109,10 +110,10 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:
-    """The device that ``--device`` asks for.
+    """Return the device that ``--device`` asks for.
 
     Raises:
-        ModelError: CUDA was asked for and there is none.
+        ModelError: CUDA is asked for and there is no CUDA device.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: torch sees no CUDA device here")
@@ -121,10 +122,10 @@ def choose_device(config: ExecutorConfig) -> torch.device:
 
 
 def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list[int]) -> Literal["torch", "triton"]:
-    """The kernels that ``--kernels`` asks for; auto is Triton on CUDA and PyTorch on the CPU.
+    """Return the kernels that ``--kernels`` asks for; auto is Triton on CUDA and PyTorch on the CPU.
 
     Raises:
-        ModelError: Triton was asked for and cannot run here, or not with this model.
+        ModelError: Triton is asked for and cannot run here, or not with this model.
     """
     kernels = config.kernels
     if kernels == "torch" or (kernels == "auto" and device.type == "cpu"):
@@ -156,7 +157,7 @@ def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fus
 
 
 def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:
-    """The type that ``--dtype`` asks for; auto is the model's own on CUDA and float32 on the CPU."""
+    """Return the type that ``--dtype`` asks for; auto is the model's own on CUDA and float32 on the CPU."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     if choose_device(config).type == "cpu":
@@ -166,7 +167,7 @@ def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:
 
 
 def fingerprint(path: Path, files: list[Path]) -> str:
-    """A short hash that is equal for equal configurations and weights (headers, sizes, and a sample of the data)."""
+    """Return a short hash of the configuration and the weights (their headers, sizes, and a sample of their data)."""
     digest = hashlib.sha256()
     settings = {k: v for k, v in json.loads((path / "config.json").read_text()).items() if k not in _VOLATILE}
     digest.update(json.dumps(settings, sort_keys=True).encode())
@@ -202,7 +203,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """Read the header and compare the size it implies: a truncated download fails here, not in the middle of a load."""
+    """Compare a file's size with its header, so that a truncated download is found before the model is loaded."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)

@@ -7,27 +7,30 @@ import torch.nn.functional as F
 
 
 class Operations(Protocol):
-    """What a fused layer computes between its matrix products. Rows are tokens."""
+    """What a fused layer computes between its matrix products."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of the last dimension of x [tokens, size] or [tokens, heads, size]; weight without tokens."""
+        """Return the RMSNorm of the last dimension of x [tokens, size] or [tokens, heads, size].
+
+        ``weight``: [size] or [heads, size].
+        """
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The norm of x + residual [tokens, size], which is left in ``residual``."""
+        """Add x to ``residual`` [tokens, size] in place, and return the RMSNorm of the sum."""
         ...
 
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [tokens, heads, head_dim], turned by cos and sin [tokens, head_dim], whose halves are equal."""
+        """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim], whose two halves are equal."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) · up for gate_up [tokens, 2 · size]."""
+        """Return silu(gate) · up [tokens, size] of gate_up [tokens, 2 · size]."""
         ...
 
 
 class TorchOperations:
-    """In PyTorch, on any device."""
+    """These operations in PyTorch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
@@ -44,10 +47,10 @@ class TorchOperations:
         """See ``Operations``."""
         half = x.shape[-1] // 2
         cos, sin = cos[:, None], sin[:, None, :half]
-        turned = x * cos
-        turned[..., :half].addcmul_(x[..., half:], sin, value=-1)
-        turned[..., half:].addcmul_(x[..., :half], sin)
-        return turned
+        rotated = x * cos
+        rotated[..., :half].addcmul_(x[..., half:], sin, value=-1)
+        rotated[..., half:].addcmul_(x[..., :half], sin)
+        return rotated
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See ``Operations``."""
@@ -56,7 +59,7 @@ class TorchOperations:
 
 
 class TritonOperations:
-    """By the Triton kernels; ``rope`` works in place."""
+    """These operations by the Triton kernels; ``rope`` works in place."""
 
     def __init__(self) -> None:
         from pagewise_kernels import rms_norm, rope, silu_mul

@@ -1,19 +1,20 @@
-"""Linear layers whose weights lie in the order in which oneDNN reads them.
+"""Linear layers whose weights are packed in the layout that oneDNN reads.
 
-PyTorch hands a plain weight to MKL or reorders it on every call; for the few rows of a decode step either costs more
-than the product. Reordered once, a small batch is several times faster (``docs/performance.md`` has the numbers).
+PyTorch passes a plain weight to MKL or reorders it on every call; for the few rows of a decode step, either costs more
+than the product. With weights that are reordered once, a small batch is several times faster (the numbers are in
+``docs/performance.md``).
 """
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-_ROWS = 32  # the batch that the layout is made for; others work too
+_ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference on the CPU. ``weight`` [out, in] tells type and shape only; it holds no data."""
+    """A linear layer for inference on the CPU. ``weight`` [out, in] gives its type and shape, but has no data."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -22,13 +23,13 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[.., in] to [.., out]."""
+        """Map [.., in] to [.., out]."""
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return result
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace the linear layers of a model on the CPU by packed ones, where oneDNN is there; returns how many."""
+    """Replace the linear layers of a model on the CPU by packed ones, if oneDNN is available; return how many."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
     count = 0

@@ -1,28 +1,28 @@
-"""RoPE whose frequencies depend on how long a sequence is: fixed for the longest one that is served.
+"""Fixes RoPE frequencies that depend on the length of the sequence: to those of the longest sequence that is served.
 
-transformers changes such frequencies with the longest position of a batch. In a paged cache that cannot be: K was
-turned by what was right when it was written, and sequences of all lengths share a batch. As in vLLM, ``max_model_len``
-decides.
+transformers changes such frequencies with the longest position of a batch. A paged cache does not allow this: K was
+rotated by the frequencies of the time when it was written, and sequences of all lengths share a batch. As in vLLM, the
+frequencies follow from ``max_model_len``.
 """
 
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-_MOVING = {"longrope", "dynamic"}
+_LENGTH_DEPENDENT = {"longrope", "dynamic"}
 
 
 def fix_rope(model: nn.Module, max_model_len: int) -> list[str]:
-    """Fix the frequencies of rotary embeddings that would change with the batch; returns the kinds that were fixed.
+    """Fix the frequencies of rotary embeddings that would change with the batch; return the rope types that were fixed.
 
     Raises:
-        ValueError: a kind that cannot be fixed.
+        ValueError: the model has a rope type that cannot be fixed.
     """
     fixed = []
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
-        if not kinds & _MOVING:
+        if not kinds & _LENGTH_DEPENDENT:
             continue
         if not isinstance(kind, str):
             raise ValueError(

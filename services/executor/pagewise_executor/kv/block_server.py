@@ -1,4 +1,4 @@
-"""Blocks for other executors: what is lent is pinned by the scheduler, so it is read beside the steps."""
+"""Serves blocks to other executors. The scheduler pins them meanwhile, so they are read while steps run."""
 
 import contextlib
 import logging
@@ -14,33 +14,33 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encode
 
-from pagewise_executor.block_store import BlockStore
-from pagewise_executor.checksum import checksum
-from pagewise_executor.rows import Int32s
+from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.checksum import checksum
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**20
-"""What is asked for at a time, or a block if that is more."""
+"""The size of one request; a block that is larger is requested alone."""
 FRAME_BYTES = 2 * 2**20
-"""A block that is larger comes in several frames: ZeroMQ moves them faster than one."""
+"""A larger answer is sent in several frames, which ZeroMQ moves faster than one large frame."""
 WINDOW = 4
-"""Pieces that one executor asks for at a time."""
+"""The most requests that one executor has under way at a time."""
 
 _PLACE_BYTES = 8
 _MOST_BYTES = 64 * 2**20
-"""Most that one request may ask for."""
-_BEHIND_SECONDS = 2.0
-"""How long a request waits for the step it was asked about."""
-_MOST_PARKED = 64 * WINDOW
-"""Requests that wait so, of all who ask; of one it is the window, more than which nobody has reason to ask for."""
-_LOOK_UP_MS = 50
-_PARKED_MS = 1
+"""The most bytes that one request may ask for, unless a single block is larger."""
+_STEP_TIMEOUT = 2.0
+"""How long a request waits until this executor has begun the step it belongs to."""
+_MOST_WAITING = 64 * WINDOW
+"""The most requests that wait for their step, of all peers together. Of one peer it is ``WINDOW``."""
+_POLL_MS = 50
+_WAITING_POLL_MS = 1
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A request of another executor, which waits there until its step has begun: until ``deadline`` at most."""
+class _Request:
+    """A request of another executor, which waits until its step has begun, but no longer than ``deadline``."""
 
     identity: bytes
     request: ReadBlocks
@@ -48,9 +48,10 @@ class _Asked:
 
 
 class BlockServer:
-    """Answers other executors that fetch blocks, on a thread of its own. ``endpoint``: where they find it.
+    """Answers other executors that fetch blocks, on a thread of its own.
 
-    ``num_refused``: connections that were refused, because their keys are not on the allow-list.
+    ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
+    are not on the allow-list.
     """
 
     def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
@@ -76,7 +77,7 @@ class BlockServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering and close the socket."""
         self._closed = True
         self._thread.join()
         self._socket.close()
@@ -88,18 +89,18 @@ class BlockServer:
         self.num_refused += 1  # by the gate's thread alone
 
     def begun(self, epoch: int, step: int) -> None:
-        """This step has been issued, so what it stores is on its way."""
+        """Note that this step has been issued, and with it its copies to the host."""
         self._begun = epoch, step
 
     def _run(self) -> None:
-        parked: list[_Asked] = []
+        waiting: list[_Request] = []
         while not self._closed:
-            if self._socket.poll(_PARKED_MS if parked else _LOOK_UP_MS):
-                self._receive(parked)
-            parked = [asked for asked in parked if not self._settle(asked)]
+            if self._socket.poll(_WAITING_POLL_MS if waiting else _POLL_MS):
+                self._receive(waiting)
+            waiting = [pending for pending in waiting if not self._settle(pending)]
 
-    def _receive(self, parked: list[_Asked]) -> None:
-        """Take in a request: into ``parked``, unless it can be refused at once."""
+    def _receive(self, waiting: list[_Request]) -> None:
+        """Receive a request and append it to ``waiting``, unless it is refused at once."""
         identity, *frames = self._socket.recv_multipart()
         try:
             request = decode_from_peer(frames[-1]) if frames else None
@@ -108,15 +109,16 @@ class BlockServer:
             return
         if not isinstance(request, ReadBlocks):
             return
-        refusal = self._what_is_wrong_with(request)
-        if len(parked) >= _MOST_PARKED or sum(asked.identity == identity for asked in parked) >= WINDOW:
+        refusal = self._refusal(request)
+        if len(waiting) >= _MOST_WAITING or sum(pending.identity == identity for pending in waiting) >= WINDOW:
             refusal = refusal or "too many requests wait for their step"
         if refusal:
             self._send(identity, Blocks(request.number, error=refusal))
         else:
-            parked.append(_Asked(identity, request, time.monotonic() + _BEHIND_SECONDS))
+            waiting.append(_Request(identity, request, time.monotonic() + _STEP_TIMEOUT))
 
-    def _what_is_wrong_with(self, request: ReadBlocks) -> str:
+    def _refusal(self, request: ReadBlocks) -> str:
+        """Return why a request cannot be answered; empty if it can."""
         if len(request.blocks) % _PLACE_BYTES:
             return "places come in pairs of tier and block"
         places = _places(request)
@@ -124,17 +126,17 @@ class BlockServer:
             return f"{len(places)} blocks are none, or too many at once"
         return "" if self._store.has(places) else "there are no such blocks"
 
-    def _settle(self, asked: _Asked) -> bool:
-        """Answer a request whose step has begun, or comes too late; False: it waits on, and others are answered."""
-        request, begun = asked.request, self._begun
+    def _settle(self, pending: _Request) -> bool:
+        """Answer a request if its step has begun or its time is over; return False if it has to wait longer."""
+        request, begun = pending.request, self._begun
         wanted = request.epoch, request.step
-        if begun < wanted and time.monotonic() < asked.deadline:
+        if begun < wanted and time.monotonic() < pending.deadline:
             return False
         if begun < wanted or begun[0] != request.epoch:
             error = f"not in step {request.step} of epoch {request.epoch}"
-            self._send(asked.identity, Blocks(request.number, error=error))
+            self._send(pending.identity, Blocks(request.number, error=error))
         else:
-            self._send(asked.identity, *self._read(request))
+            self._send(pending.identity, *self._read(request))
         return True
 
     def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
@@ -151,7 +153,7 @@ class BlockServer:
         )
 
     def _send(self, identity: bytes, header: Blocks, *content: Any) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it has gone
+        with contextlib.suppress(zmq.ZMQError):  # the peer has gone
             self._socket.send_multipart([identity, encode(header), *content], copy=False)
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from pagewise_executor.block_store import BlockStore
-from pagewise_executor.kv_pool import FP8, KVPool, bytes_per_block
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.kv_pool import FP8, KVPool, bytes_per_block
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE_TIER
 

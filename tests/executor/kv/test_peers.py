@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 import zmq
-from pagewise_executor import block_server, peers
-from pagewise_executor.block_server import FRAME_BYTES, WINDOW, BlockServer
-from pagewise_executor.block_store import BlockStore
-from pagewise_executor.kv_pool import KVPool
+from pagewise_executor.kv import block_server, peers
+from pagewise_executor.kv.block_server import FRAME_BYTES, WINDOW, BlockServer
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.peers import PeerLinks, Peers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.peers import PeerLinks, Peers
 from pagewise_scheduler.core.recovery.sources import Directory
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_shared.curve import Keys, public_file
@@ -34,8 +34,8 @@ from pagewise_shared.protocol import (
 )
 
 from tests.executor.driver import request, run_requests
-from tests.executor.test_greedy_equality import reference
-from tests.executor.test_recovery import build_runner
+from tests.executor.references import reference
+from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
 from tests.shared.test_curve import make
 
@@ -207,7 +207,7 @@ def askers(exchange: Exchange) -> Iterator[list[Asker]]:
 def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
     exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 60.0)
+    monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 60.0)
     early, other = askers
     exchange.server.begun(7, 3)
     early.ask(1, step=4)
@@ -224,8 +224,8 @@ def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
 def test_requests_that_wait_for_a_step_are_bounded(
     exchange: Exchange, askers: list[Asker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 60.0)
-    monkeypatch.setattr(block_server, "_MOST_PARKED", WINDOW + 1)
+    monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 60.0)
+    monkeypatch.setattr(block_server, "_MOST_WAITING", WINDOW + 1)
     exchange.server.begun(7, 3)
     one, other = askers
     refused = "too many requests wait for their step"
@@ -287,7 +287,7 @@ def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(
     exchange: Exchange, blocks: list[int], epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_server, "_BEHIND_SECONDS", 0.2)
+    monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 0.2)
     exchange.server.begun(7, 3)
     exchange.fetch(blocks, epoch=epoch)
     assert sorted(unpack_int32s(exchange.wait().bad)) == sorted(63 - block for block in blocks)

@@ -12,7 +12,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox(key: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Four words of random bits per counter.
+    """Return four words of random bits per counter.
 
     ``key``: int64 [..., 2], each a 32-bit word. ``counter``: four int64 tensors of 32-bit words that broadcast with
     key[..., 0]. Returns four int64 tensors, each 0 <= word < 2**32.
@@ -35,10 +35,10 @@ def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise [n, vocab_size] float32, a pure function of each row's seed and position.
+    """Return standard Gumbel noise [n, vocab_size] float32, a pure function of each row's seed and position.
 
-    ``seeds``: int64 [n], the 64 bits of an unsigned seed. ``positions``: int64 [n], absolute position of the token
-    that is drawn. Word ``v % 4`` of counter ``v // 4`` belongs to vocabulary entry ``v``.
+    ``seeds``: int64 [n], the 64 bits of an unsigned seed. ``positions``: int64 [n], the position of the
+    sampled token in its sequence. Word ``v % 4`` of counter ``v // 4`` belongs to vocabulary entry ``v``.
     """
     groups = -(-vocab_size // 4)
     key = torch.stack([seeds & _MASK, (seeds >> 32) & _MASK], dim=-1)[:, None, :]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagewise_executor.kv_pool import bytes_per_block, pool_size
+from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
 from pagewise_executor.models.loader import load_model
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError

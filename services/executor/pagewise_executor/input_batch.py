@@ -1,6 +1,8 @@
-"""Rows: what the executor remembers of the sequences it runs. Applies plans, and refuses those that make no sense.
+"""The input batch: the state of every sequence that the executor runs, kept from step to step.
 
-No torch here: the simulated runner keeps its rows in the same table.
+A step plan carries only what changes. The input batch applies these changes, refuses plans that contradict what it
+holds, and tells the model runner what to compute. Each sequence has a row: the index under which the batch's arrays,
+the sampler and the plans know it. This module does not import torch, because the simulated runner uses it too.
 """
 
 from array import array
@@ -21,11 +23,11 @@ _NO_MEMORY_WORK = MemoryWork()
 
 
 @dataclass(slots=True)
-class Row:
-    """One sequence: its known tokens when it joined, and how it is sampled.
+class SequenceState:
+    """One sequence of the batch: the tokens that were known when it joined, and how it is sampled.
 
-    ``root``: where its chain of block hashes begins. ``sampled``: tokens that came after those known, as far as the
-    host has heard of them.
+    ``root``: the hash at which its chain of block hashes begins; empty if its blocks are not to be hashed. ``sampled``:
+    the tokens that were sampled since it joined, as far as they have reached the host.
     """
 
     tokens: Int32s
@@ -35,14 +37,17 @@ class Row:
     sampled: "array[int]" = field(default_factory=lambda: array("i"))
 
     def known_tokens(self, start: int) -> bytes:
-        """The tokens from ``start`` on, as int32 bytes."""
+        """Return the tokens from ``start`` on, as int32 bytes."""
         known = len(self.tokens)
         return self.tokens[start:].tobytes() + self.sampled[max(0, start - known) :].tobytes()
 
 
 @dataclass(slots=True, frozen=True)
 class Chunk:
-    """Compute ``size`` known tokens of ``row`` from position ``start``; ``completes``: the last of them samples."""
+    """A prefill chunk: compute ``size`` known tokens of ``row`` from position ``start`` on.
+
+    ``completes``: these are the last known tokens, so the step samples the next token of the sequence.
+    """
 
     row: int
     start: int
@@ -52,12 +57,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepWork:
-    """What a plan asks to compute.
+    """What one step has to compute.
 
-    ``decoding`` [num_decodes]: rows that compute one token each, in order. ``changed``: its members are not those of
-    the step before. ``copies`` [n, 2]: block pairs source, destination. ``stores`` [n, 2]: device block, host block.
-    ``loads`` [n, 2]: host block, device block. ``changed_tables``: (row, start, stop) of
-    stretches of block tables that are new.
+    ``decoding`` [num_decodes]: the rows that compute one token each, in order. ``changed``: these are not the rows that
+    decoded in the step before. ``copies`` [n, 2]: pairs of source block and destination block. ``stores`` [n, 2]: pairs
+    of device block and host block. ``loads`` [n, 2]: pairs of host block and device block. ``changed_tables``: the
+    stretches (row, start, stop) of block tables that are new in this step.
     """
 
     decoding: Int64s
@@ -72,16 +77,17 @@ class StepWork:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """Rows that get a token, in the order of ``StepResult.tokens``."""
+        """The rows for which this step samples a token, in the order of ``StepResult.tokens``."""
         return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks if chunk.completes)]
 
 
-class RowTable:
-    """Rows, their block tables and the decode set, as arrays that a step indexes with the rows it runs.
+class InputBatch:
+    """The sequences of an executor, their block tables, and the set of rows that decode.
 
-    ``num_computed`` [rows]: tokens whose K and V are in the pool. ``tables`` [rows, max_blocks] int32, of which the
-    first ``num_blocks`` [rows] entries count. ``on_leave``: told of a row that leaves, its blocks, and how many of its
-    tokens are in them. ``vocab_size``: tokens that plans may name.
+    State that every step reads lies in arrays that are indexed by row. ``num_computed`` [num_rows]: the number of
+    tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
+    [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
+    and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it.
     """
 
     def __init__(
@@ -100,11 +106,11 @@ class RowTable:
         self.host_blocks = host_blocks
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
-        self.rows: dict[int, Row] = {}
+        self.sequences: dict[int, SequenceState] = {}
         self.num_computed: Int64s = np.zeros(num_rows, np.int64)
         self.num_blocks: Int64s = np.zeros(num_rows, np.int64)
-        self.tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
-        self.on_leave: Callable[[Row, Int32s, int], None] = lambda row, blocks, num_computed: None
+        self.block_tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
+        self.on_remove: Callable[[SequenceState, Int32s, int], None] = lambda sequence, blocks, num_computed: None
         self._num_rows = num_rows
         self._decoding: dict[int, None] = {}
         self._order: Int64s = np.zeros(0, np.int64)
@@ -112,15 +118,15 @@ class RowTable:
         self._changed_tables: list[tuple[int, int, int]] = []
 
     def apply(self, plan: StepPlan) -> StepWork:
-        """Take over a plan's changes and tell what is to be computed.
+        """Apply the changes of a plan and return what the step has to compute.
 
         Raises:
-            InvalidPlanError: the plan names rows, blocks or tokens that are not there.
+            InvalidPlanError: the plan contradicts what the batch holds, or names blocks or tokens that do not exist.
         """
         for row in plan.left:
-            if row not in self.rows:
+            if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} leaves but holds no sequence")
-            self.let_go(row)
+            self.remove(row)
         for new in plan.joined:
             self._join(new)
         self._change_tables(_int32s(plan.tables))
@@ -149,16 +155,16 @@ class RowTable:
         self._changed, self._changed_tables = False, []
         return work
 
-    def let_go(self, row: int) -> None:
-        """The row's sequence is gone."""
-        held = self.rows.pop(row)
+    def remove(self, row: int) -> None:
+        """Remove a sequence; its row is free for another one."""
+        held = self.sequences.pop(row)
         if row in self._decoding:
             del self._decoding[row]
             self._changed = True
-        self.on_leave(held, self.tables[row, : self.num_blocks[row]], int(self.num_computed[row]))
+        self.on_remove(held, self.block_tables[row, : self.num_blocks[row]], int(self.num_computed[row]))
 
     def advance(self, work: StepWork) -> None:
-        """The step has been issued: its tokens count as computed, and rows that completed decode from now on."""
+        """Count the tokens of an issued step as computed. Rows whose prefill is complete decode from now on."""
         self.num_computed[work.decoding] += 1
         for chunk in work.chunks:
             self.num_computed[chunk.row] = chunk.start + chunk.size
@@ -166,23 +172,23 @@ class RowTable:
                 self._decoding[chunk.row] = None
                 self._changed = True
 
-    def batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
-        """Row and position of each token of a step's flat batch [tokens]: decodes, then chunks."""
+    def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
+        """Return the row and the position of each token of a step [tokens]: decodes first, then prefill chunks."""
         rows = np.concatenate([work.decoding, *(np.full(c.size, c.row, np.int64) for c in work.chunks)])
         positions = np.concatenate(
             [self.num_computed[work.decoding], *(np.arange(c.start, c.start + c.size) for c in work.chunks)]
         )
         return rows, positions
 
-    def slots(self, rows: Int64s, positions: Int64s) -> Int64s:
-        """Pool slots of ``positions`` [n] of ``rows`` [n]: block id times block size plus the offset inside."""
-        blocks = self.tables[rows, positions // self.block_size].astype(np.int64)
+    def slot_mapping(self, rows: Int64s, positions: Int64s) -> Int64s:
+        """Return the pool slot of each position [n] of its row [n]: block id times block size plus offset."""
+        blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
     def _join(self, new: NewSequence) -> None:
         if not 0 <= new.row < self._num_rows:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
-        if new.row in self.rows:
+        if new.row in self.sequences:
             raise InvalidPlanError(f"row {new.row} is taken")
         tokens = _int32s(new.tokens)
         if not 0 <= new.num_computed_tokens < len(tokens) <= self.max_model_len:
@@ -192,7 +198,7 @@ class RowTable:
             )
         check_tokens(tokens, new.num_prompt_tokens, self.vocab_size)
         check_sampling(new.sampling, self.vocab_size)
-        self.rows[new.row] = Row(tokens, new.num_prompt_tokens, new.sampling, new.root)
+        self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, new.sampling, new.root)
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)
@@ -202,14 +208,14 @@ class RowTable:
         if len(triples) % 3:
             raise InvalidPlanError("changes to block tables come in triples of row, index and block")
         for row, index, block in triples.reshape(-1, 3).tolist():
-            if row not in self.rows:
+            if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} gets a block but holds no sequence")
             if not 0 <= index <= self.num_blocks[row]:
                 raise InvalidPlanError(f"row {row} gets block {index} but holds {self.num_blocks[row]}")
             if index == self.num_blocks[row]:
                 self._extend(row, np.array([block], np.int32))
             elif 0 <= block < self.pool_blocks:
-                self.tables[row, index] = block
+                self.block_tables[row, index] = block
                 self._changed_tables.append((row, index, index + 1))
             else:
                 raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
@@ -218,15 +224,15 @@ class RowTable:
         if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self.pool_blocks):
             raise InvalidPlanError(f"row {row} gets a block outside the pool of {self.pool_blocks}")
         held = int(self.num_blocks[row])
-        if held + len(blocks) > self.tables.shape[1]:
-            raise InvalidPlanError(f"row {row} gets more than {self.tables.shape[1]} blocks")
-        self.tables[row, held : held + len(blocks)] = blocks
+        if held + len(blocks) > self.block_tables.shape[1]:
+            raise InvalidPlanError(f"row {row} gets more than {self.block_tables.shape[1]} blocks")
+        self.block_tables[row, held : held + len(blocks)] = blocks
         self.num_blocks[row] = held + len(blocks)
         if len(blocks):
             self._changed_tables.append((row, held, held + len(blocks)))
 
     def _chunk(self, row: int, size: int) -> Chunk:
-        held = self.rows.get(row)
+        held = self.sequences.get(row)
         if held is None or row in self._decoding:
             raise InvalidPlanError(f"row {row} has no known tokens left to compute")
         start = int(self.num_computed[row])
@@ -242,7 +248,7 @@ class RowTable:
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 
     def _skip(self, row: int, num_computed: int) -> None:
-        held = self.rows.get(row)
+        held = self.sequences.get(row)
         if held is None or row in self._decoding:
             raise InvalidPlanError(f"row {row} has no known tokens left to skip")
         most = min(len(held.tokens) - 1, int(self.num_blocks[row]) * self.block_size)

@@ -1,4 +1,4 @@
-"""Penalties: what a sequence has said already becomes less likely, by how often it was said."""
+"""Presence, frequency and repetition penalties: tokens that a sequence contains already become less likely."""
 
 from typing import Protocol
 
@@ -6,33 +6,33 @@ import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.rows import Int32s, Int64s
+from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.uploads import Uploads
 
 
-def penalises(params: SamplingParams) -> bool:
-    """Whether anything is penalised."""
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any penalty is in effect."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 
 class Penalties(Protocol):
-    """Counts the tokens of rows that have penalties, and applies them."""
+    """Counts the tokens of the rows that have penalties, and applies the penalties to their logits."""
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """A sequence with penalties takes ``row``; ``tokens`` are all its known tokens."""
+        """Take over a sequence with penalties that joins in ``row``; ``tokens`` are all its known tokens."""
         ...
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
-        """Change ``logits`` [n, vocab] float32 in place where they belong to ``rows``: at ``which``."""
+        """Penalise ``logits`` float32 [n, vocab] in place: those at the indices ``which`` belong to ``rows``."""
         ...
 
     def count(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """``rows`` have drawn ``tokens`` int64."""
+        """Count ``tokens`` int64, which were sampled for ``rows``."""
         ...
 
 
 class TorchPenalties:
-    """In PyTorch, row by row."""
+    """Penalties in PyTorch, row by row."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -60,7 +60,7 @@ class TorchPenalties:
 
 
 class TritonPenalties:
-    """By the Triton kernel, for all rows of a step at once; without waiting for the device.
+    """Penalties by the Triton kernel, for all rows of a step at once, without waiting for the device.
 
     The counts of ``num_rows`` rows are allocated when the first has a penalty: five bytes per entry of the vocabulary.
     """
@@ -74,7 +74,10 @@ class TritonPenalties:
         self._in_prompt: torch.Tensor | None = None
 
     def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, vocab]: counts int32, and whether it is in the prompt bool; of all rows that have joined."""
+        """Return how often each token was sampled, int32, and whether it is in the prompt, bool: [rows, vocab] each.
+
+        The rows that have joined since the last call are counted first.
+        """
         if self._counts is None or self._in_prompt is None:
             shape = self._num_rows, self._vocab_size
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -85,11 +88,11 @@ class TritonPenalties:
             prompts = np.concatenate([tokens[:first] for tokens, first in entries])
             outputs = np.concatenate([tokens[first:] for tokens, first in entries])
             packed = self._upload(np.concatenate([rows, prompts, outputs]))
-            joined, asked, said = torch.split(packed, [len(rows), len(prompts), len(outputs)])
+            joined, in_prompts, in_outputs = torch.split(packed, [len(rows), len(prompts), len(outputs)])
             self._counts.index_fill_(0, joined, 0)
             self._in_prompt.index_fill_(0, joined, 0)
-            self._in_prompt.view(-1).index_fill_(0, asked, 1)
-            self._counts.view(-1).scatter_add_(0, said, torch.ones_like(said, dtype=torch.int32))
+            self._in_prompt.view(-1).index_fill_(0, in_prompts, 1)
+            self._counts.view(-1).scatter_add_(0, in_outputs, torch.ones_like(in_outputs, dtype=torch.int32))
             self._joined.clear()
         return self._counts, self._in_prompt
 
@@ -129,7 +132,7 @@ class TritonPenalties:
 def _counted(
     tokens: Int32s, num_prompt_tokens: int, vocab_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token stands in the output [vocab] int32, and whether it stands in the prompt [vocab] bool."""
+    """Return how often each token occurs in the output [vocab] int32, and whether it is in the prompt [vocab] bool."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     counts = torch.bincount(ids[num_prompt_tokens:], minlength=vocab_size).to(torch.int32)
     in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
-"""Samples tokens from logits: penalties, bias and masks, then what ``drawing`` does.
+"""Samples the tokens of a step: logits processors (penalties, bias, masks), then the token sampler.
 
-On a GPU nothing waits for the device, unless a row has bad words of several tokens, which depend on what it said last.
-What a step sends there goes in a few arrays for all rows, because ``Uploads`` has few buffers.
+On a GPU nothing here waits for the device, unless a row has bad words of several tokens, which depend on the tokens
+that were sampled last. All rows of a step share a few uploaded arrays, because ``Uploads`` has few buffers.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.drawing import Drawing
-from pagewise_executor.logprobs import Measure, WantedLogprobs, want
-from pagewise_executor.penalties import Penalties, penalises
-from pagewise_executor.rows import Int32s
+from pagewise_executor.input_batch import Int32s
+from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors, gather_logprobs
+from pagewise_executor.sampling.penalties import Penalties, has_penalties
+from pagewise_executor.sampling.token_sampler import TokenSampler
 from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
 
 
 @dataclass(slots=True)
-class RowSampling:
-    """What the sampler remembers of a row.
+class SamplingState:
+    """The sampler's state of one sequence.
 
-    ``history``: all tokens, only for rows with bad words of several.
+    ``history``: all its tokens; kept only if it has bad words of several tokens.
     """
 
     params: SamplingParams
@@ -31,11 +31,11 @@ class RowSampling:
     history: list[int] | None = None
 
     @property
-    def shapes_logits(self) -> bool:
-        """Whether logits change before the draw (other than by temperature and filters)."""
+    def needs_processing(self) -> bool:
+        """Whether logits processors change the logits before the token sampler sees them."""
         p = self.params
         return bool(
-            penalises(p)
+            has_penalties(p)
             or p.logit_bias
             or p.allowed_token_ids
             or p.bad_words
@@ -43,7 +43,7 @@ class RowSampling:
         )
 
     def forbidden(self) -> list[int]:
-        """Tokens that may not come now."""
+        """Return the tokens that must not be sampled next."""
         p = self.params
         found = list(p.stop_token_ids) if p.min_tokens > self.num_output_tokens else []
         for word in p.bad_words:
@@ -54,71 +54,74 @@ class RowSampling:
 
 
 class Sampler:
-    """Samples for the rows of one executor, from logits on ``device``."""
+    """Samples the tokens of all rows of one executor, from logits on ``device``."""
 
-    def __init__(self, drawing: Drawing, penalties: Penalties, measure: Measure, device: torch.device) -> None:
+    def __init__(
+        self, token_sampler: TokenSampler, penalties: Penalties, compute: ComputeLogprobs, device: torch.device
+    ) -> None:
         self._upload = Uploads(device)
-        self._drawing, self._penalties, self._measure = drawing, penalties, measure
-        self._rows: dict[int, RowSampling] = {}
+        self._token_sampler, self._penalties, self._compute_logprobs = token_sampler, penalties, compute
+        self._rows: dict[int, SamplingState] = {}
         self._plain: set[int] = set()
         self._simple: set[int] = set()
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """A sequence takes ``row``; ``tokens`` are all its known tokens."""
-        state = RowSampling(params, len(tokens) - num_prompt_tokens)
-        if penalises(params):
+        """Take over a sequence that joins in ``row``; ``tokens`` are all its known tokens."""
+        state = SamplingState(params, len(tokens) - num_prompt_tokens)
+        if has_penalties(params):
             self._penalties.join(row, tokens, num_prompt_tokens, params)
         if any(len(word) > 1 for word in params.bad_words):
             state.history = tokens.tolist()
         self._rows[row] = state
-        self._drawing.join(row, params)
-        simple = params.logprobs is None and not state.shapes_logits
+        self._token_sampler.join(row, params)
+        simple = params.logprobs is None and not state.needs_processing
         (self._simple.add if simple else self._simple.discard)(row)
         (self._plain.add if simple and params.temperature == 0 else self._plain.discard)(row)
 
     def leave(self, row: int) -> None:
-        """The row's sequence is gone."""
+        """Forget the sequence in ``row``."""
         self._rows.pop(row, None)
         self._plain.discard(row)
         self._simple.discard(row)
 
     def are_simple(self, rows: list[int]) -> bool:
-        """Whether ``drawing`` is all that sampling is for these rows: nothing shapes their logits or reports them."""
+        """Whether these rows need the token sampler only: no logits processors, and no log-probabilities."""
         return self._simple.issuperset(rows)
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor
-    ) -> tuple[torch.Tensor, WantedLogprobs | None]:
-        """Tokens int64 [n] for ``rows``, from ``logits`` [n, vocab], and the log-probabilities that are wanted of them.
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample one token for each of ``rows`` from ``logits`` [n, vocab].
 
-        ``positions`` int64 [n]: absolute position of the token that is drawn.
+        ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. Returns the tokens int64 [n],
+        and the log-probabilities that were requested for them, if any.
         """
         if self._plain.issuperset(rows):
             return logits.argmax(dim=-1), None
         states = [self._rows[row] for row in rows]
         raw = logits.float()
-        penalised = [i for i, state in enumerate(states) if penalises(state.params)]
+        penalised = [i for i, state in enumerate(states) if has_penalties(state.params)]
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
         picked = self._upload(np.array(penalised + wanted, np.int64))
         of_penalised, of_wanted = torch.split(picked, [len(penalised), len(wanted)])
-        shaped = raw
-        if any(state.shapes_logits for state in states):
-            shaped = raw.clone(memory_format=torch.contiguous_format)
+        processed = raw
+        if any(state.needs_processing for state in states):
+            processed = raw.clone(memory_format=torch.contiguous_format)
             if penalised:
-                self._penalties.apply(shaped, [rows[i] for i in penalised], penalised)
-            self._shape(shaped, states)
-        tokens = self._drawing.draw(shaped, rows, positions)
+                self._penalties.apply(processed, [rows[i] for i in penalised], penalised)
+            self._process(processed, states)
+        tokens = self._token_sampler.sample(processed, rows, positions)
         if penalised:
             self._penalties.count([rows[i] for i in penalised], tokens.index_select(0, of_penalised))
-        self._remember(states, tokens)
+        self._update(states, tokens)
         if not wanted:
             return tokens, None
         counts = [states[i].params.logprobs for i in wanted]
-        own, drawn = raw.index_select(0, of_wanted), tokens.index_select(0, of_wanted)
-        return tokens, want(own, drawn, wanted, counts, self._measure)
+        own, sampled = raw.index_select(0, of_wanted), tokens.index_select(0, of_wanted)
+        return tokens, gather_logprobs(own, sampled, wanted, counts, self._compute_logprobs)
 
-    def _shape(self, logits: torch.Tensor, states: list[RowSampling]) -> None:
-        """Bias and masks, in place, of contiguous logits [n, vocab]."""
+    def _process(self, logits: torch.Tensor, states: list[SamplingState]) -> None:
+        """Apply bias and masks, in place, to contiguous logits [n, vocab]."""
         size = logits.shape[1]
         biased: list[int] = []
         biases: list[float] = []
@@ -148,12 +151,12 @@ class Sampler:
         if forbidden:
             flat.index_fill_(0, at_forbidden, _NEGATIVE)
 
-    def _remember(self, states: list[RowSampling], tokens: torch.Tensor) -> None:
-        """The rows have drawn ``tokens``."""
+    def _update(self, states: list[SamplingState], tokens: torch.Tensor) -> None:
+        """Note that ``tokens`` were sampled for these sequences."""
         for state in states:
             state.num_output_tokens += 1
         followed = [(i, state.history) for i, state in enumerate(states) if state.history is not None]
         if followed:
-            drawn = tokens.tolist()
+            sampled = tokens.tolist()
             for i, history in followed:
-                history.append(drawn[i])
+                history.append(sampled[i])

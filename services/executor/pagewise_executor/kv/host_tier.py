@@ -24,10 +24,10 @@ from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, StepError, StepPlan, pack_int32s
 
-from pagewise_executor.checksum import checksum
-from pagewise_executor.host_memory import AnonymousMemory, HostMemory, NamedMemory
-from pagewise_executor.kv_pool import KVPool, Raw, free_memory
-from pagewise_executor.rows import Int32s
+from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.checksum import checksum
+from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
+from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
 
 log = logging.getLogger(__name__)
 

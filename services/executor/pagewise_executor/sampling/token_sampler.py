@@ -1,4 +1,4 @@
-"""Draws tokens from logits that are shaped already: temperature, filters, and one Gumbel-max draw per row."""
+"""Samples tokens from processed logits: temperature, top-k, top-p and min-p, then one Gumbel-max draw per row."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.philox import gumbel_noise
+from pagewise_executor.sampling.philox import gumbel_noise
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -15,43 +15,48 @@ if TYPE_CHECKING:
 _NEGATIVE = float("-inf")
 
 
-class Drawing(Protocol):
-    """Remembers how each row is drawn from, and draws."""
+class TokenSampler(Protocol):
+    """Keeps the sampling parameters of each row, and samples its tokens."""
 
     def join(self, row: int, params: SamplingParams) -> None:
-        """A sequence takes ``row``."""
+        """Take over the parameters of the sequence that joins in ``row``."""
         ...
 
-    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [n] for ``rows``, from float32 ``logits`` [n, vocab]; ``positions`` int64 [n]: of the tokens."""
+    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """Sample one token for each of ``rows``.
+
+        ``logits``: float32 [n, vocab]. ``positions`` int64 [n]: the positions of the sampled tokens in their sequences,
+        which key the random numbers. Returns int64 [n].
+        """
         ...
 
 
-class TorchDrawing:
-    """In PyTorch, on any device."""
+class TorchTokenSampler:
+    """Samples in PyTorch, on any device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._params: dict[int, SamplingParams] = {}
 
     def join(self, row: int, params: SamplingParams) -> None:
-        """See ``Drawing``."""
+        """See ``TokenSampler``."""
         self._params[row] = params
 
-    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """See ``Drawing``."""
+    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """See ``TokenSampler``."""
         tokens = logits.argmax(dim=-1)
-        drawn = [i for i, row in enumerate(rows) if self._params[row].temperature > 0]
-        if drawn:
-            index = torch.tensor(drawn, device=self._device)
-            params = [self._params[rows[i]] for i in drawn]
-            seeds = torch.tensor([_signed(p.seed) for p in params], device=self._device)
-            tokens[index] = draw(logits[index], params, seeds, positions[index])
+        random = [i for i, row in enumerate(rows) if self._params[row].temperature > 0]
+        if random:
+            index = torch.tensor(random, device=self._device)
+            params = [self._params[rows[i]] for i in random]
+            seeds = torch.tensor([_as_int64(p.seed) for p in params], device=self._device)
+            tokens[index] = sample_tokens(logits[index], params, seeds, positions[index])
         return tokens
 
 
-class TritonDrawing:
-    """By the Triton kernel, with the parameters of ``num_rows`` rows on the device, and of one more that pads."""
+class TritonTokenSampler:
+    """Samples by the Triton kernel, which reads the parameters of ``num_rows`` rows, and of one for padding, on the
+    device."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         from pagewise_kernels.sampling import DrawParameters, sample
@@ -71,19 +76,19 @@ class TritonDrawing:
         )
 
     def join(self, row: int, params: SamplingParams) -> None:
-        """See ``Drawing``."""
+        """See ``TokenSampler``."""
         self._joined[row] = params
 
-    def draw(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
-        """See ``Drawing``."""
+    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+        """See ``TokenSampler``."""
         held = self._upload(np.array(rows, np.int32))
         return self._sample(logits, self.parameters(), held, positions)
 
     def parameters(self) -> "DrawParameters":
-        """Those of all rows, always the same tensors."""
+        """Return the parameters of all rows. They are always the same tensors, so that CUDA graphs may read them."""
         if self._joined:
             params, held = self._joined.values(), self._parameters
-            integers = [list(self._joined), [p.top_k for p in params], [_signed(p.seed) for p in params]]
+            integers = [list(self._joined), [p.top_k for p in params], [_as_int64(p.seed) for p in params]]
             floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
             where, top_k, seeds = self._upload(np.array(integers, np.int64))
             temperature, top_p, min_p = self._upload(np.array(floats, np.float32))
@@ -99,16 +104,16 @@ class TritonDrawing:
         return self._parameters
 
 
-def _signed(seed: int) -> int:
-    """The 64 bits of an unsigned seed as torch keeps them."""
+def _as_int64(seed: int) -> int:
+    """Return the int64 that has the same 64 bits as an unsigned seed."""
     seed %= 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, params: list[SamplingParams], seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One token per row [n], from softmax(logits / temperature) after the filters, without computing a softmax."""
+    """Sample one token per row [n] from softmax(logits / temperature), filtered, without computing that softmax."""
     vocab_size, device = logits.shape[-1], logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
     logits = logits / temperature[:, None]
@@ -121,7 +126,7 @@ def draw(
 
 
 def _filter_top(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Keep the top_k most likely entries, and of these the fewest whose probabilities reach top_p."""
+    """Keep the top_k most likely entries, and of these the fewest whose probabilities add up to top_p."""
     vocab_size, device = logits.shape[-1], logits.device
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=device)

@@ -1,4 +1,4 @@
-"""The content of blocks by tier and id, as other executors and their links see it: bytes in host memory."""
+"""Reads and writes the content of blocks by tier and block id, for the exchange with other executors."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import numpy.typing as npt
 import torch
 from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
 
-from pagewise_executor.host_tier import HostTier
-from pagewise_executor.kv_pool import KVPool
-from pagewise_executor.rows import Int32s
+from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.kv.kv_pool import KVPool
 
-Rows = npt.NDArray[np.uint8]
-"""[n, bytes_per_block]: blocks one after the other."""
+BlockBytes = npt.NDArray[np.uint8]
+"""The content of n blocks in host memory: [n, bytes_per_block]."""
 
 
 class BlockStore:
-    """Reads and writes whole blocks, beside the steps. Who calls sees to it that nobody else writes them meanwhile."""
+    """Reads and writes whole blocks while steps run. The caller makes sure that no step writes to them meanwhile."""
 
     def __init__(self, pool: KVPool, host: HostTier | None) -> None:
         self.bytes_per_block = pool.bytes_per_block
@@ -31,8 +31,8 @@ class BlockStore:
             return False
         return bool(((blocks >= 0) & (blocks < sizes[tiers])).all())
 
-    def read(self, places: Int32s) -> Rows:
-        """The content of ``places`` [n, 2] (tier, block). Waits for copies to the host that have been asked for."""
+    def read(self, places: Int32s) -> BlockBytes:
+        """Return the content of ``places`` [n, 2] (tier, block). Waits for copies to the host that were asked for."""
         rows = np.empty((len(places), self.bytes_per_block), np.uint8)
         on_device = places[:, 0] == DEVICE_TIER
         if on_device.any():
@@ -44,12 +44,12 @@ class BlockStore:
             rows[~on_device] = self._host.read(places[~on_device, 1].tolist())
         return rows
 
-    def write(self, blocks: Int32s, rows: Rows, after: "torch.cuda.Event | None" = None) -> None:
-        """Fill device blocks [n], once what the device was given before ``after`` is done."""
+    def write(self, blocks: Int32s, rows: BlockBytes, after: "torch.cuda.Event | None" = None) -> None:
+        """Write ``rows`` into device blocks [n], after all device work that came before the event ``after``."""
         if not self._cuda:
             self._pool.scatter(blocks, rows)
             return
-        # Rows that came over the network may only be read, which torch does not know; pinned they arrive sooner too.
+        # What came over the network is read-only, which torch does not support. Pinned memory is also copied faster.
         pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
         np.copyto(pinned.numpy(), rows)
         with torch.inference_mode(), self._stream() as stream:
@@ -59,7 +59,7 @@ class BlockStore:
             stream.synchronize()
 
     def event(self) -> "torch.cuda.Event | None":
-        """A mark behind whatever the device has been given; None where it does everything at once."""
+        """Return an event after all work that the device has been given; None on the CPU, where no work is queued."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class BlockStore:
 
 
 class _OwnStream:
-    """A stream of the calling thread's own, on a GPU; waits for it at the end."""
+    """Runs a block of code on a CUDA stream of its own and waits for it at the end. On the CPU it does nothing."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class _OwnStream:
     def __enter__(self) -> Any:
         if self._device is None:
             return None
-        torch.cuda.set_device(self._device)  # a thread begins on the first device
+        torch.cuda.set_device(self._device)  # every thread begins on the first device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._context = torch.cuda.stream(self._stream)
         self._context.__enter__()  # type: ignore[no-untyped-call]

@@ -6,11 +6,11 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
-from pagewise_executor.drawing import TorchDrawing, TritonDrawing
-from pagewise_executor.logprobs import measure_in_torch
-from pagewise_executor.penalties import TorchPenalties, TritonPenalties
-from pagewise_executor.philox import gumbel_noise, philox
-from pagewise_executor.sampler import Sampler
+from pagewise_executor.sampling.logprobs import compute_logprobs
+from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.philox import gumbel_noise, philox
+from pagewise_executor.sampling.sampler import Sampler
+from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.sampling import SamplingParams
 
@@ -19,7 +19,7 @@ VOCAB = 50
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
     device = torch.device("cpu")
-    sampler = Sampler(TorchDrawing(device), TorchPenalties(VOCAB, device), measure_in_torch, device)
+    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(VOCAB, device), compute_logprobs, device)
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)
@@ -181,7 +181,7 @@ def test_a_batch_of_everything_draws_what_each_row_draws_alone(logits: torch.Ten
         SamplingParams(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
     ]
     rows, known = [3, 0, 5, 1, 4, 2], np.array([1, 2, 3, 4], np.int32)
-    together = Sampler(TritonDrawing(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
+    together = Sampler(TritonTokenSampler(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
     for row, way in zip(rows, ways, strict=True):
         together.join(row, known, 3, way)
     alone = [sampler_for([way], [1, 2, 3, 4]) for way in ways]

@@ -1,9 +1,9 @@
-"""The KV pool: the memory that blocks are made of, and how large it may be."""
+"""The KV pool: the device memory that blocks are made of, and how large it may be."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,8 @@ import torch
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.attention.backend import KVScales
-
 Raw = Any
-"""Bytes on the device, indexed alike: a numpy array on the CPU, else a tensor."""
+"""Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks"]
@@ -26,9 +24,16 @@ _CPU_MOST = 4 * 2**30
 _CUDA_SHARE = 0.9
 
 
+class KVScales(NamedTuple):
+    """The scales of float8 KV, one per token and head: float32 [num_blocks, block_size, kv_heads] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """K, V, or their scales of one layer: what it is made of, and its bytes in a block."""
+    """K, V or their scales of one layer: shape and type of what one block holds of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,12 +50,13 @@ class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: of float8 KV, else None.
+    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None.
 
-    Raises ModelError from its constructor if the device has no room for it.
+    ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
+    a block is copied in one piece. ``triton``: the Triton kernels make the copies.
 
-    ``layout``: "layers" keeps each layer's blocks together, "blocks" all layers of a block, so that copies of blocks
-    are long. ``triton``: copies are made by the Triton kernels.
+    Raises:
+        ModelError: the device has no room for it.
     """
 
     def __init__(
@@ -83,14 +89,14 @@ class KVPool:
         ]
 
     def _apart(self, parts: list[_Part]) -> list[torch.Tensor]:
-        """A place of its own for each part: one region where they are of one size."""
+        """Allocate the parts apart from each other, in one region if they are all of one size."""
         if len({part.size for part in parts}) == 1:
             region = self._region(len(parts), parts[0].size)
             return [_view(region[number], part) for number, part in enumerate(parts)]
         return [_view(self._region(1, part.size)[0], part) for part in parts]
 
     def _together(self, parts: list[_Part]) -> list[torch.Tensor]:
-        """All parts of a block next to each other."""
+        """Allocate one region in which all parts of a block lie next to each other."""
         region = self._region(1, sum(part.size for part in parts))[0]
         views, start = [], 0
         for part in parts:
@@ -122,21 +128,21 @@ class KVPool:
             self.scatter(pairs[:, 1], self.gather(pairs[:, 0]))
 
     def gather(self, blocks: BlockIds) -> Raw:
-        """The content of ``blocks`` [n], all layers in one piece: [n, bytes_per_block] uint8 on the device."""
+        """Return the content of ``blocks`` [n], all layers in one piece: [n, bytes_per_block] uint8 on the device."""
         staged = self.staging(len(blocks))
         self.gather_into(blocks, staged)
         return staged
 
     def gather_into(self, blocks: BlockIds, staged: Raw) -> None:
-        """The same into ``staged`` [n, bytes_per_block] uint8."""
+        """Copy the content of ``blocks`` [n] into ``staged`` [n, bytes_per_block] uint8."""
         self._move(blocks, staged, gather=True)
 
     def scatter(self, blocks: BlockIds, staged: Raw) -> None:
-        """The counterpart of ``gather``: write ``staged`` [n, bytes_per_block] into ``blocks`` [n]."""
+        """Write ``staged`` [n, bytes_per_block], as ``gather`` returns it, into ``blocks`` [n]."""
         self._move(blocks, staged, gather=False)
 
     def staging(self, count: int) -> Raw:
-        """Room for ``count`` blocks on the device, uninitialised."""
+        """Return uninitialised device memory for ``count`` blocks: [count, bytes_per_block] uint8."""
         room = torch.empty(count, self.bytes_per_block, dtype=torch.uint8, device=self.device)
         return room.numpy() if self.device.type == "cpu" else room
 
@@ -147,8 +153,8 @@ class KVPool:
             columns = staged[:, start : start + parts * size]
             start += parts * size
             if self.device.type == "cpu":
-                # As numpy: torch would start a pool of threads for each thread that copies, and they would keep the
-                # cores from those that compute.
+                # numpy, not torch: torch starts a pool of threads for each thread that copies, and these pools would
+                # take the cores from the threads that compute.
                 _move_parts(region.numpy(), blocks.astype(np.int64), columns, gather)
             elif self._triton:
                 from pagewise_kernels.block_copy import gather_blocks, scatter_blocks
@@ -162,7 +168,7 @@ class KVPool:
 
 
 def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
-    """K of all layers and V of all layers; with float8 their scales too, one per token and head."""
+    """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
     groups = [[_Part((block_size, heads, dim), dtype) for heads, dim in shapes * 2]]
     if dtype == FP8:
         groups.append([_Part((block_size, heads), torch.float32) for heads, _ in shapes * 2])
@@ -170,7 +176,7 @@ def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -
 
 
 def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:
-    """Between blocks of a region [parts, num_blocks, bytes] and ``columns`` [n, parts * bytes] of staging."""
+    """Copy between blocks of a region [parts, num_blocks, bytes] and ``columns`` [n, parts * bytes] of staging."""
     size = region.shape[2]
     for number, part in enumerate(region):
         own = columns[:, number * size : (number + 1) * size]
@@ -181,20 +187,20 @@ def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:
 
 
 def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
-    """[num_blocks, *part.shape] over ``memory`` uint8 [num_blocks, part.size], whose rows may lie apart."""
+    """View ``memory`` uint8 [num_blocks, part.size], whose rows may lie apart, as [num_blocks, *part.shape]."""
     return memory.view(part.dtype).view(len(memory), *part.shape)
 
 
 def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of all layers, each of (kv_heads, head_dim), and the scales of float8."""
+    """Return the bytes of one block: K and V of all layers, each of (kv_heads, head_dim), and the scales of float8."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 
 def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, device: torch.device) -> torch.dtype:
-    """The type that ``--kv-dtype`` asks for, of a model in ``dtype`` that these kernels run.
+    """Return the KV type that ``--kv-dtype`` asks for, for a model in ``dtype`` that runs on these kernels.
 
     Raises:
-        ModelError: it needs other kernels, or another GPU.
+        ModelError: the type or the layout needs other kernels, or another GPU.
     """
     if config.kv_layout == "blocks" and kernels != "triton":
         raise ModelError("--kv-layout blocks needs the Triton kernels")
@@ -210,12 +216,13 @@ def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, devic
 def pool_size(
     config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
 ) -> int:
-    """Blocks the pool gets: ``--num-blocks``, or what ``--kv-memory`` or the free memory has room for.
+    """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory`` or the free memory.
 
-    ``reserved``: bytes that steps need beside it. More than ``max_num_seqs`` sequences of full length is never needed.
+    ``reserved``: bytes that steps need beside the pool. The pool never gets more than ``max_num_seqs`` sequences of
+    full length can use, unless it is asked for.
 
     Raises:
-        ModelError: not one block fits, or there is less memory than asked for.
+        ModelError: not one block fits, or more memory is asked for than is free.
     """
     free = free_memory(device)
     if config.num_blocks is not None:
@@ -236,7 +243,7 @@ def pool_size(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device; on the CPU within the limits of the control group."""
+    """Return the bytes that can still be allocated on the device; on the CPU, within the limits of the cgroup."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

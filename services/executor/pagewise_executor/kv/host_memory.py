@@ -1,8 +1,8 @@
-"""The memory that host blocks are made of, and what is known of their content.
+"""The memory of the host tier, and the hash and checksum of each of its blocks.
 
-Named memory is a file in a memory file system: it outlives the process, so that one that is started again finds the
-blocks of the one before. A block is marked void before it is written and marked with its hash and checksum afterwards,
-so whatever a process that was killed has left behind is either whole or void.
+Named memory is a file in a memory file system. It outlives its process, so the next process finds the blocks of the one
+before. A block is marked void before it is written, and marked with its hash and checksum afterwards. So every block
+that a killed process leaves behind is either whole or void.
 """
 
 import contextlib
@@ -19,58 +19,58 @@ import numpy.typing as npt
 import torch
 from pagewise_shared.block_hash import BlockHash
 
-from pagewise_executor.kv_pool import Raw
+from pagewise_executor.kv.kv_pool import Raw
 
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**30
-"""Pinned memory comes in pieces of about this size; no block straddles two."""
+"""Pinned memory is allocated in pieces of about this size; no block lies in two of them."""
 _PAGE = 4096
 _MOST_SEGMENTS = 256
 _RECORD = np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", 32)])
 
 
 class HostMemory(Protocol):
-    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: it survives the process."""
+    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: the memory survives the process."""
 
     num_blocks: int
     outlives: bool
 
     def slot(self, block: int) -> Raw:
-        """A block's memory, uint8 [bytes_per_block]."""
+        """Return the memory of a block: uint8 [bytes_per_block]."""
         ...
 
     def void(self, block: int) -> None:
-        """The block is about to be written."""
+        """Mark a block as void, before it is written."""
         ...
 
     def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """The block holds something now. ``name``: its block hash if that is known."""
+        """Mark a block as whole, after it was written. ``name``: its block hash if that is known."""
         ...
 
     def checksum(self, block: int) -> int | None:
-        """What was kept with the block; None: it is void."""
+        """Return the checksum that was kept with a block; None if it is void."""
         ...
 
     def is_inherited(self, block: int) -> bool:
-        """Whether another process wrote the block, so that its checksum is all there is to trust."""
+        """Whether another process wrote the block, so that only its checksum proves that it is sound."""
         ...
 
     def names(self) -> dict[int, BlockHash]:
-        """The blocks whose content has a name."""
+        """Return the block hashes of the blocks that have one."""
         ...
 
     def clear(self) -> None:
-        """Nothing in here is valid any more."""
+        """Mark all blocks as void."""
         ...
 
     def close(self) -> None:
-        """It is not needed any more, by this process or the next."""
+        """Release the memory: neither this process nor the next one needs it."""
         ...
 
 
 class AnonymousMemory:
-    """Memory of this process alone; pinned if the device is a GPU."""
+    """Memory that ends with this process. It is pinned if the device is a GPU."""
 
     outlives = False
 
@@ -85,44 +85,46 @@ class AnonymousMemory:
         self._known: dict[int, tuple[BlockHash | None, int]] = {}
 
     def slot(self, block: int) -> Raw:
-        """A block's memory."""
+        """See ``HostMemory``."""
         return self._pieces[block // self._per_piece][block % self._per_piece]
 
     def void(self, block: int) -> None:
-        """The block is about to be written."""
+        """See ``HostMemory``."""
         self._known.pop(block, None)
 
     def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """The block holds something now."""
+        """See ``HostMemory``."""
         self._known[block] = name, checksum
 
     def checksum(self, block: int) -> int | None:
-        """What was kept with the block."""
+        """See ``HostMemory``."""
         known = self._known.get(block)
         return None if known is None else known[1]
 
     def is_inherited(self, block: int) -> bool:
-        """Nothing comes from before."""
+        """Return False: no other process has written to this memory."""
         return False
 
     def names(self) -> dict[int, BlockHash]:
-        """The blocks whose content has a name."""
+        """See ``HostMemory``."""
         return {block: name for block, (name, _) in list(self._known.items()) if name is not None}
 
     def clear(self) -> None:
-        """Nothing in here is valid any more."""
+        """See ``HostMemory``."""
         self._known.clear()
 
     def close(self) -> None:
-        """The process gives it back by itself."""
+        """Do nothing: the memory is freed with the process."""
 
 
 class NamedMemory:
-    """A file in ``folder`` that this process holds locked. The first one that nobody holds and that is of the same
-    ``content`` (model, format and geometry of the blocks) is taken over with what is in it, else a new one is made.
+    """Memory in a file in ``folder``, on which this process holds a lock.
+
+    ``content`` names the model, the format and the geometry of the blocks. The first file of the same content that no
+    process holds is taken over with its blocks; if there is none, a new one is made.
 
     Raises:
-        OSError: it cannot be made, for want of room for instance, or not be pinned.
+        OSError: the file cannot be made, for instance for lack of room, or cannot be pinned.
     """
 
     outlives = True
@@ -140,7 +142,7 @@ class NamedMemory:
         try:
             self._pinned: torch.Tensor | None = _pin(self._blocks) if cuda else None
         except OSError:
-            self.close()  # nobody would find it again: the next process could not pin it either
+            self.close()  # removes the file: the next process could not pin it either
             raise
         if self._inherited:
             log.info("took over %d blocks in %s from a process that is gone", len(self._inherited), self.path)
@@ -149,36 +151,36 @@ class NamedMemory:
                 log.warning("%s is held by nobody and of other blocks than ours: remove it if it is not needed", other)
 
     def slot(self, block: int) -> Raw:
-        """A block's memory."""
+        """See ``HostMemory``."""
         return self._blocks[block] if self._pinned is None else self._pinned[block]
 
     def void(self, block: int) -> None:
-        """The block is about to be written."""
+        """See ``HostMemory``."""
         self._records["whole"][block] = 0
         self._inherited.discard(block)
 
     def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """The block holds something now."""
+        """See ``HostMemory``."""
         self._records["checksum"][block] = checksum
         if name is not None:
             self._records["name"][block] = np.frombuffer(name, np.uint8)
         self._records["whole"][block] = 1 if name is None else 2  # the last of it
 
     def checksum(self, block: int) -> int | None:
-        """What was kept with the block."""
+        """See ``HostMemory``."""
         return int(self._records["checksum"][block]) if self._records["whole"][block] else None
 
     def is_inherited(self, block: int) -> bool:
-        """Whether another process wrote the block."""
+        """See ``HostMemory``."""
         return block in self._inherited
 
     def names(self) -> dict[int, BlockHash]:
-        """The blocks whose content has a name."""
+        """See ``HostMemory``."""
         named = np.flatnonzero(self._records["whole"] == 2).tolist()
         return {block: BlockHash(self._records["name"][block].tobytes()) for block in named}
 
     def clear(self) -> None:
-        """Nothing in here is valid any more."""
+        """See ``HostMemory``."""
         self._records["whole"][:] = 0
         self._inherited.clear()
 
@@ -194,7 +196,7 @@ def _prefix() -> str:
 
 
 def _take(folder: Path, kind: str, size: int) -> "tuple[Path, _File, bool]":
-    """A file of that kind that nobody else holds; whether it was there before."""
+    """Open and lock a file of that kind that no other process holds; also return whether it existed before."""
     for number in range(_MOST_SEGMENTS):
         path = folder / f"{_prefix()}{kind}-{number}"
         file = _File(path)
@@ -224,7 +226,7 @@ def _is_free(path: Path) -> bool:
 
 
 class _File:
-    """An open file; the lock on it ends with the process, however that ends."""
+    """An open file. The kernel releases its lock when the process ends, however that happens."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -243,7 +245,7 @@ class _File:
         return os.fstat(self._descriptor).st_size
 
     def allocate(self, size: int) -> None:
-        """Make it that long and empty, with all its memory, so that no write to it can fail later."""
+        """Empty the file and reserve ``size`` bytes for it, so that no later write can fail for lack of room."""
         os.ftruncate(self._descriptor, 0)
         os.posix_fallocate(self._descriptor, 0, size)
 
@@ -252,10 +254,10 @@ class _File:
 
 
 def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Let the GPU reach the memory of ``blocks`` [num_blocks, bytes] by itself, piece by piece.
+    """Pin the memory of ``blocks`` [num_blocks, bytes] for the GPU, piece by piece.
 
     Raises:
-        OSError: the driver does not; then nothing of it is pinned.
+        OSError: the driver refuses; then nothing stays pinned.
     """
     per_piece = max(1, _PIECE_BYTES // blocks.shape[1])
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -264,12 +266,12 @@ def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
         if error := int(runtime.cudaHostRegister(piece.ctypes.data, piece.nbytes, 0)):
             for done in pieces[:number]:
                 runtime.cudaHostUnregister(done.ctypes.data)
-            _forget_error()
+            _clear_cuda_error()
             raise OSError(f"the GPU's driver cannot pin named memory: error {error}")
     return torch.from_numpy(blocks)
 
 
-def _forget_error() -> None:
-    """CUDA keeps an error until somebody asks, who is then blamed for it; torch asks after each launch."""
+def _clear_cuda_error() -> None:
+    """Make torch read the pending CUDA error here. Otherwise its next kernel launch would report it as its own."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -20,10 +20,10 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
 
-from pagewise_executor.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
-from pagewise_executor.block_store import BlockStore, Rows
-from pagewise_executor.checksum import checksum
-from pagewise_executor.rows import Int32s
+from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
+from pagewise_executor.kv.block_store import BlockBytes, BlockStore
+from pagewise_executor.kv.checksum import checksum
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class _Link:
         self.socket.send(encode(request))
         return self.number
 
-    def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, Rows]:
+    def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, BlockBytes]:
         """The next answer: which part of the job it is, taken out of ``asked``, and its blocks."""
         header, *frames = self.socket.recv_multipart(copy=False)
         answer = decode_from_peer(header.buffer)

@@ -1,4 +1,4 @@
-"""Where an executor listens for others that fetch blocks."""
+"""The endpoint on which an executor serves its blocks to other executors."""
 
 import logging
 import socket
@@ -11,9 +11,10 @@ log = logging.getLogger(__name__)
 
 
 def block_listener(config: ExecutorConfig) -> tuple[str, str]:
-    """Where an executor listens for others that fetch blocks, and the host name they find it under.
+    """Return the endpoint to bind and the host name under which other executors find it.
 
-    Next to the way to the scheduler, if nothing else is said: on the address that leads there, or in the same folder.
+    Without ``--block-listen`` the endpoint is next to the scheduler's: on the address of this machine that leads to the
+    scheduler, or, with ipc, in the same folder.
     """
     listen, host = config.block_listen, config.advertise
     if config.scheduler.startswith("ipc:"):
@@ -25,7 +26,7 @@ def block_listener(config: ExecutorConfig) -> tuple[str, str]:
 
 
 def _address_towards(endpoint: str) -> str:
-    """The address of this machine from which a tcp endpoint is reached."""
+    """Return the address of this machine from which a tcp endpoint is reached."""
     url = urlsplit(endpoint)
     try:
         family, kind, _, _, address = socket.getaddrinfo(url.hostname, url.port or 1, type=socket.SOCK_DGRAM)[0]

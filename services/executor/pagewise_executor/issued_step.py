@@ -1,0 +1,51 @@
+"""A step whose kernels have been issued, and its result once the device has finished it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult
+
+from pagewise_executor.input_batch import SequenceState
+from pagewise_executor.sampling.logprobs import LogprobsTensors
+
+
+@dataclass(slots=True)
+class IssuedStep:
+    """A step that may still be running on the device.
+
+    ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
+    end of the step on the device; on the CPU the step is over, and took ``seconds``.
+    """
+
+    plan: StepPlan
+    tokens: torch.Tensor
+    rows: list[SequenceState]
+    logprobs: LogprobsTensors | None
+    prompt_logprobs: list[tuple[int, LogprobsTensors]]
+    seconds: float
+    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has finished the step."""
+        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> StepResult:
+        """Return the step's result; this waits for the device."""
+        seconds = self.seconds
+        if self.events is not None:
+            began, done = self.events
+            done.synchronize()
+            seconds = began.elapsed_time(done) * 1e-3
+        tokens = self.tokens.numpy().astype(np.int32)
+        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+            row.sampled.append(token)
+        return StepResult(
+            epoch=self.plan.epoch,
+            step=self.plan.step,
+            tokens=tokens.tobytes(),
+            logprobs=self.logprobs.report() if self.logprobs is not None else (),
+            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
+            elapsed_us=int(seconds * 1e6),
+        )

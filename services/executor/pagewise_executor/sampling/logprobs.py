@@ -1,0 +1,63 @@
+"""The log-probabilities that requests ask for, computed for all rows of a step at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pagewise_shared.protocol import TokenLogprobs
+
+ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From logits [n, vocab] and tokens int64 [n] to log-probabilities float32 [n] and ranks [n], from 1 on."""
+
+
+@dataclass(slots=True, frozen=True)
+class LogprobsTensors:
+    """Log-probabilities of the tokens at ``indices`` [n] of a step or prompt, with ``counts`` [n] alternatives each.
+
+    ``tokens``, ``logprobs``, ``ranks`` [n]: of these tokens. ``values``, ``ids`` [n, most alternatives]: of the
+    likeliest tokens in their place, in order. The tensors are on the host once the step is over.
+    """
+
+    indices: list[int]
+    counts: list[int]
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+
+    def report(self) -> tuple[TokenLogprobs, ...]:
+        """Return one entry for each token. The step must be over."""
+        columns = (self.tokens, self.logprobs, self.ranks, self.values, self.ids)
+        rows = zip(self.indices, self.counts, *(column.tolist() for column in columns), strict=True)
+        return tuple(
+            TokenLogprobs(index, token, own, rank, tuple(ids[:count]), tuple(values[:count]))
+            for index, count, token, own, rank, values, ids in rows
+        )
+
+
+def gather_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, indices: list[int], counts: list[int | None], compute: ComputeLogprobs
+) -> LogprobsTensors:
+    """Compute the log-probabilities of ``tokens`` int64 [n] and of the ``counts`` likeliest tokens from raw ``logits``
+    [n, vocab], and begin to copy them to the host."""
+    own, ranks = compute(logits, tokens)
+    limited = [min(count or 0, logits.shape[1]) for count in counts]
+    values, ids = logits.float().topk(max(limited, default=0), dim=-1)
+    drawn = logits.gather(1, tokens[:, None]).float()
+    values = values - (drawn - own[:, None])
+    return LogprobsTensors(indices, limited, *(to_host(tensor) for tensor in (tokens, own, ranks, values, ids)))
+
+
+def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute log-probabilities and ranks in PyTorch; see ``ComputeLogprobs``."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(1, tokens[:, None])
+    return own[:, 0], (logprobs > own).sum(dim=-1) + 1
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host. From a GPU the copy is complete once the device has reached it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

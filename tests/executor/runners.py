@@ -1,0 +1,31 @@
+"""Model runners for tests."""
+
+from pathlib import Path
+
+from pagewise_executor.kv.peers import MakePeers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_shared.config import ExecutorConfig
+
+BLOCK_SIZE = 8
+
+
+def build_runner(
+    path: Path,
+    device: str = "cpu",
+    exchange: MakePeers | None = None,
+    host_folder: Path | None = None,
+    **options: object,
+) -> ModelRunner:
+    """A runner with small blocks and a host tier that verifies its copies."""
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 400,
+        "host_memory": "4MiB",
+        "verify_copies": True,
+        "profile": False,
+    }
+    return ModelRunner(
+        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
+        exchange=exchange,
+        host_folder=host_folder,
+    )
