@@ -1,4 +1,4 @@
-"""What an executor does when its connection to the scheduler breaks, or does not come about."""
+"""How executors and gateways stay connected to the scheduler: their socket, and what they do when it breaks."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from time import monotonic
 
 import zmq
 import zmq.asyncio
+
 from pagewise_shared.connections import Broken, Connections
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ConfigError
@@ -16,12 +17,35 @@ from pagewise_shared.logs import BoundedLog
 
 log = logging.getLogger(__name__)
 
+HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
+"""Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
+
 _RETRY_SECONDS = 2.0
 _OWN_SECONDS = 0.5
 """What breaks so soon after a connection was made anew is the old one."""
 
 
-async def mind_connection(
+def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
+    """A socket towards the scheduler, not connected yet. Frames that are longer than ``max_frame_bytes`` cut the
+    connection."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
+    if keys is not None:
+        keys.secure_client(socket)
+    return socket
+
+
+async def watch_connection(
     connections: Connections,
     socket: zmq.asyncio.Socket,
     endpoint: str,
@@ -48,7 +72,7 @@ async def mind_connection(
                 raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
         elif failure.refused:
             complaints.warning(
-                "the scheduler at %s does not accept the key %r of this executor (%s), trying again every %g s",
+                "the scheduler at %s does not accept the key %r of this process (%s), trying again every %g s",
                 endpoint,
                 keys.name,
                 keys.public.decode(),
