@@ -1,1 +1,1 @@
-"""The gateway service: speaks HTTP with clients, text and tokens, and hands requests to the scheduler. Never loads torch."""
+"""The gateway service: speaks HTTP with clients, and hands their requests to the scheduler. Never loads torch."""

@@ -2,41 +2,41 @@
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import KeyLimits
 
 from pagewise_gateway.http.clients import Client, Keyring
 from pagewise_gateway.http.context import CLIENT
 from pagewise_gateway.http.errors import InvalidKeyError
-from pagewise_gateway.http.key_file import Quota
 from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
 _SCHEME = "bearer"
 
 
-def make_keyring(config: SchedulerConfig, metrics: Metrics) -> Keyring | None:
+def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
     """The API keys of a configuration; None: it has none, and everybody may ask for everything.
 
     Raises:
         ConfigError: keys cannot be read, or keys are limited and there are none.
     """
-    usual = Quota(config.key_concurrent, config.key_requests_per_minute, config.key_tokens_per_minute)
+    usual = KeyLimits(config.key_concurrent, config.key_requests_per_minute, config.key_tokens_per_minute)
     if config.api_keys or config.api_keys_file:
         return Keyring(config.api_keys, config.api_keys_file, usual, metrics)
-    if usual != Quota():
+    if usual != KeyLimits():
         raise ConfigError("the --key-... options limit API keys, and there are none: give --api-keys-file")
     return None
 
 
-def access_check(config: SchedulerConfig, metrics: Metrics) -> Middleware:
+def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
     """The middleware that finds out who sends a request.
 
     Raises:
         ConfigError: as in ``make_keyring``.
     """
     keyring = make_keyring(config, metrics)
-    everybody = Client("", Quota(), metrics)
+    everybody = Client("", KeyLimits())
     public = _PROBES | {"/metrics"} if config.public_metrics else _PROBES
 
     @web.middleware

@@ -4,25 +4,28 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.version import package_version
 
-from pagewise_gateway.generation import Gateway, GenerationError
+from pagewise_gateway.generation import GenerationError, GenerationRequest
 from pagewise_gateway.http.access import access_check
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
-from pagewise_gateway.http.leavings import Leavings
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat
+from pagewise_gateway.http.refused_requests import RefusedRequests
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
     Health,
@@ -32,25 +35,26 @@ from pagewise_gateway.http.responses import (
     Version,
 )
 from pagewise_gateway.http.schema import DetokenizeRequest, TokenizeRequest
-from pagewise_gateway.metrics import CONTENT_TYPE, Metrics, package_version
+from pagewise_gateway.link import SchedulerLink
+from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-_LEAVINGS = web.AppKey("leavings", Leavings)
+_REFUSED = web.AppKey("refused", RefusedRequests)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(
-    gateway: Gateway,
+    link: SchedulerLink,
     tokenizer: Tokenizer,
-    config: SchedulerConfig,
+    config: GatewayConfig,
     metrics: Metrics,
 ) -> web.Application:
-    """The HTTP surface over ``gateway``. Run it with ``handler_cancellation``: a disconnect must abort its request.
+    """The HTTP surface over ``link``. Run it with ``handler_cancellation``: a disconnect must abort its request.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -58,8 +62,8 @@ def create_app(
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
-    app[Service.KEY] = Service(gateway, tokenizer, metrics, limits, config.write_timeout)
-    app[_LEAVINGS] = Leavings()
+    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout)
+    app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(
         [
@@ -113,17 +117,18 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     finally:
         metrics.http_requests_in_progress.dec()
     if response.status >= 400:
-        request.app[_LEAVINGS].refused()
+        request.app[_REFUSED].add()
     if not response.prepared:
         response.headers.update(Service.headers(request))
     return response
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 once an executor is ready, else 503."""
-    capacity = request.app[Service.KEY].gateway.capacity()
-    ready = capacity.ready_executors if capacity else 0
-    return _json(Health("ok" if ready else "no executor is ready", ready), 200 if ready else 503)
+    """200 if the scheduler answers and an executor is ready, else 503."""
+    link = request.app[Service.KEY].link
+    answers, ready = link.answers, link.ready_executors
+    status = "ok" if ready else "no executor is ready" if answers else "no scheduler answers"
+    return _json(Health(status, ready, answers), 200 if ready else 503)
 
 
 async def version(_: web.Request) -> web.Response:
@@ -132,8 +137,8 @@ async def version(_: web.Request) -> web.Response:
 
 
 async def render_metrics(request: web.Request) -> web.Response:
-    """Prometheus metrics."""
-    body = request.app[Service.KEY].metrics.render()
+    """Prometheus metrics of all processes: the scheduler has them together."""
+    body = await request.app[Service.KEY].link.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -161,7 +166,7 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give a prompt or messages", "prompt")
-    with request[CLIENT].running():
+    async with _counted(request):
         if body.prompt is None:
             tokens = await encode_chat(service, body, None)
         else:
@@ -177,14 +182,36 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[Service.KEY]
     body = await read_request(request, DetokenizeRequest)
     check_model(body.model, service.limits)
-    capacity = service.gateway.capacity()
+    capacity = service.link.capacity()
     vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)
     if (largest := max(body.tokens, default=0)) >= vocab_size:
         raise InvalidRequestError(f"tokens: token id {largest} is outside the vocabulary of {vocab_size}", "tokens")
-    with request[CLIENT].running():
+    async with _counted(request):
         decode = service.tokenizer.decode
         text = await service.tokenizer.off_loop(lambda: decode(body.tokens, skip_special_tokens=False))
     return _json(DetokenizeResponse(text))
+
+
+@asynccontextmanager
+async def _counted(request: web.Request) -> AsyncIterator[None]:
+    """Count work of the gateway itself against the limits of its client, if there are any.
+
+    Raises:
+        GenerationError: it is over one of them.
+    """
+    client = request[CLIENT]
+    if not client.limited:
+        yield
+        return
+    generation = GenerationRequest(
+        request[REQUEST_ID], (), SamplingParams(), arrival_time=time.monotonic(), key=client.name, limits=client.limits
+    )
+    live = request.app[Service.KEY].link.submit(generation)
+    try:
+        await live.next()
+        yield
+    finally:
+        live.abort()
 
 
 def _model(service: Service) -> Model:
@@ -192,7 +219,7 @@ def _model(service: Service) -> Model:
 
 
 def _max_model_len(service: Service) -> int | None:
-    capacity = service.gateway.capacity()
+    capacity = service.link.capacity()
     return capacity.max_model_len if capacity else None
 
 

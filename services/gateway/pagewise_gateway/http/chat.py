@@ -1,16 +1,14 @@
 """``POST /v1/chat/completions``."""
 
 import time
-from contextlib import aclosing
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.generation import Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.generate import Generations, Prompt, one_of
+from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.params import (
     check_common,
@@ -30,7 +28,7 @@ from pagewise_gateway.http.responses import (
     ChatResponse,
 )
 from pagewise_gateway.http.schema import ChatRequest
-from pagewise_gateway.http.sse import stream_events
+from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -38,7 +36,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
     Raises:
         APIError: the request is wrong, or cannot be served now.
-        GenerationError: it failed before anything was answered.
+        GenerationError: it was not taken, or failed before anything was answered.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, ChatRequest)
@@ -60,71 +58,48 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     tokens = truncated(await encode_chat(service, body, capacity), body, wanted, capacity)
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
-    chat = _Chat(service, body, prompt, f"chatcmpl-{request[REQUEST_ID]}")
-    with Generations(service.gateway, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generations:
+    with Generation(service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+        chat = _Chat(service, body, prompt, generation, f"chatcmpl-{request[REQUEST_ID]}")
         if not body.stream:
-            return await chat.answer(generations)
-        return await stream_events(
-            request, service, generations, lambda news: chat.chunks(news, generations), lambda: chat.last(generations)
-        )
+            return await chat.answer()
+        return await stream_events(request, service, generation, chat.events, chat.last)
 
 
 class _Chat:
     """How a chat completion is told."""
 
-    def __init__(self, service: Service, body: ChatRequest, prompt: Prompt, completion_id: str) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, prompt: Prompt, generation: Generation, completion_id: str
+    ) -> None:
         self._service = service
+        self._generation = generation
         self._body = body
         self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
         self._id = completion_id
         self._created = int(time.time())
-        self._started: set[int] = set()
+        self._templates: dict[int, EventTemplate] = {}
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = bool(self._usage and options and options.continuous_usage_stats)
+        # Most chunks tell of a text and nothing else.
+        self._plain = not (self._continuous or body.return_token_ids or body.logprobs)
 
-    def chunks(self, news: list[SequenceDelta], generations: Generations) -> list[object]:
-        """The chunks that tell the news."""
-        chunks: list[object] = []
-        for delta in news:
-            index = delta.index
-            if index not in self._started:
-                self._started.add(index)
-                opening = ChatChunkChoice(index, ChatDelta("assistant", ""))
-                chunk = self._chunk([opening], generations)
-                chunk.prompt_token_ids = self._prompt_token_ids
-                chunks.append(chunk)
-            logprobs = self._logprobs(delta)
-            token_ids = delta.token_ids if self._body.return_token_ids else UNSET
-            # Tokens whose text is held back need no chunk, unless there is more to tell of them.
-            if delta.text or logprobs is not None or token_ids:
-                choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
-                chunks.append(self._chunk([choice], generations))
-            if delta.finish_reason is not None:
-                ending = ChatChunkChoice(
-                    index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
-                )
-                chunks.append(self._chunk([ending], generations))
-        return chunks
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """The events that tell the news."""
+        return b"".join([self._event(delta) for delta in news])
 
-    def last(self, generations: Generations) -> list[object]:
-        """The chunk with the usage, if it is wanted."""
+    def last(self) -> bytes:
+        """The event with the usage, if it is wanted."""
         if not self._usage:
-            return []
-        chunk = self._chunk([], generations)
-        chunk.usage = generations.usage()
-        return [chunk]
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = self._generation.usage()
+        return event(chunk)
 
-    async def answer(self, generations: Generations) -> web.Response:
+    async def answer(self) -> web.Response:
         """The whole, in one answer."""
-        parts: list[list[SequenceDelta]] = [[] for _ in range(generations.n)]
-        async with aclosing(generations.deltas()) as deltas:
-            async for news in deltas:
-                for delta in news:
-                    parts[delta.index].append(delta)
-        choices = []
-        for delta in map(one_of, parts):
-            choice = ChatChoice(
+        choices = [
+            ChatChoice(
                 delta.index,
                 AssistantMessage(delta.text),
                 self._logprobs(delta),
@@ -132,21 +107,51 @@ class _Chat:
                 delta.stop_reason,
                 delta.token_ids if self._body.return_token_ids else UNSET,
             )
-            choices.append(choice)
+            for delta in await self._generation.outputs()
+        ]
         answer = ChatResponse(
             self._id,
             self._created,
             self._service.limits.model_name,
             choices,
-            generations.usage(),
+            self._generation.usage(),
             prompt_token_ids=self._prompt_token_ids,
         )
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        return web.Response(body=encode(answer), content_type="application/json")
 
-    def _chunk(self, choices: list[ChatChunkChoice], generations: Generations) -> ChatChunk:
+    def _event(self, delta: SequenceDelta) -> bytes:
+        template = self._templates.get(delta.index)
+        if template is not None and self._plain and delta.finish_reason is None:
+            return template.event(delta.text) if delta.text else b""
+        return b"".join(map(event, self._chunks(delta)))
+
+    def _chunks(self, delta: SequenceDelta) -> list[ChatChunk]:
+        chunks: list[ChatChunk] = []
+        index = delta.index
+        if index not in self._templates:
+            self._templates[index] = EventTemplate(
+                lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
+            )
+            chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
+            chunk.prompt_token_ids = self._prompt_token_ids
+            chunks.append(chunk)
+        logprobs = self._logprobs(delta)
+        token_ids = delta.token_ids if self._body.return_token_ids else UNSET
+        # Tokens whose text is held back need no chunk, unless there is more to tell of them.
+        if delta.text or logprobs is not None or token_ids:
+            choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
+            chunks.append(self._chunk([choice]))
+        if delta.finish_reason is not None:
+            ending = ChatChunkChoice(
+                index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+            )
+            chunks.append(self._chunk([ending]))
+        return chunks
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(self._id, self._created, self._service.limits.model_name, choices)
         if self._usage:
-            chunk.usage = generations.usage() if self._continuous else None
+            chunk.usage = self._generation.usage() if self._continuous else None
         return chunk
 
     def _logprobs(self, delta: SequenceDelta) -> ChatLogprobs | None:

@@ -2,21 +2,19 @@
 
 import asyncio
 import time
-from contextlib import aclosing
 
-import msgspec
 from aiohttp import web
 
-from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.generation import Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
-from pagewise_gateway.http.generate import Generations, Prompt, one_of
+from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
 from pagewise_gateway.http.params import check_common, output_budget, sampling_params, truncated
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_prompts, encode_prompt
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
-from pagewise_gateway.http.sse import stream_events
+from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -26,7 +24,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 
     Raises:
         APIError: the request is wrong, or cannot be served now.
-        GenerationError: it failed before anything was answered.
+        GenerationError: it was not taken, or failed before anything was answered.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, CompletionRequest)
@@ -48,11 +46,11 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
-    with Generations(service.gateway, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generations:
-        completion = _Completion(service, body, prompts, generations, f"cmpl-{request[REQUEST_ID]}")
+    with Generation(service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+        completion = _Completion(service, body, prompts, generation, f"cmpl-{request[REQUEST_ID]}")
         if not body.stream:
             return await completion.answer()
-        return await stream_events(request, service, generations, completion.chunks, completion.last)
+        return await stream_events(request, service, generation, completion.events, completion.last)
 
 
 class _Completion:
@@ -63,63 +61,75 @@ class _Completion:
         service: Service,
         body: CompletionRequest,
         prompts: list[Prompt],
-        generations: Generations,
+        generation: Generation,
         completion_id: str,
     ) -> None:
-        self._choices = [
-            _Choice(service, body, prompt, generations, number)
-            for number, prompt in enumerate(prompts)
-            for _ in range(generations.n)
-        ]
-        self._generations = generations
+        self._generation = generation
         self._id = completion_id
         self._created = int(time.time())
         self._model = service.limits.model_name
         options = body.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = bool(self._usage and options and options.continuous_usage_stats)
+        # Most chunks tell of a text and nothing else.
+        self._plain = not (self._continuous or body.return_token_ids or body.logprobs is not None)
+        self._choices = [
+            _Choice(service, body, prompt, generation, number * generation.n + output)
+            for number, prompt in enumerate(prompts)
+            for output in range(generation.n)
+        ]
 
-    def chunks(self, news: list[SequenceDelta]) -> list[object]:
-        """The chunks that tell the news."""
-        choices = [choice for delta in news if (choice := self._choices[delta.index].tell(delta)) is not None]
-        return [self._chunk([choice]) for choice in choices]
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """The events that tell the news."""
+        return b"".join([self._event(delta) for delta in news])
 
-    def last(self) -> list[object]:
-        """The chunk with the usage, if it is wanted."""
+    def last(self) -> bytes:
+        """The event with the usage, if it is wanted."""
         if not self._usage:
-            return []
+            return b""
         chunk = self._chunk([])
-        chunk.usage = self._generations.usage()
-        return [chunk]
+        chunk.usage = self._generation.usage()
+        return event(chunk)
 
     async def answer(self) -> web.Response:
         """The whole, in one answer."""
-        parts: list[list[SequenceDelta]] = [[] for _ in self._choices]
-        async with aclosing(self._generations.deltas()) as deltas:
-            async for news in deltas:
-                for delta in news:
-                    parts[delta.index].append(delta)
-        told = [choice.tell(one_of(some)) for choice, some in zip(self._choices, parts, strict=True)]
+        outputs = await self._generation.outputs()
+        told = [choice.tell(delta) for choice, delta in zip(self._choices, outputs, strict=True)]
         answer = self._chunk([choice for choice in told if choice is not None])
-        answer.usage = self._generations.usage()
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        answer.usage = self._generation.usage()
+        return web.Response(body=encode(answer), content_type="application/json")
+
+    def _event(self, delta: SequenceDelta) -> bytes:
+        choice = self._choices[delta.index]
+        if self._plain and choice.opened and delta.finish_reason is None:
+            if not delta.text:
+                return b""
+            if choice.template is None:
+                choice.template = EventTemplate(lambda text: self._chunk([CompletionChoice(delta.index, text)]))
+            return choice.template.event(delta.text)
+        told = choice.tell(delta)
+        return event(self._chunk([told])) if told is not None else b""
 
     def _chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
         chunk = CompletionResponse(self._id, self._created, self._model, choices)
         if self._usage:
-            chunk.usage = self._generations.usage() if self._continuous else None
+            chunk.usage = self._generation.usage() if self._continuous else None
         return chunk
 
 
 class _Choice:
-    """One choice, and how much of it has been told."""
+    """One choice, and how much of it has been told.
+
+    ``opened``: something has. ``template``: the events that tell of a text and nothing else.
+    """
 
     def __init__(
-        self, service: Service, body: CompletionRequest, prompt: Prompt, generations: Generations, number: int
+        self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
     ) -> None:
+        self.opened = False
+        self.template: EventTemplate | None = None
         self._service, self._body, self._prompt = service, body, prompt
-        self._stream = generations.streams[number]
-        self._opening = True
+        self._generation, self._index = generation, index
         self._skip_special = body.skip_special_tokens is not False
         context = () if body.echo else prompt.tokens
         self._logprobs = (
@@ -131,10 +141,10 @@ class _Choice:
     def tell(self, delta: SequenceDelta) -> CompletionChoice | None:
         """What is new in the response's terms; None if there is nothing to tell yet."""
         body, text, entries, first = self._body, delta.text, delta.logprobs, None
-        opening, self._opening = self._opening, False
+        opening, self.opened = not self.opened, True
         if opening and body.echo:
             text = self._prompt_text() + text
-            entries = self._stream.prompt_logprobs + entries
+            entries = self._generation.prompt_logprobs(self._index) + entries
             first = self._prompt.tokens[0]
         elif not (text or delta.finish_reason or self._logprobs or body.return_token_ids):
             return None

@@ -6,10 +6,11 @@ from typing import ClassVar
 
 from aiohttp import web
 
-from pagewise_gateway.generation import Capacity, Gateway
+from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.params import Limits
+from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -28,15 +29,15 @@ _SHORT_CHARACTERS = 2_000
 
 @dataclass(slots=True, frozen=True)
 class Service:
-    """The HTTP surface's surroundings. ``patience``: seconds a client may take to read what was written."""
+    """The HTTP surface's surroundings. ``write_timeout``: seconds a client may take to read what was written."""
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
 
-    gateway: Gateway
+    link: SchedulerLink
     tokenizer: Tokenizer
     metrics: Metrics
     limits: Limits
-    patience: float
+    write_timeout: float
 
     def require_capacity(self) -> Capacity:
         """The limits that requests are checked against.
@@ -44,7 +45,7 @@ class Service:
         Raises:
             UnavailableError: no executor has joined yet.
         """
-        capacity = self.gateway.capacity()
+        capacity = self.link.capacity()
         if capacity is None:
             raise UnavailableError("no executor is ready yet")
         return capacity

@@ -1,37 +1,35 @@
-"""What the KV memory holds and how each request got its part: for people, and for ``pagewise vmstat`` and ``pmap``."""
+"""What the KV memory holds and how each request got its part: for people, and for ``pagewise vmstat`` and ``pmap``.
 
-import msgspec
+The scheduler answers; its JSON is passed on as it is.
+"""
+
+from typing import Literal
+
 from aiohttp import web
-from msgspec import Struct
 
-from pagewise_gateway.core.inspection import MemoryReport, RequestReport
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError
 
 DEFAULT_LIMIT, MOST = 100, 10_000
 
 
-class MemoryReports(Struct):
-    """One report for each executor."""
-
-    executors: list[MemoryReport]
-
-
 async def debug_memory(request: web.Request) -> web.Response:
     """Pools, requests and the prefix tree of every executor."""
-    reports = MemoryReports(request.app[Service.KEY].gateway.memory_reports(_limit(request)))
-    return web.Response(body=msgspec.json.encode(reports), content_type="application/json")
+    return await _report(request, "memory", "")
 
 
 async def debug_request(request: web.Request) -> web.Response:
     """The blocks of one request, and what happened to them. Knows the last few that have ended, too."""
     name = request.match_info["request_id"]
-    report: RequestReport | None = request.app[Service.KEY].gateway.request_report(
-        name.removeprefix("chatcmpl-").removeprefix("cmpl-"), _limit(request)
-    )
-    if report is None:
-        raise NotFoundError(f"no request {name} is known", "request_id")
-    return web.Response(body=msgspec.json.encode(report), content_type="application/json")
+    try:
+        return await _report(request, "request", name.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+    except LookupError:
+        raise NotFoundError(f"no request {name} is known", "request_id") from None
+
+
+async def _report(request: web.Request, kind: Literal["memory", "request"], argument: str) -> web.Response:
+    body = await request.app[Service.KEY].link.query(kind, argument, _limit(request))
+    return web.Response(body=body, content_type="application/json")
 
 
 def _limit(request: web.Request) -> int:

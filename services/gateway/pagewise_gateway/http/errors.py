@@ -168,7 +168,7 @@ class InternalError(APIError):
 
 
 class UnavailableError(APIError):
-    """No executor is there to run the request."""
+    """No scheduler or no executor is there to run the request."""
 
     status = 503
     code = "service_unavailable"
@@ -188,16 +188,15 @@ def from_http_exception(error: web.HTTPException, what: str) -> APIError:
 
 
 def failure(error: GenerationError) -> APIError:
-    """The answer to a request that failed after it was taken."""
-    return UnavailableError(str(error)) if isinstance(error, NoExecutorError) else InternalError(str(error))
-
-
-def refusal(error: AdmissionError) -> APIError:
-    """The answer to a request that the actors did not take."""
-    match error.kind:
-        case "never_fits":
+    """The answer to a request that was not taken, or failed after it was."""
+    match error:
+        case AdmissionError(kind="never_fits"):
             return ContextLengthError(str(error))
-        case "overloaded":
+        case AdmissionError(kind="overloaded"):
             return OverloadedError(str(error), retry_after=error.retry_after)
-        case "unavailable":
+        case AdmissionError():
             return UnavailableError(str(error), retry_after=error.retry_after)
+        case NoExecutorError():
+            return UnavailableError(str(error))
+        case _:
+            return InternalError(str(error))

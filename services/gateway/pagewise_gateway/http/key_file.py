@@ -12,9 +12,11 @@ set of limits. Of a key only a digest is kept, which only this process can make.
 import hmac
 import re
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import KeyLimits
 
 SOLE_NAME = "default"
 """Name of a key that stands in the environment without one."""
@@ -31,24 +33,12 @@ _MOST_KEYS = 10_000
 _SECRET = secrets.token_bytes(32)
 
 
-@dataclass(slots=True, frozen=True)
-class Quota:
-    """What one client may do; None: as much as there is room for.
-
-    ``concurrent``: requests at once. ``tokens_per_minute``: of prompts and outputs.
-    """
-
-    concurrent: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-
-
 @dataclass(slots=True)
 class KeyTable:
-    """The keys that are good: the ``names`` they stand for by their digests, and the ``quotas`` by name."""
+    """The keys that are good: the ``names`` they stand for by their digests, and the ``limits`` by name."""
 
     names: dict[bytes, str] = field(default_factory=dict)
-    quotas: dict[str, Quota] = field(default_factory=dict)
+    limits: dict[str, KeyLimits] = field(default_factory=dict)
 
 
 def digest_of(key: str) -> bytes:
@@ -60,7 +50,7 @@ def digest_of(key: str) -> bytes:
     return hmac.digest(_SECRET, key.encode(errors="surrogateescape"), "sha256")
 
 
-def read_keys(text: str, source: str, usual: Quota, table: KeyTable) -> None:
+def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
     """Add the keys in ``text`` to ``table``. ``usual``: the limits of clients whose line sets none.
 
     Raises:
@@ -81,15 +71,15 @@ def read_keys(text: str, source: str, usual: Quota, table: KeyTable) -> None:
         if len(table.names) >= _MOST_KEYS:
             raise ConfigError(f"{where}: more than {_MOST_KEYS} keys")
         table.names[digest] = name
-        table.quotas.setdefault(name, usual)
+        table.limits.setdefault(name, usual)
         if match["limits"]:
             if name in set_in:
                 raise ConfigError(f"{where}: limits of {name} are set already, in {set_in[name]}")
             set_in[name] = where
-            table.quotas[name] = _quota(match["limits"].split(), usual, where)
+            table.limits[name] = _limits_of(match["limits"].split(), usual, where)
 
 
-def read_variable(text: str, source: str, usual: Quota, table: KeyTable) -> None:
+def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
     """The same of the environment: lines, or entries with commas between them, or a single key without a name.
 
     Raises:
@@ -101,7 +91,7 @@ def read_variable(text: str, source: str, usual: Quota, table: KeyTable) -> None
     read_keys(text.replace(",", "\n"), source, usual, table)
 
 
-def _quota(limits: list[str], usual: Quota, where: str) -> Quota:
+def _limits_of(limits: list[str], usual: KeyLimits, where: str) -> KeyLimits:
     changes: dict[str, int | None] = {}
     for limit in limits:
         name, _, value = limit.partition("=")

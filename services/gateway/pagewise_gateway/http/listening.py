@@ -11,6 +11,7 @@ from aiohttp import web
 
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.server_log import ServerLog
+from pagewise_gateway.http.tls import Certificate
 from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ BACKLOG = 1024
 _PAUSE_SECONDS = 1.0
 
 OTHER_FILES = 256
-"""Open files that are no connections of clients: executors, logs, the model."""
+"""Open files that are no connections of clients: the scheduler, logs, the model."""
 
 
 @asynccontextmanager
@@ -34,11 +35,14 @@ async def listening(
     max_connections: int,
     keepalive_timeout: float,
     shutdown_timeout: float,
-) -> AsyncIterator[tuple[str, int]]:
-    """Serve ``app`` until the context is left; yields the address.
+    reuse_port: bool = False,
+    certificate: Certificate | None = None,
+) -> AsyncIterator["Door"]:
+    """Serve ``app`` until the context is left.
 
     ``keepalive_timeout``: seconds that a connection may be without a request, or take to send the head of one.
-    ``shutdown_timeout``: seconds that requests in progress have at the end.
+    ``shutdown_timeout``: seconds that requests in progress have at the end. ``reuse_port``: others may listen on the
+    same port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -54,19 +58,19 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     try:
-        sockets = await _bound(host, port)
-        door = _Door(runner.server, max_connections, metrics)
+        sockets = await _bound(host, port, reuse_port)
+        door = Door(runner.server, max_connections, metrics, certificate, keepalive_timeout)
         for listener in sockets:
             door.open(listener)
         try:
-            yield sockets[0].getsockname()[:2]
+            yield door
         finally:
-            door.close()
+            await door.close()
     finally:
         await runner.cleanup()
 
 
-async def _bound(host: str, port: int) -> list[socket.socket]:
+async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
     """A listening socket for each address of ``host``."""
     sockets: list[socket.socket] = []
     loop = asyncio.get_running_loop()
@@ -77,6 +81,8 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
             listener = socket.socket(family, kind, protocol)
             sockets.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.setblocking(False)
@@ -89,15 +95,24 @@ async def _bound(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-class _Door:
+class Door:
     """Accepts connections, as many as there may be, and turns the others away.
 
     It takes all that wait at once. libuv takes one each time round the event loop, which is a few a second where
-    thousands of streams keep the loop busy.
+    thousands of streams keep the loop busy. ``address``: host and port where it was opened first.
     """
 
-    def __init__(self, server: web.Server, most: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        most: int,
+        metrics: Metrics,
+        certificate: Certificate | None,
+        handshake_timeout: float,
+    ) -> None:
+        self.address = ("", 0)
         self._server, self._most, self._metrics = server, most, metrics
+        self._certificate, self._handshake_timeout = certificate, handshake_timeout
         metrics.http_connections.set_function(lambda: len(server.connections))
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
@@ -107,15 +122,20 @@ class _Door:
 
     def open(self, listener: socket.socket) -> None:
         """Accept connections of a listening socket from now on."""
+        if not self._listeners:
+            self.address = listener.getsockname()[:2]
         self._listeners.append(listener)
         self._loop.add_reader(listener, self._accept, listener)
 
-    def close(self) -> None:
-        """Accept no more."""
+    async def close(self) -> None:
+        """Accept those that wait, and then no more: closing would break their connections."""
         for listener in self._listeners:
+            self._accept(listener)
             self._loop.remove_reader(listener)
             listener.close()
         self._listeners.clear()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _accept(self, listener: socket.socket) -> None:
         number = len(self._server.connections) + len(self._arriving)
@@ -141,14 +161,26 @@ class _Door:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _take(self, connection: socket.socket, welcome: bool) -> None:
+        secure = self._certificate is not None
+
         def protocol() -> asyncio.Protocol:
-            self._arriving.discard(connection)  # from here on the server counts it
+            if not secure:  # else there is a handshake first
+                self._arriving.discard(connection)  # from here on the server counts it
             return self._server() if welcome else _TurnAway()
 
         try:
-            await self._loop.connect_accepted_socket(protocol, connection)
-        except OSError:
-            connection.close()  # it has hung up already
+            if self._certificate is None:
+                await self._loop.connect_accepted_socket(protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    protocol,
+                    connection,
+                    ssl=self._certificate.context(),
+                    ssl_handshake_timeout=self._handshake_timeout,
+                )
+        except OSError as error:  # it has hung up already, or its handshake failed
+            log.debug("a connection did not come about: %s", error)
+            connection.close()
         finally:
             self._arriving.discard(connection)
         if not welcome:
@@ -172,7 +204,8 @@ class _TurnAway(asyncio.Protocol):
             f"Retry-After: {error.retry_after}\r\nConnection: close\r\n\r\n"
         )
         transport.write(head.encode() + body)
-        transport.write_eof()
+        if transport.can_write_eof():  # TLS cannot
+            transport.write_eof()
 
 
 def raise_file_limit(max_connections: int) -> int:

@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pagewise_gateway.core.inspection import RequestReport
-from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST, MemoryReports
+from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.responses import (
     ChatChunk,
@@ -33,15 +32,15 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
 }
-_GETS: dict[str, tuple[str, type]] = {
+_GETS: dict[str, tuple[str, type | None]] = {
     "/v1/models": ("The model that is served.", ModelList),
     "/v1/models/{model}": ("The model by its name.", Model),
-    "/health": ("200 once an executor is ready, else 503.", Health),
+    "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
     "/version": ("The version of this service.", Version),
-    "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", MemoryReports),
-    "/debug/requests/{request_id}": ("A request's blocks and their history; ?limit=N cuts lists.", RequestReport),
+    "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
+    "/debug/requests/{request_id}": ("A request's blocks and their history; ?limit=N cuts lists.", None),
 }
-_GENERATION_ERRORS = {
+_ERRORS = {
     400: "The request is wrong; param names the field.",
     401: "An API key is needed, or it is not good.",
     404: "No such model.",
@@ -50,9 +49,8 @@ _GENERATION_ERRORS = {
     415: "The body is not declared as JSON.",
     429: "Too much waits, or the API key is over one of its limits; Retry-After says when to come back.",
     500: "It failed on our side.",
-    503: "No executor is ready.",
+    503: "No scheduler answers, or no executor is ready.",
 }
-_READ_ERRORS = (400, 401, 404, 408, 413, 415, 500)
 _REF = "#/components/schemas/{name}"
 
 
@@ -63,8 +61,9 @@ def document(version: str, model_name: str) -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in _POSTS}
     paths |= {path: {"get": _get(path)} for path in _GETS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
-    text = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    paths["/metrics"] = {"get": _operation("Prometheus metrics.", text)}
+    text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text["503"] = _error("No scheduler answers.")
+    paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Pagewise, serving {model_name}", "version": version},
@@ -86,27 +85,24 @@ def _post(path: str) -> dict[str, Any]:
         data = {"anyOf": [{"const": "[DONE]"}, chunk]}
         item = {"type": "object", "required": ["data"], "properties": {"data": data}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    responses |= {
-        str(status): _error(text)
-        for status, text in _GENERATION_ERRORS.items()
-        if event is not None or status in _READ_ERRORS
-    }
+    responses |= {str(status): _error(text) for status, text in _ERRORS.items()}
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     return _operation(summary, responses) | {"requestBody": body}
 
 
 def _get(path: str) -> dict[str, Any]:
     summary, answer = _GETS[path]
-    responses = _good(_ref(answer))
+    responses = _good(_ref(answer) if answer is not None else {"type": "object"})
     operation = _operation(summary, responses)
     if path == "/health":
-        responses["503"] = responses["200"] | {"description": "No executor is ready."}
+        responses["503"] = responses["200"] | {"description": "There is no scheduler, or no executor is ready."}
     parameters: list[dict[str, Any]] = []
     if named := re.search(r"{(\w+)}", path):
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
     if path.startswith("/debug/"):
         responses["400"] = _error("limit is no number, or out of range.")
+        responses["503"] = _error("No scheduler answers.")
         schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
         parameters.append({"name": "limit", "in": "query", "schema": schema})
     if parameters:

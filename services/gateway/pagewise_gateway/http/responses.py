@@ -172,10 +172,11 @@ class DetokenizeResponse(Struct):
 
 
 class Health(Struct):
-    """Answer of ``/health``: how many executors are ready."""
+    """Answer of ``/health``: how many executors are ready, and whether the scheduler answers."""
 
     status: str
     executors: int
+    scheduler: bool
 
 
 class Version(Struct):

@@ -6,7 +6,7 @@ import sys
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pagewise_gateway.http.leavings import Leavings
+from pagewise_gateway.http.refused_requests import RefusedRequests
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("aiohttp.server"))
-        self._leavings = Leavings()
+        self._refused = RefusedRequests()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         """Log, or say briefly what the client did."""
@@ -26,6 +26,6 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             log.debug("a client sent no proper HTTP: %s", " ".join(str(error).split())[:200])
             error.__traceback__ = None  # its frames hold the error
-            self._leavings.refused()
+            self._refused.add()
             return
         super().log(level, msg, *args, **kwargs)  # type: ignore[arg-type]
