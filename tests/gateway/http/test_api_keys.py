@@ -1,6 +1,5 @@
 """API keys: who gets in, how keys are replaced, and what each of them may do. On real sockets."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -9,17 +8,17 @@ from pathlib import Path
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pagewise_gateway.generation import AdmissionError, Capacity
-from pagewise_gateway.http import clients
+from pagewise_gateway.http import watched_files
 from pagewise_gateway.http.access import make_keyring
 from pagewise_gateway.http.clients import Keyring
-from pagewise_gateway.http.key_file import KeyTable, Quota, digest_of, read_keys, read_variable
+from pagewise_gateway.http.key_file import KeyTable, digest_of, read_keys, read_variable
 from pagewise_gateway.metrics import Metrics
-from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import KeyLimits
 
-from tests.gateway.http.fake_gateway import FakeGateway
-from tests.gateway.http.server import MODEL, TOKENIZER, Server, serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, Server, serving
 
 COMPLETION = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "the fox", "max_tokens": 4}
@@ -42,17 +41,17 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def table_of(text: str, usual: Quota = Quota()) -> KeyTable:  # noqa: B008
+def table_of(text: str, usual: KeyLimits = KeyLimits()) -> KeyTable:  # noqa: B008
     table = KeyTable()
     read_keys(text, "keys", usual, table)
     return table
 
 
 def test_key_files() -> None:
-    table = table_of(KEYS, Quota(tokens_per_minute=10, requests_per_minute=7))
+    table = table_of(KEYS, KeyLimits(tokens_per_minute=10, requests_per_minute=7))
     assert list(table.names.values()) == ["alice", "alice", "bob"]
     assert table.names[digest_of("sk-bob")] == "bob"
-    assert table.quotas == {"alice": Quota(None, 7, 10), "bob": Quota(1, 7, None)}
+    assert table.limits == {"alice": KeyLimits(None, 7, 10), "bob": KeyLimits(1, 7, None)}
 
 
 @pytest.mark.parametrize(
@@ -78,20 +77,20 @@ def test_lines_that_cannot_be_understood_are_named_and_not_shown(line: str, name
 
 def test_keys_in_the_environment() -> None:
     table = KeyTable()
-    read_variable("alice:sk-1, bob: sk-2", "VARIABLE", Quota(), table)
-    read_variable("sk-3\n", "VARIABLE", Quota(), table)
+    read_variable("alice:sk-1, bob: sk-2", "VARIABLE", KeyLimits(), table)
+    read_variable("sk-3\n", "VARIABLE", KeyLimits(), table)
     assert list(table.names.values()) == ["alice", "bob", "default"]
 
 
 def test_limits_without_keys_are_an_error() -> None:
     with pytest.raises(ConfigError, match="--api-keys-file"):
-        make_keyring(SchedulerConfig(key_concurrent=3), Metrics("m"))
+        make_keyring(GatewayConfig(key_concurrent=3), Metrics("m"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        make_keyring(SchedulerConfig(api_keys_file="/nowhere"), Metrics("m"))
+        make_keyring(GatewayConfig(api_keys_file="/nowhere"), Metrics("m"))
 
 
 def test_keys_are_found_by_digests_that_nobody_else_can_make(key_file: Path) -> None:
-    keyring = Keyring(None, str(key_file), Quota(), Metrics("m"))
+    keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
     for key, name in (("sk-alice-1", "alice"), ("sk-bob", "bob"), ("nobody", None), ("sk-\udcff", None)):
         found = keyring.find(key)
         assert (found and found.name) == name
@@ -125,7 +124,7 @@ async def test_what_needs_a_key(path: str, key_file: Path) -> None:
                 assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         async with server.http.get(server.url + path, headers=bearer("sk-bob")) as response:
             assert response.status == (404 if path == "/nowhere" else 200)
-        assert b'http_unauthorized_total{model_name="fake/model"} 5.0' in server.metrics.render()
+        assert 'http_unauthorized_total{model_name="fake/model"} 5.0' in server.shown()
 
 
 @pytest.mark.parametrize("path", ["/health", "/version"])
@@ -146,20 +145,18 @@ async def test_without_keys_everybody_comes_in() -> None:
     async with serving() as server:
         status, _ = await server.post(COMPLETION, BODY, Authorization="Bearer whatever")
         assert status == 200
-        assert server.gateway.last.key == ""
+        assert server.scheduler.last.key == ""
 
 
-async def test_the_openai_client_and_what_is_counted(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_openai_client_and_what_is_told(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(api_keys_file=str(key_file), api_keys="carol:sk-carol") as server:
         for key, name in (("sk-alice-2", "alice"), ("sk-carol", "carol")):
             async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
                 await client.completions.create(model=MODEL, prompt="the fox", max_tokens=4)
-            assert server.gateway.last.key == name
+            assert server.scheduler.last.key == name
         with pytest.raises(openai.AuthenticationError):
             await server.openai.completions.create(model=MODEL, prompt="the fox")
-        shown = server.metrics.render().decode()
-    assert 'pagewise_key_requests_total{key="alice",model_name="fake/model"} 1.0' in shown
-    assert 'pagewise_key_tokens_total{key="carol",kind="generation",model_name="fake/model"} 4.0' in shown
+        shown = server.shown()
     assert "sk-" not in shown + caplog.text
 
 
@@ -170,7 +167,7 @@ async def status_of(server: Server, key: str) -> int:
 async def test_keys_are_replaced_without_a_restart(
     key_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(clients, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(watched_files, "CHECK_SECONDS", 0.0)
     async with serving(api_keys_file=str(key_file)) as server:
         assert await status_of(server, "sk-alice-1") == 200
         fresh = key_file.with_name("fresh")
@@ -183,11 +180,21 @@ async def test_keys_are_replaced_without_a_restart(
                 fresh.write_text(broken)
                 os.replace(fresh, key_file)
             assert await status_of(server, "sk-alice-3") == 200, "what cannot be read changes nothing"
-        shown = server.metrics.render().decode()
+        shown = server.shown()
     assert 'key_reloads_total{model_name="fake/model",outcome="done"} 1.0' in shown
     assert 'key_reloads_total{model_name="fake/model",outcome="failed"} 3.0' in shown
     assert caplog.text.count("the API keys stay as they were") == 3
     assert "sk-" not in caplog.text
+
+
+async def test_the_scheduler_is_told_the_limits_of_a_key(key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file), key_requests_per_minute=20, key_tokens_per_minute=9) as server:
+        for key, name, limits in (
+            ("sk-alice-1", "alice", KeyLimits(None, 20, 9)),
+            ("sk-bob", "bob", KeyLimits(1, 20, None)),
+        ):
+            assert await status_of(server, key) == 200
+            assert (server.scheduler.last.key, server.scheduler.last.limits) == (name, limits)
 
 
 async def refusal(server: Server, key: str) -> tuple[int, str, int]:
@@ -197,43 +204,24 @@ async def refusal(server: Server, key: str) -> tuple[int, str, int]:
         return response.status, answer.get("error", {}).get("message", ""), after
 
 
-async def test_concurrent_requests_are_limited(key_file: Path) -> None:
-    gateway = FakeGateway(TOKENIZER, model=Capacity(1, 1_000_000, 400), step_seconds=0.05)
-    async with serving(gateway, api_keys_file=str(key_file)) as server:
-        running = asyncio.create_task(status_of(server, "sk-bob"))
-        while not gateway.running:
-            await asyncio.sleep(0.005)
-        status, text, after = await refusal(server, "sk-bob")
-        assert (status, after) == (429, 1)
-        assert "bob" in text
-        assert "concurrent requests is 1" in text
-        assert await status_of(server, "sk-alice-1") == 200
-        assert await running == 200
+async def test_what_is_over_a_limit_is_refused_by_the_scheduler(key_file: Path) -> None:
+    scheduler = FakeScheduler(refuse=("overloaded", "API key bob: too much", 17))
+    async with serving(scheduler, api_keys_file=str(key_file)) as server:
+        assert await refusal(server, "sk-bob") == (429, "API key bob: too much", 17)
+        scheduler.refuse = None
         assert await status_of(server, "sk-bob") == 200
-        assert b'reason="key_concurrent"} 1.0' in server.metrics.render()
 
 
-async def test_requests_and_tokens_per_minute_are_limited(key_file: Path) -> None:
-    async with serving(api_keys_file=str(key_file), key_requests_per_minute=2) as server:
-        assert [await status_of(server, "sk-alice-1"), await status_of(server, "sk-alice-2")] == [200, 200]
-        status, text, after = await refusal(server, "sk-alice-1")
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "the fox"}), ("/detokenize", {"tokens": [5]})])
+async def test_tokenizing_counts_against_limits(key_file: Path, path: str, body: dict[str, object]) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        status, _ = await server.post(path, body, **bearer("sk-alice-1"))
+        assert (status, server.scheduler.submits) == (200, []), "alice has no limits"
+        status, _ = await server.post(path, body, **bearer("sk-bob"))
+        assert (status, server.scheduler.last.prompts, server.scheduler.last.key) == (200, (), "bob")
+        await server.scheduler.until(lambda: server.scheduler.aborts)
+        assert server.scheduler.aborts == [server.scheduler.last.stream]
+        server.scheduler.refuse = ("overloaded", "too much", 3)
+        status, _ = await server.post(path, body, **bearer("sk-bob"))
         assert status == 429
-        assert "2 requests per minute" in text
-        assert 25 <= after <= 30
-        assert await status_of(server, "sk-bob") == 200
-    async with serving(api_keys_file=str(key_file), key_tokens_per_minute=5) as server:
-        assert await status_of(server, "sk-alice-1") == 200  # 4 tokens and those of the prompt: used up, and more
-        status, text, after = await refusal(server, "sk-alice-1")
-        assert status == 429
-        assert "5 tokens per minute" in text
-        assert after > 1
-        assert [await status_of(server, "sk-bob") for _ in range(4)] == [200] * 4, "bob has no such limit"
-
-
-async def test_a_request_that_is_refused_does_not_stay_counted(key_file: Path) -> None:
-    gateway = FakeGateway(TOKENIZER, refuse=AdmissionError("overloaded", "full", "max_waiting", 17))
-    async with serving(gateway, api_keys_file=str(key_file)) as server:
-        for _ in range(2):
-            assert await refusal(server, "sk-bob") == (429, "full", 17)
-        gateway.refuse = None
-        assert await status_of(server, "sk-bob") == 200
+        assert (await server.post(path, body, **bearer("sk-alice-1")))[0] == 200

@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from pagewise_gateway.generation import AdmissionError
+from pagewise_gateway.http.generate import Generation
 
-from tests.gateway.http.fake_gateway import FakeGateway
-from tests.gateway.http.server import MODEL, TOKENIZER, serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, serving
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -52,7 +52,7 @@ async def test_bodies_that_are_no_request(path: str, body: bytes) -> None:
         status, answer = await server.post_bytes(path, body, "application/json")
         assert status == 400
         assert error_of(answer)["type"] == "invalid_request_error"
-        assert server.gateway.requests == []
+        assert server.scheduler.submits == []
 
 
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -144,7 +144,7 @@ async def test_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     async with serving() as server:
         status, answer = await server.post(COMPLETION, {"model": MODEL, "prompt": "the fox", **fields})
         assert (status, error_of(answer)["param"]) == (400, param)
-        assert server.gateway.requests == []
+        assert server.scheduler.submits == []
 
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -178,7 +178,7 @@ async def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], param: str
     async with serving() as server:
         status, answer = await server.post(CHAT, {"model": MODEL, "messages": [MESSAGE], **fields})
         assert (status, error_of(answer)["param"]) == (400, param)
-        assert server.gateway.requests == []
+        assert server.scheduler.submits == []
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
@@ -268,9 +268,9 @@ async def test_prompt_over_the_models_length(path: str, fields: dict[str, Any], 
 async def test_prompt_that_just_fits() -> None:
     async with serving() as server:
         status, _ = await server.post(COMPLETION, {"prompt": [5] * 511})
-        assert (status, server.gateway.last.max_tokens) == (200, 1)
+        assert (status, server.scheduler.last.prompts[0].max_tokens) == (200, 1)
         status, _ = await server.post(COMPLETION, {"prompt": [5] * 512, "max_tokens": 0, "echo": True})
-        assert (status, server.gateway.last.max_tokens) == (200, 0)
+        assert (status, server.scheduler.last.prompts[0].max_tokens) == (200, 0)
 
 
 async def test_body_over_the_limit() -> None:
@@ -305,20 +305,20 @@ async def test_routes_and_methods() -> None:
 
 @pytest.mark.parametrize(("kind", "status"), [("never_fits", 400), ("overloaded", 429), ("unavailable", 503)])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refused_by_the_actors(kind: Any, status: int, stream: bool) -> None:
-    """The second of three prompts is refused: the first is aborted."""
-    gateway = FakeGateway(TOKENIZER, refuse=AdmissionError(kind, "no"), refuse_after=1)
-    async with serving(gateway) as server:
+async def test_refused_by_the_scheduler(kind: Any, status: int, stream: bool) -> None:
+    """All prompts of a request are taken together, or none."""
+    scheduler = FakeScheduler(refuse=(kind, "no", 0))
+    async with serving(scheduler) as server:
         body = {"prompt": ["a", "b", "c"], "stream": stream}
         async with server.http.post(server.url + COMPLETION, json=body) as response:
             assert response.status == status
             assert ("Retry-After" in response.headers) == (status != 400)
             assert error_of(await response.json())["message"] == "no"
-        assert (len(gateway.requests), gateway.aborted) == (1, 1)
+        assert (scheduler.submits, scheduler.aborts, server.link.num_live) == ([], [], 0)
 
 
 async def test_no_executor_yet() -> None:
-    async with serving(FakeGateway(TOKENIZER, model=None)) as server:
+    async with serving(FakeScheduler(ready=0, max_model_len=0)) as server:
         for path, body in ((COMPLETION, {"prompt": "a"}), (CHAT, {"messages": [MESSAGE]})):
             status, answer = await server.post(path, body)
             assert (status, error_of(answer)["type"]) == (503, "server_error")
@@ -326,24 +326,54 @@ async def test_no_executor_yet() -> None:
         assert status == 503
 
 
+def check_failure(status: int, answer: str, begun: bool, text: str) -> None:
+    """An answer that tells of a failure on our side: an event at the end of a stream that has begun."""
+    if begun:
+        assert status == 200
+        events = answer.removesuffix("\n\n").split("\n\n")
+        answer = events[-1].removeprefix("data: ")
+        assert "[DONE]" not in events
+    else:
+        assert status == 500
+    assert text in error_of(json.loads(answer))["message"]
+    assert "secret" not in answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("prompts", [["the fox"], ["the fox", "the dog"]])
-async def test_failures_on_our_side(stream: bool, after: int, prompts: list[str]) -> None:
-    for fault, text in (("fail_after", "caught fire"), ("crash_after", "internal error")):
-        gateway = FakeGateway(TOKENIZER)
-        setattr(gateway, fault, after)
-        async with serving(gateway) as server:
-            body = {"prompt": prompts, "stream": stream}
-            async with server.http.post(server.url + COMPLETION, json=body) as response:
-                answer = await response.text()
-                if stream and after:
-                    assert response.status == 200
-                    events = answer.removesuffix("\n\n").split("\n\n")
-                    answer = events[-1].removeprefix("data: ")
-                    assert "[DONE]" not in events
-                else:
-                    assert response.status == 500
-                assert text in error_of(json.loads(answer))["message"]
-                assert "secret" not in answer
-        assert gateway.aborted == len(prompts)
+async def test_failures_of_the_executor(stream: bool, after: int, prompts: list[str]) -> None:
+    async with serving(FakeScheduler(fail_after=after)) as server:
+        body = {"prompt": prompts, "stream": stream}
+        async with server.http.post(server.url + COMPLETION, json=body) as response:
+            check_failure(response.status, await response.text(), stream and after > 0, "caught fire")
+
+
+async def test_no_executor_came() -> None:
+    async with serving(FakeScheduler(fail_after=0, fail_kind="unavailable")) as server:
+        status, answer = await server.post(COMPLETION, {"prompt": "the fox"})
+        assert (status, error_of(answer)["code"]) == (503, "service_unavailable")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("after", [0, 2])
+async def test_failures_of_our_own(stream: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+    news = Generation.news
+
+    async def fail(generation: Generation) -> Any:
+        nonlocal told
+        told += 1
+        if told > after:
+            raise RuntimeError("a secret that clients must not see")
+        return await news(generation)
+
+    monkeypatch.setattr(Generation, "news", fail)
+    monkeypatch.setattr(Generation, "outputs", fail)
+    if not stream:
+        told = after
+    async with serving(FakeScheduler(step_seconds=0.005)) as server:
+        body = {"prompt": ["the fox", "the dog"], "stream": stream}
+        async with server.http.post(server.url + COMPLETION, json=body) as response:
+            check_failure(response.status, await response.text(), stream and after > 0, "internal error")
+        await server.scheduler.until(lambda: len(server.scheduler.aborts) == 1)

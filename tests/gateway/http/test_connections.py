@@ -13,21 +13,19 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http import parsing
 
-from tests.gateway.http.fake_gateway import FakeGateway
-from tests.gateway.http.server import MODEL, TOKENIZER, Server, serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, Server, serving
 
 COMPLETION = "/v1/completions"
-LONG = Capacity(1, 1_000_000, 400)
+LONG = 1_000_000
 METRICS = """
-num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
-num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
-time_to_first_token_seconds_bucket inter_token_latency_seconds_count e2e_request_latency_seconds_sum
-request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
-iteration_tokens_bucket executors_ready wire_frames_dropped_total http_slow_readers_total step_errors_total
-build_info
+prompt_tokens_total request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_count
+e2e_request_latency_seconds_sum request_queue_time_seconds_sum request_prefill_time_seconds_sum
+request_decode_time_seconds_sum http_requests_in_progress http_connections http_connections_refused_total
+http_unauthorized_total http_slow_readers_total key_reloads_total certificate_reloads_total
+gateway_frames_dropped_total gateway_rejoins_total gateway_cpu_seconds_total gateway_resident_memory_bytes
 """
 
 
@@ -50,30 +48,24 @@ async def connection(server: Server, sent: bytes) -> AsyncIterator[socket.socket
         yield sock
 
 
-async def until_running(gateway: FakeGateway, count: int) -> None:
-    async with asyncio.timeout(10):
-        while len(gateway.running) < count:
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [["the fox"], ["the fox", "the dog", "0123"]])
 async def test_a_client_that_hangs_up_is_forgotten(stream: bool, prompts: list[str]) -> None:
-    gateway = FakeGateway(TOKENIZER, model=LONG, step_seconds=0.01)
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.01)
     body = json.dumps({"prompt": prompts, "max_tokens": 100_000, "stream": stream, "n": 2}).encode()
-    async with serving(gateway) as server:
+    async with serving(scheduler) as server:
         async with connection(server, http_bytes(COMPLETION, body)) as sock:
-            await until_running(gateway, len(prompts))
+            await scheduler.until_running()
             if stream:
                 await asyncio.get_running_loop().sock_recv(sock, 1000)
         async with asyncio.timeout(2):
-            await gateway.until_idle()
-        assert gateway.aborted == len(prompts)
+            await scheduler.until_idle()
+        assert len(scheduler.aborts) == 1
 
 
 async def test_openai_client_that_hangs_up() -> None:
-    gateway = FakeGateway(TOKENIZER, model=LONG, step_seconds=0.005)
-    async with serving(gateway) as server:
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.005)
+    async with serving(scheduler) as server:
         stream = await server.openai.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "a"}],
@@ -84,27 +76,27 @@ async def test_openai_client_that_hangs_up() -> None:
         for _ in range(3):
             await anext(stream)
         await stream.close()
-        await gateway.until_idle()
-        assert gateway.aborted == 1
+        await scheduler.until_idle()
+        assert len(scheduler.aborts) == 1
 
 
 @pytest.mark.parametrize("prompts", [["the fox"], ["the fox", "the dog"]])
 async def test_a_client_that_stops_reading_is_cut_off(prompts: list[str]) -> None:
-    gateway = FakeGateway(TOKENIZER, model=LONG, step_seconds=0.0001)
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.0001)
     request = {"prompt": prompts, "max_tokens": 400_000, "stream": True, "n": 8, "logprobs": 20}
-    async with serving(gateway, slow_reader_seconds=0.3) as server:
+    async with serving(scheduler, slow_reader_seconds=0.3) as server:
         async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode())):
             async with asyncio.timeout(20):
-                await until_running(gateway, len(prompts))
-                await gateway.until_idle()
-            assert gateway.aborted == len(prompts)
-        assert b'http_slow_readers_total{model_name="fake/model"} 1.0' in server.metrics.render()
+                await scheduler.until_running()
+                await scheduler.until_idle()
+            assert len(scheduler.aborts) == 1
+        assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
 
 
 async def test_a_slow_client_that_does_read_is_not_cut_off() -> None:
-    gateway = FakeGateway(TOKENIZER, model=LONG)
-    request = {"prompt": "the fox", "max_tokens": 3000, "stream": True, "n": 8, "logprobs": 20}
-    async with serving(gateway, slow_reader_seconds=5) as server:
+    scheduler = FakeScheduler(max_model_len=LONG)
+    request = {"prompt": "the fox", "max_tokens": 180, "stream": True, "n": 8, "logprobs": 20}
+    async with serving(scheduler, slow_reader_seconds=5) as server:
         extra = "Connection: close\r\n"
         async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode(), extra)) as sock:
             await asyncio.sleep(0.5)
@@ -112,7 +104,7 @@ async def test_a_slow_client_that_does_read_is_not_cut_off() -> None:
             while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
                 received += data
         assert b"data: [DONE]\n\n" in received
-        assert gateway.aborted == 0
+        assert scheduler.aborts == []
 
 
 async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +126,7 @@ async def test_request_ids() -> None:
                 ids.add((await response.json())["id"])
         assert returned[:2] == ["mine", "mine"]
         assert all(len(generated) == 32 for generated in returned[2:])
-        assert len(ids) == len({request.request_id for request in server.gateway.requests}) == 5
+        assert len(ids) == len({request.request_id for request in server.scheduler.submits}) == 5
         headers = {"X-Request-Id": "mine"}
         for path, sent_body in (("/nowhere", {}), (COMPLETION, {}), (COMPLETION, {**body, "stream": True})):
             async with server.http.post(server.url + path, json=sent_body, headers=headers) as response:
@@ -142,13 +134,19 @@ async def test_request_ids() -> None:
 
 
 async def test_health_and_version() -> None:
-    gateway = FakeGateway(TOKENIZER, model=None)
-    async with serving(gateway) as server:
-        assert (await server.get("/health"))[0] == 503
-        gateway.model = Capacity(2, 512, 400)
-        assert await server.get("/health") == (200, {"status": "ok", "executors": 2})
-        gateway.model = Capacity(0, 512, 400)
-        assert (await server.get("/health"))[0] == 503
+    async with serving(FakeScheduler(ready=0, max_model_len=0)) as server:
+        health = {"status": "no executor is ready", "executors": 0, "scheduler": True}
+        assert await server.get("/health") == (503, health)
+        await server.scheduler.announce(2)
+        await server.until_joined()
+        assert await server.get("/health") == (200, {"status": "ok", "executors": 2, "scheduler": True})
+        await server.scheduler.announce(0)
+        await server.scheduler.until(lambda: server.link.ready_executors == 0)
+        assert await server.get("/health") == (503, health)
+        server.scheduler.silent = True
+        await server.scheduler.until(lambda: not server.link.answers)
+        health = {"status": "no scheduler answers", "executors": 0, "scheduler": False}
+        assert await server.get("/health") == (503, health)
         status, answer = await server.get("/version")
         assert status == 200
         assert answer["version"]
@@ -156,15 +154,13 @@ async def test_health_and_version() -> None:
 
 async def test_metrics() -> None:
     async with serving() as server:
-        server.metrics.frames_dropped("garbage").inc()
         server.metrics.request_success("stop").inc()
-        server.metrics.iteration_tokens.observe(5)
         async with server.http.get(server.url + "/metrics") as response:
             assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             text = await response.text()
     missing = [name for name in METRICS.split() if f"\npagewise_{name}{{" not in text]
     assert missing == []
-    assert 'pagewise_wire_frames_dropped_total{model_name="fake/model",reason="garbage"} 1.0' in text
+    assert 'pagewise_request_success_total{finished_reason="stop",model_name="fake/model"} 1.0' in text
     if (promtool := shutil.which("promtool")) is not None:
         check = await asyncio.create_subprocess_exec(
             promtool, "check", "metrics", stdin=PIPE, stdout=PIPE, stderr=STDOUT
@@ -233,11 +229,11 @@ async def test_connections_over_the_limit_are_turned_away() -> None:
             assert answer.startswith(b"HTTP/1.1 503")
             assert b"Retry-After: 2\r\n" in answer
             assert b'"too many connections"' in answer
-            assert b'http_connections{model_name="fake/model"} 2.0' in server.metrics.render()
+            assert 'http_connections{model_name="fake/model"} 2.0' in server.shown()
         async with asyncio.timeout(5):
             while b"200 OK" not in await answer_of(server, get.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")):
                 await asyncio.sleep(0.05)
-        assert b"http_connections_refused_total" in server.metrics.render()
+        assert 'http_connections_refused_total{model_name="fake/model"} 0.0' not in server.shown()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /version HTTP/1.1\r\nHost"])

@@ -3,10 +3,9 @@
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from pagewise_gateway.generation import AdmissionError
 
-from tests.gateway.http.fake_gateway import FakeGateway
-from tests.gateway.http.server import MODEL, TOKENIZER, serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, TOKENIZER, serving
 
 PROMPT = "the quick brown fox "
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Grüße, 世界"}]
@@ -98,8 +97,8 @@ async def test_chat_ends_at_the_end_of_sequence() -> None:
         answer = await server.openai.chat.completions.create(model=MODEL, messages=MESSAGES)
         assert answer.choices[0].finish_reason == "stop"
         assert answer.choices[0].message.content == "user: Grüße, 世界"
-        assert server.gateway.last.max_tokens == 512 - len(CHAT_IDS)
-        assert server.gateway.last.sampling.stop_token_ids == (0,)
+        assert server.scheduler.last.prompts[0].max_tokens == 512 - len(CHAT_IDS)
+        assert server.scheduler.last.sampling.stop_token_ids == (0,)
 
 
 async def test_stream_helper_of_the_client() -> None:
@@ -125,7 +124,7 @@ async def test_raw_stream_ends_with_done() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_many_prompts_are_indexed_prompt_by_prompt(stream: bool) -> None:
     prompts = ["the fox", "lazy dog", "0123"]
-    async with serving(FakeGateway(TOKENIZER, step_seconds=0.001)) as server:
+    async with serving(FakeScheduler(step_seconds=0.001)) as server:
         texts: dict[int, str] = {}
         if stream:
             async for chunk in await server.openai.completions.create(
@@ -155,8 +154,8 @@ async def test_token_ids_as_prompts() -> None:
 
 
 async def test_errors_raise_what_the_client_expects() -> None:
-    gateway = FakeGateway(TOKENIZER)
-    async with serving(gateway) as server:
+    scheduler = FakeScheduler()
+    async with serving(scheduler) as server:
         create = server.openai.completions.create
         with pytest.raises(openai.NotFoundError) as not_found:
             await create(model="other", prompt="a")
@@ -164,22 +163,22 @@ async def test_errors_raise_what_the_client_expects() -> None:
         with pytest.raises(openai.BadRequestError) as bad:
             await create(model=MODEL, prompt="a", n=99)
         assert (bad.value.param, bad.value.type) == ("n", "invalid_request_error")
-        gateway.refuse = AdmissionError("overloaded", "too much")
+        scheduler.refuse = ("overloaded", "too much", 7)
         with pytest.raises(openai.RateLimitError) as limited:
             await create(model=MODEL, prompt="a")
-        assert int(limited.value.response.headers["Retry-After"]) > 0
-        gateway.refuse = AdmissionError("unavailable", "nobody")
+        assert limited.value.response.headers["Retry-After"] == "7"
+        scheduler.refuse = ("unavailable", "nobody", 0)
         with pytest.raises(openai.InternalServerError) as unavailable:
             await create(model=MODEL, prompt="a")
         assert unavailable.value.status_code == 503
-        gateway.refuse = AdmissionError("never_fits", "too long")
+        scheduler.refuse = ("never_fits", "too long", 0)
         with pytest.raises(openai.BadRequestError) as never:
             await create(model=MODEL, prompt="a")
         assert never.value.code == "context_length_exceeded"
 
 
 async def test_failure_in_a_stream_is_an_event() -> None:
-    async with serving(FakeGateway(TOKENIZER, fail_after=3)) as server:
+    async with serving(FakeScheduler(fail_after=3, step_seconds=0.02)) as server:
         stream = await server.openai.completions.create(model=MODEL, prompt=PROMPT, stream=True)
         received = []
 

@@ -6,8 +6,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pagewise_shared.sampling import BeamParams
 
-from tests.gateway.http.fake_gateway import FakeGateway
-from tests.gateway.http.server import MODEL, TOKENIZER, Server, serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, TOKENIZER, Server, serving
 from tests.gateway.text.tokenizer_builders import byte_level
 
 COMPLETION = "/v1/completions"
@@ -30,13 +30,13 @@ async def complete(server: Server, **fields: Any) -> dict[str, Any]:
 async def test_beam_search_and_best_of_arrive() -> None:
     async with serving() as server:
         await complete(server, use_beam_search=True, best_of=4, n=2, length_penalty=0.5, early_stopping="never")
-        assert server.gateway.last.beam == BeamParams(4, 0.5, "never")
+        assert server.scheduler.last.beam == BeamParams(4, 0.5, "never")
         await complete(server, use_beam_search=True, n=3, temperature=0)
-        assert server.gateway.last.beam == BeamParams(3)
+        assert server.scheduler.last.beam == BeamParams(3)
         await complete(server, best_of=4, n=2)
-        assert (server.gateway.last.beam, server.gateway.last.best_of, server.gateway.last.n) == (None, 4, 2)
+        assert (server.scheduler.last.beam, server.scheduler.last.best_of, server.scheduler.last.n) == (None, 4, 2)
         await complete(server, best_of=2, n=2, stop="x")
-        assert server.gateway.last.best_of == 0
+        assert server.scheduler.last.best_of == 0
 
 
 async def test_sampling_parameters_arrive() -> None:
@@ -64,7 +64,7 @@ async def test_sampling_parameters_arrive() -> None:
             priority=-3,
             logprobs=4,
         )
-        request = server.gateway.last
+        request = server.scheduler.last
         sampling = request.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
         assert sampling.seed == 2**64 - 1
@@ -73,9 +73,14 @@ async def test_sampling_parameters_arrive() -> None:
         assert sampling.logit_bias == {5: -100.0, 6: 1.5}
         assert tuple(TOKENIZER.encode("fox")) in sampling.bad_words
         assert (sampling.logprobs, sampling.prompt_logprobs) == (4, None)
-        assert (request.max_tokens, request.n, request.stop, request.priority) == (9, 3, ("a", "bc"), -3)
-        assert request.include_stop_str_in_output
-        assert not request.skip_special_tokens
+        assert (request.prompts[0].max_tokens, request.n, request.priority) == (9, 3, -3)
+
+
+@pytest.mark.parametrize("skip", [None, False])
+async def test_special_tokens_are_left_out_unless_they_are_wanted(skip: bool | None) -> None:
+    async with serving() as server:
+        choice = await complete(server, prompt=[70, 0], max_tokens=4, ignore_eos=True, skip_special_tokens=skip)
+        assert choice["text"] == TOKENIZER.decode([70, 0, 70, 0], skip_special_tokens=skip is None)
 
 
 async def test_defaults() -> None:
@@ -83,16 +88,16 @@ async def test_defaults() -> None:
         seeds = set()
         for _ in range(2):
             await complete(server)
-            sampling = server.gateway.last.sampling
+            sampling = server.scheduler.last.sampling
             seeds.add(sampling.seed)
             assert 0 <= sampling.seed < 2**63
         assert len(seeds) == 2
-        assert server.gateway.last.max_tokens == 16
+        assert server.scheduler.last.prompts[0].max_tokens == 16
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs) == (1.0, 0, 1.0, None)
         assert sampling.stop_token_ids == (0,)
         for fields in ({"temperature": 0}, {"temperature": 1e-9}, {"top_p": 0}):
             await complete(server, top_k=-1, ignore_eos=True, **fields)
-            sampling = server.gateway.last.sampling
+            sampling = server.scheduler.last.sampling
             assert (sampling.temperature, sampling.top_k, sampling.stop_token_ids) == (0.0, 0, ())
 
 
@@ -203,7 +208,7 @@ async def test_chat_logprobs(stream: bool) -> None:
             logprobs = (await create(model=MODEL, messages=messages, **fields)).choices[0].logprobs
             assert logprobs is not None
             contents += logprobs.content or []
-        ids = list(server.gateway.last.prompt_token_ids)[: len(contents)]
+        ids = server.scheduler.last_prompt[: len(contents)]
         assert b"".join(bytes(entry.bytes) for entry in contents) == b"".join(map(TOKENIZER.token_as_bytes, ids))
         for token, entry in zip(ids, contents, strict=True):
             assert entry.token == TOKENIZER.token_text(token)
@@ -230,22 +235,22 @@ async def test_return_token_ids() -> None:
         body = {"messages": [{"role": "user", "content": "a"}], "return_token_ids": True, "max_tokens": 2}
         _, answer = await server.post(CHAT, body)
         choices: Any = answer["choices"]
-        prompt = list(server.gateway.last.prompt_token_ids)
+        prompt = server.scheduler.last_prompt
         assert (answer["prompt_token_ids"], choices[0]["token_ids"]) == (prompt, prompt[:2])
 
 
 async def test_truncated_prompts() -> None:
     async with serving() as server:
         await complete(server, truncate_prompt_tokens=3)
-        assert list(server.gateway.last.prompt_token_ids) == IDS[-3:]
+        assert server.scheduler.last_prompt == IDS[-3:]
         await complete(server, truncate_prompt_tokens=-1, prompt=PROMPT * 500, max_tokens=12)
-        assert len(server.gateway.last.prompt_token_ids) == 500
+        assert len(server.scheduler.last_prompt) == 500
         choice = await complete(server, truncate_prompt_tokens=3, max_tokens=0, echo=True)
         assert choice["text"] == TOKENIZER.decode(IDS[-3:])
 
 
 async def test_continuous_usage() -> None:
-    async with serving() as server:
+    async with serving(FakeScheduler(step_seconds=0.02)) as server:
         stream = await server.openai.completions.create(
             model=MODEL,
             prompt=PROMPT,
@@ -273,7 +278,7 @@ async def test_chat_prompts() -> None:
         for fields, text in cases:
             status, answer = await server.post(CHAT, {"messages": start, "max_tokens": 1, **fields})
             assert status == 200, answer
-            ids = list(server.gateway.last.prompt_token_ids)
+            ids = server.scheduler.last_prompt
             assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
             tokens = {name: value for name, value in fields.items() if name != "max_tokens"}
             _, tokenized = await server.post("/tokenize", {"messages": start, **tokens})
@@ -282,7 +287,7 @@ async def test_chat_prompts() -> None:
 
 async def test_no_chat_template() -> None:
     tokenizer = byte_level()
-    async with serving(FakeGateway(tokenizer), tokenizer=tokenizer) as server:
+    async with serving(FakeScheduler(), tokenizer=tokenizer) as server:
         status, answer = await server.post(CHAT, {"messages": [{"role": "user", "content": "a"}]})
         error: Any = answer["error"]
         assert status == 400

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp.web_protocol import RequestHandler
 
-from tests.gateway.http.server import Server, serving
+from tests.gateway.server import Server, serving
 
 TAIL = b"z" * 100_000
 

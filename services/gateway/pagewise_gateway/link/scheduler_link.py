@@ -91,6 +91,11 @@ class SchedulerLink:
         """Executors that take work, as far as a scheduler says so."""
         return self._fleet.ready_executors if self.answers else 0
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are being served."""
+        return len(self._live)
+
     def capacity(self) -> Capacity | None:
         """The limits that hold now, or held last; None until an executor has joined for the first time."""
         fleet = self._fleet
