@@ -138,7 +138,7 @@ async def test_characters_over_several_tokens(stream: bool) -> None:
                 model=MODEL, prompt=EURO, max_tokens=2 * len(EURO), stream=True
             ):
                 texts.append(chunk.choices[0].text)  # noqa: PERF401
-            assert [text for text in texts if text] == ["€", "€"]
+            assert set(texts) <= {"", "€", "€€"}, "no part of a character"
         else:
             texts.append((await complete(server, prompt=EURO, max_tokens=2 * len(EURO)))["text"])
         assert "".join(texts) == "€€"
@@ -250,7 +250,7 @@ async def test_truncated_prompts() -> None:
 
 
 async def test_continuous_usage() -> None:
-    async with serving(FakeScheduler(step_seconds=0.02)) as server:
+    async with serving(FakeScheduler(step_seconds=0.05)) as server:
         stream = await server.openai.completions.create(
             model=MODEL,
             prompt=PROMPT,
