@@ -59,7 +59,7 @@ format: setup ## Put the code into shape
 	$(VENV)/bin/ruff format .
 
 types: setup ## mypy, strict
-	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
+	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_gateway -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
 	@# Scripts one by one: several are named train.py.
 	for script in examples/*/train.py benchmarks/*/run.py; do $(VENV)/bin/mypy $$script || exit 1; done
 

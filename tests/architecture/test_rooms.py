@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["shared", "kernels", "services", "services/scheduler", "services/executor", "services/cli"]
+ROOMS = [
+    "shared",
+    "kernels",
+    "services",
+    "services/gateway",
+    "services/scheduler",
+    "services/executor",
+    "services/cli",
+]
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = {"kernels": 150}
@@ -26,7 +34,7 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("module", ["pagewise_scheduler.main", "pagewise_shared.model_files", "pagewise.main"])
+@pytest.mark.parametrize("module", ["pagewise_gateway.main", "pagewise_scheduler.main", "pagewise_shared.model_files", "pagewise.main"])
 def test_only_the_executor_loads_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'triton'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

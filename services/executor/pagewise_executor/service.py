@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import uuid
 from time import monotonic
 
 import msgspec
@@ -34,14 +33,13 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     encode,
 )
+from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
 
-from pagewise_executor.connection import watch_connection
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-_HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 _SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
 _LONGEST_HEARTBEAT_MS = 60_000
@@ -119,7 +117,7 @@ class ExecutorService:
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, handler, signal.Signals(number).name)
         context = zmq.asyncio.Context()
-        self._socket = self._make_socket(context)
+        self._socket = make_dealer(context, self._keys, MAX_FRAME_BYTES)
         connections = Connections(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker
@@ -153,23 +151,6 @@ class ExecutorService:
             connections.close()
             self._socket.close()
             context.term()
-
-    def _make_socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
-        if self._keys is not None:
-            self._keys.secure_client(socket)
-        return socket
 
     def stop(self, reason: str) -> None:
         """Say Goodbye once the step in progress is answered, and end ``run``."""
@@ -222,14 +203,14 @@ class ExecutorService:
             inventory = await asyncio.wrap_future(worker.inventory())
             # Once plans have been let through, the inventory is not true any more, whatever came after them.
             while self._welcome is None and not self._hello_wanted.is_set():
-                pause = _HELLO_PAUSES[min(attempt, len(_HELLO_PAUSES) - 1)]
+                pause = HELLO_PAUSES[min(attempt, len(HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         hello = msgspec.structs.replace(self._hello, inventory=inventory, number=self._hello_number)
                         await self._send(hello)
                         await self._welcomed.wait()
-                if self._welcome is None and attempt < len(_HELLO_PAUSES):
+                if self._welcome is None and attempt < len(HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1
             await self._hello_wanted.wait()

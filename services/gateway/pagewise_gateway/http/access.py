@@ -1,0 +1,57 @@
+"""Who may ask for what: with API keys configured, everything but the probes needs one."""
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import KeyLimits
+
+from pagewise_gateway.http.clients import Client, Keyring
+from pagewise_gateway.http.context import CLIENT
+from pagewise_gateway.http.errors import InvalidKeyError
+from pagewise_gateway.metrics import Metrics
+
+_PROBES = frozenset({"/health", "/version"})
+_SCHEME = "bearer"
+
+
+def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
+    """The API keys of a configuration; None: it has none, and everybody may ask for everything.
+
+    Raises:
+        ConfigError: keys cannot be read, or keys are limited and there are none.
+    """
+    usual = KeyLimits(config.key_concurrent, config.key_requests_per_minute, config.key_tokens_per_minute)
+    if config.api_keys or config.api_keys_file:
+        return Keyring(config.api_keys, config.api_keys_file, usual, metrics)
+    if usual != KeyLimits():
+        raise ConfigError("the --key-... options limit API keys, and there are none: give --api-keys-file")
+    return None
+
+
+def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
+    """The middleware that finds out who sends a request.
+
+    Raises:
+        ConfigError: as in ``make_keyring``.
+    """
+    keyring = make_keyring(config, metrics)
+    everybody = Client("", KeyLimits())
+    public = _PROBES | {"/metrics"} if config.public_metrics else _PROBES
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if keyring is None or (resource is not None and resource.canonical in public):
+            request[CLIENT] = everybody
+            return await handler(request)
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
+        if client is None:
+            metrics.unauthorized.inc()
+            sent = "Authorization" in request.headers
+            raise InvalidKeyError("the API key is not valid" if sent else "an API key is needed: Authorization: Bearer")
+        request[CLIENT] = client
+        return await handler(request)
+
+    return check

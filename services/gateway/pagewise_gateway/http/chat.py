@@ -1,0 +1,160 @@
+"""``POST /v1/chat/completions``."""
+
+import time
+
+from aiohttp import web
+from msgspec import UNSET
+
+from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.logprobs import chat_logprobs
+from pagewise_gateway.http.params import (
+    check_common,
+    output_budget,
+    sampling_params,
+    truncated,
+)
+from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.prompts import encode_chat
+from pagewise_gateway.http.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponse,
+)
+from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """Continue a conversation.
+
+    Raises:
+        APIError: the request is wrong, or cannot be served now.
+        GenerationError: it was not taken, or failed before anything was answered.
+    """
+    service = request.app[Service.KEY]
+    body = await read_request(request, ChatRequest)
+    n = check_common(body, service.limits)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    capacity = service.require_capacity()
+    sampling = sampling_params(
+        body,
+        service.tokenizer,
+        capacity,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=None,
+    )
+    given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted: int | None = getattr(body, given)
+    if wanted is not None and wanted < 1:
+        raise InvalidRequestError(f"{given} must be at least 1", given)
+    tokens = truncated(await encode_chat(service, body, capacity), body, wanted, capacity)
+    budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
+    prompt = Prompt(tokens, budget)
+    with Generation(service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+        chat = _Chat(service, body, prompt, generation, f"chatcmpl-{request[REQUEST_ID]}")
+        if not body.stream:
+            return await chat.answer()
+        return await stream_events(request, service, generation, chat.events, chat.last)
+
+
+class _Chat:
+    """How a chat completion is told."""
+
+    def __init__(
+        self, service: Service, body: ChatRequest, prompt: Prompt, generation: Generation, completion_id: str
+    ) -> None:
+        self._service = service
+        self._generation = generation
+        self._body = body
+        self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
+        self._id = completion_id
+        self._created = int(time.time())
+        self._templates: dict[int, EventTemplate] = {}
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = bool(self._usage and options and options.continuous_usage_stats)
+        # Most chunks tell of a text and nothing else.
+        self._plain = not (self._continuous or body.return_token_ids or body.logprobs)
+
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """The events that tell the news."""
+        return b"".join([self._event(delta) for delta in news])
+
+    def last(self) -> bytes:
+        """The event with the usage, if it is wanted."""
+        if not self._usage:
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = self._generation.usage()
+        return event(chunk)
+
+    async def answer(self) -> web.Response:
+        """The whole, in one answer."""
+        choices = [
+            ChatChoice(
+                delta.index,
+                AssistantMessage(delta.text),
+                self._logprobs(delta),
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.token_ids if self._body.return_token_ids else UNSET,
+            )
+            for delta in await self._generation.outputs()
+        ]
+        answer = ChatResponse(
+            self._id,
+            self._created,
+            self._service.limits.model_name,
+            choices,
+            self._generation.usage(),
+            prompt_token_ids=self._prompt_token_ids,
+        )
+        return web.Response(body=encode(answer), content_type="application/json")
+
+    def _event(self, delta: SequenceDelta) -> bytes:
+        template = self._templates.get(delta.index)
+        if template is not None and self._plain and delta.finish_reason is None:
+            return template.event(delta.text) if delta.text else b""
+        return b"".join(map(event, self._chunks(delta)))
+
+    def _chunks(self, delta: SequenceDelta) -> list[ChatChunk]:
+        chunks: list[ChatChunk] = []
+        index = delta.index
+        if index not in self._templates:
+            self._templates[index] = EventTemplate(
+                lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
+            )
+            chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
+            chunk.prompt_token_ids = self._prompt_token_ids
+            chunks.append(chunk)
+        logprobs = self._logprobs(delta)
+        token_ids = delta.token_ids if self._body.return_token_ids else UNSET
+        # Tokens whose text is held back need no chunk, unless there is more to tell of them.
+        if delta.text or logprobs is not None or token_ids:
+            choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
+            chunks.append(self._chunk([choice]))
+        if delta.finish_reason is not None:
+            ending = ChatChunkChoice(
+                index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+            )
+            chunks.append(self._chunk([ending]))
+        return chunks
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._service.limits.model_name, choices)
+        if self._usage:
+            chunk.usage = self._generation.usage() if self._continuous else None
+        return chunk
+
+    def _logprobs(self, delta: SequenceDelta) -> ChatLogprobs | None:
+        if not self._body.logprobs or not delta.logprobs:
+            return None
+        return chat_logprobs(self._service.tokenizer, delta.logprobs)

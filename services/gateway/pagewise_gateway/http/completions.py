@@ -1,0 +1,163 @@
+"""``POST /v1/completions``."""
+
+import asyncio
+import time
+
+from aiohttp import web
+
+from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
+from pagewise_gateway.http.params import check_common, output_budget, sampling_params, truncated
+from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.prompts import check_prompts, encode_prompt
+from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
+from pagewise_gateway.http.schema import CompletionRequest
+from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    """Complete one or several prompts.
+
+    Raises:
+        APIError: the request is wrong, or cannot be served now.
+        GenerationError: it was not taken, or failed before anything was answered.
+    """
+    service = request.app[Service.KEY]
+    body = await read_request(request, CompletionRequest)
+    n = check_common(body, service.limits)
+    given = check_prompts(body)
+    capacity = service.require_capacity()
+    sampling = sampling_params(
+        body,
+        service.tokenizer,
+        capacity,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    prompts: list[Prompt] = []
+    for one in given:
+        if prompts:  # many short texts would hold up everybody else
+            await asyncio.sleep(0)
+        whole = await encode_prompt(service, one, body, capacity)
+        tokens = truncated(whole, body, body.max_tokens, capacity)
+        budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
+        prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
+    with Generation(service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+        completion = _Completion(service, body, prompts, generation, f"cmpl-{request[REQUEST_ID]}")
+        if not body.stream:
+            return await completion.answer()
+        return await stream_events(request, service, generation, completion.events, completion.last)
+
+
+class _Completion:
+    """How a text completion is told."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompts: list[Prompt],
+        generation: Generation,
+        completion_id: str,
+    ) -> None:
+        self._generation = generation
+        self._id = completion_id
+        self._created = int(time.time())
+        self._model = service.limits.model_name
+        options = body.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = bool(self._usage and options and options.continuous_usage_stats)
+        # Most chunks tell of a text and nothing else.
+        self._plain = not (self._continuous or body.return_token_ids or body.logprobs is not None)
+        self._choices = [
+            _Choice(service, body, prompt, generation, number * generation.n + output)
+            for number, prompt in enumerate(prompts)
+            for output in range(generation.n)
+        ]
+
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """The events that tell the news."""
+        return b"".join([self._event(delta) for delta in news])
+
+    def last(self) -> bytes:
+        """The event with the usage, if it is wanted."""
+        if not self._usage:
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = self._generation.usage()
+        return event(chunk)
+
+    async def answer(self) -> web.Response:
+        """The whole, in one answer."""
+        outputs = await self._generation.outputs()
+        told = [choice.tell(delta) for choice, delta in zip(self._choices, outputs, strict=True)]
+        answer = self._chunk([choice for choice in told if choice is not None])
+        answer.usage = self._generation.usage()
+        return web.Response(body=encode(answer), content_type="application/json")
+
+    def _event(self, delta: SequenceDelta) -> bytes:
+        choice = self._choices[delta.index]
+        if self._plain and choice.opened and delta.finish_reason is None:
+            if not delta.text:
+                return b""
+            if choice.template is None:
+                choice.template = EventTemplate(lambda text: self._chunk([CompletionChoice(delta.index, text)]))
+            return choice.template.event(delta.text)
+        told = choice.tell(delta)
+        return event(self._chunk([told])) if told is not None else b""
+
+    def _chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        chunk = CompletionResponse(self._id, self._created, self._model, choices)
+        if self._usage:
+            chunk.usage = self._generation.usage() if self._continuous else None
+        return chunk
+
+
+class _Choice:
+    """One choice, and how much of it has been told.
+
+    ``opened``: something has. ``template``: the events that tell of a text and nothing else.
+    """
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
+    ) -> None:
+        self.opened = False
+        self.template: EventTemplate | None = None
+        self._service, self._body, self._prompt = service, body, prompt
+        self._generation, self._index = generation, index
+        self._skip_special = body.skip_special_tokens is not False
+        context = () if body.echo else prompt.tokens
+        self._logprobs = (
+            CompletionLogprobsBuilder(service.tokenizer, context, self._skip_special)
+            if body.logprobs is not None
+            else None
+        )
+
+    def tell(self, delta: SequenceDelta) -> CompletionChoice | None:
+        """What is new in the response's terms; None if there is nothing to tell yet."""
+        body, text, entries, first = self._body, delta.text, delta.logprobs, None
+        opening, self.opened = not self.opened, True
+        if opening and body.echo:
+            text = self._prompt_text() + text
+            entries = self._generation.prompt_logprobs(self._index) + entries
+            first = self._prompt.tokens[0]
+        elif not (text or delta.finish_reason or self._logprobs or body.return_token_ids):
+            return None
+        choice = CompletionChoice(delta.index, text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        if self._logprobs is not None:
+            choice.logprobs = self._logprobs.add(entries, first)
+        if body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            if opening:
+                choice.prompt_token_ids = list(self._prompt.tokens)
+        return choice
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._service.tokenizer.decode(self._prompt.tokens, self._skip_special)

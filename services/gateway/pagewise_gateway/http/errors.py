@@ -1,0 +1,202 @@
+"""Errors a client is told about, in OpenAI's shape and with OpenAI's status codes.
+
+APIError
+├── InvalidRequestError (400)
+│   ├── UnsupportedParameterError   a field we know of and do not support
+│   ├── UnknownParameterError       a field nobody knows
+│   └── ContextLengthError          prompt and output exceed the model's length
+├── InvalidKeyError (401)
+├── NotFoundError (404)
+│   └── ModelNotFoundError
+├── MethodNotAllowedError (405)
+├── BodyTimeoutError (408)
+├── BodyTooLargeError (413)
+├── MediaTypeError (415)
+├── OverloadedError (429, Retry-After)
+├── InternalError (500)
+└── UnavailableError (503, Retry-After)
+"""
+
+from typing import ClassVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from pagewise_gateway.generation import AdmissionError, GenerationError, NoExecutorError
+
+RETRY_AFTER_SECONDS = 2
+"""Where nothing better is known: about what an executor takes to come back."""
+
+
+class ErrorDetail(Struct, frozen=True):
+    """What went wrong: ``param`` names the field, ``code`` is for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(Struct, frozen=True):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class APIError(Exception):
+    """An answer that is not a success; the text is shown to the client."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+    headers: ClassVar[dict[str, str]] = {}
+    retry_after: int | None = None
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if retry_after is not None:
+            self.retry_after = max(1, retry_after)
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(ErrorResponse(ErrorDetail(str(self), self.type, self.param, self.code)))
+
+    def response(self) -> web.Response:
+        """The answer."""
+        headers = dict(self.headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=headers)
+
+
+class InvalidRequestError(APIError):
+    """The request cannot be understood or has an unusable value; ``param`` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class UnsupportedParameterError(InvalidRequestError):
+    """A field of OpenAI's or vLLM's API that Pagewise does not support, with a value that asks for something."""
+
+    code = "unsupported_parameter"
+
+
+class UnknownParameterError(InvalidRequestError):
+    """A field that no API has."""
+
+    code = "unknown_parameter"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together exceed what the model, or the KV pool, can hold."""
+
+    code = "context_length_exceeded"
+
+
+class InvalidKeyError(APIError):
+    """The request comes without an API key that is good."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFoundError(APIError):
+    """There is nothing at this path."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """No model of this name is served here."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowedError(APIError):
+    """The path exists, the method does not."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTimeoutError(APIError):
+    """The body did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+    headers: ClassVar[dict[str, str]] = {"Connection": "close"}
+
+
+class BodyTooLargeError(APIError):
+    """The body exceeds the limit."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class MediaTypeError(APIError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class OverloadedError(APIError):
+    """Too much waits already, or its API key is over a limit. ``retry_after``: seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after = RETRY_AFTER_SECONDS
+
+
+class InternalError(APIError):
+    """Something failed on our side."""
+
+    code = "internal_error"
+
+
+class UnavailableError(APIError):
+    """No scheduler or no executor is there to run the request."""
+
+    status = 503
+    code = "service_unavailable"
+    retry_after = RETRY_AFTER_SECONDS
+
+
+def from_http_exception(error: web.HTTPException, what: str) -> APIError:
+    """The error for an answer that aiohttp itself would have given to ``what`` (method and path)."""
+    kinds: dict[int, type[APIError]] = {
+        404: NotFoundError,
+        405: MethodNotAllowedError,
+        413: BodyTooLargeError,
+        415: MediaTypeError,
+    }
+    kind = kinds.get(error.status, InternalError if error.status >= 500 else InvalidRequestError)
+    return kind(f"{what}: {error.reason}")
+
+
+def failure(error: GenerationError) -> APIError:
+    """The answer to a request that was not taken, or failed after it was."""
+    match error:
+        case AdmissionError(kind="never_fits"):
+            return ContextLengthError(str(error))
+        case AdmissionError(kind="overloaded"):
+            return OverloadedError(str(error), retry_after=error.retry_after)
+        case AdmissionError():
+            return UnavailableError(str(error), retry_after=error.retry_after)
+        case NoExecutorError():
+            return UnavailableError(str(error))
+        case _:
+            return InternalError(str(error))

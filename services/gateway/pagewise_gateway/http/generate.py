@@ -1,0 +1,90 @@
+"""Runs what one HTTP request asks for: submits it, reads its news, aborts it."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from pagewise_shared.protocol import TokenLogprobs
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_gateway.generation import GenerationRequest, Prompt, SequenceDelta
+from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.params import beam_params, stop_texts
+from pagewise_gateway.http.responses import PromptTokensDetails, Usage
+from pagewise_gateway.http.schema import GenerationFields
+from pagewise_gateway.link import LiveRequest, SchedulerLink
+
+
+class Generation:
+    """What runs for one HTTP request. Leaving the context aborts what still does.
+
+    Deltas come out with ``index`` being the choice's index in the response: prompt by prompt, n each.
+    """
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        body: GenerationFields,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        n: int,
+        request_id: str,
+        client: Client,
+    ) -> None:
+        self.n = n
+        self._link = link
+        self._request = GenerationRequest(
+            request_id=request_id,
+            prompts=tuple(prompts),
+            sampling=sampling,
+            n=n,
+            stop=stop_texts(body),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            wants_token_ids=bool(body.return_token_ids),
+            whole=not body.stream,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            beam=beam_params(body, n),
+            best_of=body.best_of if body.best_of is not None and body.best_of > n else 0,
+            arrival_time=monotonic(),
+            key=client.name,
+            limits=client.limits,
+        )
+        self._live: LiveRequest
+
+    def __enter__(self) -> "Generation":
+        self._live = self._link.submit(self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.abort()
+
+    async def news(self) -> list[SequenceDelta]:
+        """Wait for what is new, at most one delta for each choice; nothing once all have ended.
+
+        Raises:
+            GenerationError: it was not taken, or failed.
+        """
+        return await self._live.next()
+
+    async def outputs(self) -> list[SequenceDelta]:
+        """Wait for all that comes, as one delta for each choice, in order.
+
+        Raises:
+            GenerationError: it was not taken, or failed.
+        """
+        deltas = await self._live.next()  # whole: there are no others
+        await self._live.next()
+        return sorted(deltas, key=lambda delta: delta.index)
+
+    def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the prompt of a choice, if they are wanted; complete before its first delta."""
+        return self._live.outputs[index].prompt.logprobs
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        live = self._live
+        prompt = sum(len(one.tokens) for one in self._request.prompts)
+        output = live.num_output_tokens
+        cached = sum(one.cached_tokens for one in live.prompts)
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))

@@ -1,0 +1,220 @@
+"""The listening socket: how many connections there may be, and for how long one may idle."""
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from pagewise_gateway.http.errors import UnavailableError
+from pagewise_gateway.http.server_log import ServerLog
+from pagewise_gateway.http.tls import Certificate
+from pagewise_gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted."""
+
+_PAUSE_SECONDS = 1.0
+
+OTHER_FILES = 256
+"""Open files that are no connections of clients: the scheduler, logs, the model."""
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application,
+    metrics: Metrics,
+    *,
+    host: str,
+    port: int,
+    max_connections: int,
+    keepalive_timeout: float,
+    shutdown_timeout: float,
+    reuse_port: bool = False,
+    certificate: Certificate | None = None,
+) -> AsyncIterator["Door"]:
+    """Serve ``app`` until the context is left.
+
+    ``keepalive_timeout``: seconds that a connection may be without a request, or take to send the head of one.
+    ``shutdown_timeout``: seconds that requests in progress have at the end. ``reuse_port``: others may listen on the
+    same port.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        keepalive_timeout=keepalive_timeout,
+        shutdown_timeout=shutdown_timeout,
+        access_log=None,
+        logger=ServerLog(),
+    )
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        sockets = await _bound(host, port, reuse_port)
+        door = Door(runner.server, max_connections, metrics, certificate, keepalive_timeout)
+        for listener in sockets:
+            door.open(listener)
+        try:
+            yield door
+        finally:
+            await door.close()
+    finally:
+        await runner.cleanup()
+
+
+async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
+    """A listening socket for each address of ``host``."""
+    sockets: list[socket.socket] = []
+    loop = asyncio.get_running_loop()
+    try:
+        for family, kind, protocol, _, address in await loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            listener = socket.socket(family, kind, protocol)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+    except OSError as error:
+        for listener in sockets:
+            listener.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return sockets
+
+
+class Door:
+    """Accepts connections, as many as there may be, and turns the others away.
+
+    It takes all that wait at once. libuv takes one each time round the event loop, which is a few a second where
+    thousands of streams keep the loop busy. ``address``: host and port where it was opened first.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        most: int,
+        metrics: Metrics,
+        certificate: Certificate | None,
+        handshake_timeout: float,
+    ) -> None:
+        self.address = ("", 0)
+        self._server, self._most, self._metrics = server, most, metrics
+        self._certificate, self._handshake_timeout = certificate, handshake_timeout
+        metrics.http_connections.set_function(lambda: len(server.connections))
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arriving: set[socket.socket] = set()
+        self._told = False
+
+    def open(self, listener: socket.socket) -> None:
+        """Accept connections of a listening socket from now on."""
+        if not self._listeners:
+            self.address = listener.getsockname()[:2]
+        self._listeners.append(listener)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    async def close(self) -> None:
+        """Accept those that wait, and then no more: closing would break their connections."""
+        for listener in self._listeners:
+            self._accept(listener)
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _accept(self, listener: socket.socket) -> None:
+        number = len(self._server.connections) + len(self._arriving)
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:  # out of files or memory: those that wait are taken when there are some again
+                log.error("cannot accept connections for %g s: %s", _PAUSE_SECONDS, error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
+                break
+            connection.setblocking(False)
+            self._arriving.add(connection)
+            task = self._loop.create_task(self._take(connection, number < self._most))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            number += 1
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    async def _take(self, connection: socket.socket, welcome: bool) -> None:
+        secure = self._certificate is not None
+
+        def protocol() -> asyncio.Protocol:
+            if not secure:  # else there is a handshake first
+                self._arriving.discard(connection)  # from here on the server counts it
+            return self._server() if welcome else _TurnAway()
+
+        try:
+            if self._certificate is None:
+                await self._loop.connect_accepted_socket(protocol, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    protocol,
+                    connection,
+                    ssl=self._certificate.context(),
+                    ssl_handshake_timeout=self._handshake_timeout,
+                )
+        except OSError as error:  # it has hung up already, or its handshake failed
+            log.debug("a connection did not come about: %s", error)
+            connection.close()
+        finally:
+            self._arriving.discard(connection)
+        if not welcome:
+            self._metrics.http_connections_refused.inc()
+            if not self._told:
+                self._told = True
+                log.warning("%d connections are open, the most there may be: others are answered 503", self._most)
+
+
+class _TurnAway(asyncio.Protocol):
+    """Says that there are too many connections, and closes, once the client has had time to read it: closing at once
+    what it still sends to would reset the connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        asyncio.get_running_loop().call_later(_PAUSE_SECONDS, transport.abort)
+        error = UnavailableError("too many connections")
+        body = error.body()
+        head = (
+            f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            f"Retry-After: {error.retry_after}\r\nConnection: close\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        if transport.can_write_eof():  # TLS cannot
+            transport.write_eof()
+
+
+def raise_file_limit(max_connections: int) -> int:
+    """Let the process open as many files as it may; returns how many connections that leaves room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY or hard - OTHER_FILES >= max_connections:
+        return max_connections
+    most = max(1, hard - OTHER_FILES)
+    log.warning("the process may open %d files: at most %d connections, not %d", hard, most, max_connections)
+    return most

@@ -1,0 +1,126 @@
+"""The OpenAPI document, generated from the request structs."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
+from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Health,
+    Model,
+    ModelList,
+    TokenizeResponse,
+    Version,
+)
+from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+# Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
+_POSTS: dict[str, tuple[str, type, type, type | None]] = {
+    "/v1/completions": (
+        "Complete one or several prompts.",
+        CompletionRequest,
+        CompletionResponse,
+        CompletionResponse,
+    ),
+    "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
+    "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
+    "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
+}
+_GETS: dict[str, tuple[str, type | None]] = {
+    "/v1/models": ("The model that is served.", ModelList),
+    "/v1/models/{model}": ("The model by its name.", Model),
+    "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
+    "/version": ("The version of this service.", Version),
+    "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
+    "/debug/requests/{request_id}": ("A request's blocks and their history; ?limit=N cuts lists.", None),
+}
+_ERRORS = {
+    400: "The request is wrong; param names the field.",
+    401: "An API key is needed, or it is not good.",
+    404: "No such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    429: "Too much waits, or the API key is over one of its limits; Retry-After says when to come back.",
+    500: "It failed on our side.",
+    503: "No scheduler answers, or no executor is ready.",
+}
+_REF = "#/components/schemas/{name}"
+
+
+def document(version: str, model_name: str) -> dict[str, Any]:
+    """The document, as plain JSON values."""
+    types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
+    _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
+    paths: dict[str, Any] = {path: {"post": _post(path)} for path in _POSTS}
+    paths |= {path: {"get": _get(path)} for path in _GETS}
+    paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
+    text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text["503"] = _error("No scheduler answers.")
+    paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"Pagewise, serving {model_name}", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(components.items())),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(path: str) -> dict[str, Any]:
+    summary, request, answer, event = _POSTS[path]
+    responses = _good(_ref(answer))
+    if event is not None:
+        # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]".
+        chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
+        data = {"anyOf": [{"const": "[DONE]"}, chunk]}
+        item = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
+    responses |= {str(status): _error(text) for status, text in _ERRORS.items()}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    return _operation(summary, responses) | {"requestBody": body}
+
+
+def _get(path: str) -> dict[str, Any]:
+    summary, answer = _GETS[path]
+    responses = _good(_ref(answer) if answer is not None else {"type": "object"})
+    operation = _operation(summary, responses)
+    if path == "/health":
+        responses["503"] = responses["200"] | {"description": "There is no scheduler, or no executor is ready."}
+    parameters: list[dict[str, Any]] = []
+    if named := re.search(r"{(\w+)}", path):
+        responses["404"] = _error("Nothing of that name.")
+        parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
+    if path.startswith("/debug/"):
+        responses["400"] = _error("limit is no number, or out of range.")
+        responses["503"] = _error("No scheduler answers.")
+        schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
+        parameters.append({"name": "limit", "in": "query", "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    return {"summary": summary, "responses": responses}
+
+
+def _good(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+
+
+def _error(text: str) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _ref(ErrorResponse)}}}
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}

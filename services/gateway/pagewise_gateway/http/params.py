@@ -1,0 +1,242 @@
+"""From a request body to what the engine runs: defaults, limits, and errors that name the field."""
+
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from pagewise_shared.sampling import BeamParams, SamplingParams
+
+from pagewise_gateway.generation import Capacity
+from pagewise_gateway.http.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from pagewise_gateway.http.schema import GenerationFields
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+_MOST_CANDIDATES = 1 << 16
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures are greedy: dividing by them would overflow."""
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What this service allows beyond the model's own limits."""
+
+    model_name: str
+    max_n: int
+
+
+def check_model(name: str | None, limits: Limits) -> None:
+    """Refuse another model's name.
+
+    Raises:
+        ModelNotFoundError: it is not the one that is served.
+    """
+    if name is not None and name != limits.model_name:
+        raise ModelNotFoundError(f"the model {name!r} does not exist here; {limits.model_name!r} does", param="model")
+
+
+def check_common(body: GenerationFields, limits: Limits) -> int:
+    """Check what needs no tokens; returns n.
+
+    Raises:
+        ModelNotFoundError: another model is meant.
+        InvalidRequestError: n is over the limit, or fields contradict each other.
+    """
+    check_model(body.model, limits)
+    n = body.n or 1
+    if n > limits.max_n:
+        raise InvalidRequestError(f"n is {n}, the most this server allows is {limits.max_n}", "n")
+    if body.best_of is not None and not n <= body.best_of <= limits.max_n:
+        raise InvalidRequestError(f"best_of is {body.best_of}; it may be from n, {n}, to {limits.max_n}", "best_of")
+    _check_choosing(body, n)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
+    return n
+
+
+def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
+    """How to search, if the request wants beams."""
+    if not body.use_beam_search:
+        return None
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return BeamParams(body.best_of or n, penalty, body.early_stopping or False)
+
+
+def _check_choosing(body: GenerationFields, n: int) -> None:
+    """Fields that beam search and best_of have no use for, and those that only beam search has."""
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
+            raise InvalidRequestError("length_penalty is only allowed with use_beam_search", "length_penalty")
+        if body.early_stopping:
+            raise InvalidRequestError("early_stopping is only allowed with use_beam_search", "early_stopping")
+    if not body.use_beam_search and body.best_of in (None, n):
+        return
+    what = "use_beam_search" if body.use_beam_search else "best_of"
+    refused = {"stop": body.stop, "logprobs": getattr(body, "logprobs", None), "echo": getattr(body, "echo", None)}
+    if body.use_beam_search:
+        refused |= {
+            "temperature": body.temperature,
+            "top_p": body.top_p not in (None, 1.0),
+            "top_k": (body.top_k or 0) > 0,
+            "min_p": body.min_p,
+            "min_tokens": body.min_tokens,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "repetition_penalty": body.repetition_penalty not in (None, 1.0),
+            "logit_bias": body.logit_bias,
+            "bad_words": body.bad_words,
+            "allowed_token_ids": body.allowed_token_ids,
+        }
+        width, ends = body.best_of or n, len(body.stop_token_ids or ())
+        if width * width * (2 + ends) > _MOST_CANDIDATES:
+            raise InvalidRequestError(
+                f"{width} beams with {ends} stop_token_ids have too many continuations to rank for every token: "
+                f"width * width * (stop_token_ids + 2) may be at most {_MOST_CANDIDATES}",
+                "stop_token_ids" if ends else "n",
+            )
+    for name, value in refused.items():
+        if value or (name == "logprobs" and value is not None and value is not False):
+            raise InvalidRequestError(f"{name} cannot be used with {what}", name)
+    if body.max_tokens == 0:
+        raise InvalidRequestError(f"max_tokens must be at least 1 with {what}", "max_tokens")
+
+
+def sampling_params(
+    body: GenerationFields,
+    tokenizer: Tokenizer,
+    capacity: Capacity,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Sampling parameters of a request, defaults filled in, everything checked against the vocabulary.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; ``param`` names it.
+    """
+    stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
+    if not body.ignore_eos:
+        ends = (token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # others are never drawn
+        stop_ids = tuple(sorted({*stop_ids, *ends}))
+    top_p = 1.0 if body.top_p is None else body.top_p
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if temperature < _GREEDY_BELOW or top_p == 0.0:  # a nucleus of nothing but the best token
+        temperature, top_p = 0.0, 1.0
+    return SamplingParams(
+        temperature=temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=top_p,
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=stop_ids,
+        logit_bias=_logit_bias(body.logit_bias or {}, capacity),
+        allowed_token_ids=_token_ids("allowed_token_ids", body.allowed_token_ids, capacity),
+        bad_words=_bad_words(body.bad_words or [], tokenizer),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def output_budget(
+    body: GenerationFields,
+    wanted: int | None,
+    default: int | None,
+    num_prompt_tokens: int,
+    capacity: Capacity,
+    *,
+    prompt: str = "prompt",
+    output: str = "max_tokens",
+) -> int:
+    """Output tokens a sequence may have; ``default`` None is what the model's length leaves.
+
+    ``prompt`` and ``output`` name the fields that errors speak of.
+
+    Raises:
+        InvalidRequestError: the number is negative, or less than ``min_tokens``.
+        ContextLengthError: prompt and output do not fit.
+    """
+    if wanted is not None and wanted < 0:
+        raise InvalidRequestError(f"{output} must not be negative", output)
+    left = capacity.max_model_len - num_prompt_tokens
+    about = f"This model's maximum context length is {capacity.max_model_len} tokens."
+    if left < (0 if wanted == 0 else 1):
+        raise ContextLengthError(
+            f"{about} However, your {prompt} resulted in {num_prompt_tokens} tokens"
+            f"{'' if wanted == 0 else ', which leaves none for the output'}. Please reduce its length.",
+            prompt,
+        )
+    budget = wanted if wanted is not None else left if default is None else min(left, default)
+    if budget > left:
+        raise ContextLengthError(
+            f"{about} However, you requested {num_prompt_tokens + budget} tokens ({num_prompt_tokens} in the {prompt}, "
+            f"{budget} in the completion). Please reduce the length of the {prompt} or the completion.",
+            output,
+        )
+    if (body.min_tokens or 0) > budget:
+        raise InvalidRequestError(f"min_tokens is {body.min_tokens}, {output} is only {budget}", "min_tokens")
+    return budget
+
+
+def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | None, capacity: Capacity) -> "array[int]":
+    """The prompt's last ``truncate_prompt_tokens`` tokens (-1: as many as leave room for ``max_tokens``).
+
+    Raises:
+        InvalidRequestError: nothing would be left.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return tokens
+    if keep == -1:
+        keep = capacity.max_model_len - (1 if max_tokens is None else max_tokens)
+    if keep < 1:
+        raise InvalidRequestError("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
+    return tokens if len(tokens) <= keep else tokens[-keep:]
+
+
+def stop_texts(body: GenerationFields) -> tuple[str, ...]:
+    """The stop strings, as a tuple."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[int, ...]:
+    for token in ids or ():
+        if token >= capacity.vocab_size:
+            raise InvalidRequestError(
+                f"{name}: token id {token} is outside the vocabulary of {capacity.vocab_size}", name
+            )
+    return tuple(ids or ())
+
+
+def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
+    result = {}
+    for key, value in bias.items():
+        # The length first: turning a string of a million digits into a number takes its time.
+        if len(key) > 10 or not (key.isascii() and key.isdigit()) or int(key) >= capacity.vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {key[:20]!r} is no token id below {capacity.vocab_size}", "logit_bias"
+            )
+        result[int(key)] = value
+    return result
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, as it stands and as it reads behind a space.
+
+    The second form only counts if it is as long and begins differently, as in vLLM: else it would ban the space.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if plain:
+            found[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
+    return tuple(found)

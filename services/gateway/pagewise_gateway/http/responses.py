@@ -1,0 +1,185 @@
+"""The bodies Pagewise answers with: OpenAI's shapes, and vLLM's fields on top of them.
+
+A field that is UNSET is left out; one that is None is there as null, as OpenAI has it.
+"""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class PromptTokensDetails(Struct):
+    """How many of the prompt's tokens were found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct):
+    """Token counts of a request, summed over its prompts and outputs."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Struct):
+    """Log-probabilities of text completions: one entry per token in each list.
+
+    ``text_offset``: where in the choice's text the token starts, in characters.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    """One output of a text completion, or what is new in it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(Struct):
+    """Answer of ``/v1/completions``, and every chunk of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TokenLogprob(Struct):
+    """A token's log-probability. ``bytes``: the token's UTF-8, which may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenTokenLogprob(TokenLogprob):
+    """The same for a token of the output, with the most likely alternatives, best first."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities of chat completions."""
+
+    content: list[ChosenTokenLogprob]
+
+
+class AssistantMessage(Struct):
+    """The reply."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(Struct):
+    """One output of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(Struct):
+    """Answer of ``/v1/chat/completions``."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    """What is new in the reply."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """What is new in one output."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """A chunk of a stream of ``/v1/chat/completions``."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Model(Struct):
+    """A model that is served. ``max_model_len``: null until an executor has joined."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: str = "pagewise"
+
+
+class ModelList(Struct):
+    """Answer of ``/v1/models``."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class TokenizeResponse(Struct):
+    """Answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Struct):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Health(Struct):
+    """Answer of ``/health``: how many executors are ready, and whether the scheduler answers."""
+
+    status: str
+    executors: int
+    scheduler: bool
+
+
+class Version(Struct):
+    """Answer of ``/version``."""
+
+    version: str

@@ -1,0 +1,132 @@
+"""Server-sent events to one client."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pagewise_gateway.generation import GenerationError, SequenceDelta
+from pagewise_gateway.http.context import REQUEST_ID, Service
+from pagewise_gateway.http.errors import APIError, InternalError, failure
+from pagewise_gateway.http.generate import Generation
+
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+_SMALL = 32 * 1024
+"""A write of so many bytes to a transport that has nothing buffered never waits."""
+_MARK = "\x00text"
+"""Stands for a text in a template; no chunk holds it otherwise."""
+
+encode = msgspec.json.Encoder().encode
+"""JSON of a value."""
+
+
+def event(data: object) -> bytes:
+    """An event with the JSON of ``data``."""
+    return b"data: %b\n\n" % encode(data)
+
+
+class EventTemplate:
+    """Events that differ in one text alone: what is around it is encoded once."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, chunk: Callable[[str], object]) -> None:
+        """``chunk``: the data of the event with a text."""
+        self._before, self._after = event(chunk(_MARK)).split(encode(_MARK))
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return b"%b%b%b" % (self._before, encode(text), self._after)
+
+
+class EventWriter:
+    """Writes events, and cuts a client off that stops reading.
+
+    What is buffered for a client is bounded: the transport's buffer (64 KiB) and one write more.
+    """
+
+    def __init__(self, request: web.Request, service: Service) -> None:
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **service.headers(request),
+            }
+        )
+        self._request = request
+        self._service = service
+
+    async def send(self, data: bytes) -> None:
+        """Write the bytes of one or several events in one go.
+
+        Raises:
+            ConnectionError: the client is gone, or stopped reading.
+        """
+        if not data:
+            return
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        transport = self._request.transport
+        if transport is not None and len(data) <= _SMALL and not transport.get_write_buffer_size():
+            await self.response.write(data)  # the usual case, without the price of a timeout
+        else:
+            await self._in_time(self.response.write(data))
+
+    async def finish(self) -> web.StreamResponse:
+        """End the stream."""
+        await self._in_time(self.response.write_eof())
+        return self.response
+
+    async def fail(self, error: APIError) -> web.StreamResponse:
+        """End the stream with an event that tells of an error."""
+        await self.send(b"data: %b\n\n" % error.body())
+        return await self.finish()
+
+    async def _in_time(self, writing: Any) -> None:
+        try:
+            async with asyncio.timeout(self._service.write_timeout):
+                await writing
+        except TimeoutError:
+            self._service.metrics.slow_readers.inc()
+            log.info("request %s: the client stopped reading, cutting it off", self._request[REQUEST_ID])
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
+
+
+async def stream_events(
+    request: web.Request,
+    service: Service,
+    generation: Generation,
+    events: Callable[[list[SequenceDelta]], bytes],
+    last: Callable[[], bytes],
+) -> web.StreamResponse:
+    """Answer with a stream: the ``events`` of each piece of news, the ``last`` events, ``[DONE]``.
+
+    The response starts with the first news, so that a request that fails before still gets a proper status, and
+    clients that time the first event measure the first token.
+    """
+    writer = EventWriter(request, service)
+    try:
+        while news := await generation.news():
+            await writer.send(events(news))
+    except GenerationError as error:
+        if not writer.response.prepared:
+            raise
+        return await writer.fail(failure(error))
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        if not writer.response.prepared:
+            raise
+        log.exception("request %s failed", request[REQUEST_ID])
+        return await writer.fail(InternalError("internal error"))
+    await writer.send(last() + DONE)
+    return await writer.finish()

@@ -1,0 +1,121 @@
+"""Fields of OpenAI's and vLLM's APIs that Pagewise does not support.
+
+A field is refused by name, unless its value asks for nothing: SDKs and frontends send such values unasked.
+"""
+
+from typing import Any
+
+from pagewise_gateway.http.errors import UnsupportedParameterError
+
+# Field -> values that ask for nothing. Null always does.
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM
+    "chat_template": (),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True, False),
+    "kv_transfer_params": (),
+    "logits_processors": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "request_id": (),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "vllm_xargs": ({},),
+}
+
+# In a message, and only there.
+_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+def drop_unsupported(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """The fields without nulls and without unsupported fields that ask for nothing.
+
+    ``known``: fields the request has; they are left alone.
+
+    Raises:
+        UnsupportedParameterError: a field asks for something Pagewise does not do.
+    """
+    kept = _drop(fields, _FIELDS, known, "")
+    response_format = kept.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type") in ("json_object", "json_schema"):
+        raise UnsupportedParameterError(
+            f"response_format of type {response_format['type']} is not supported: only text is", "response_format"
+        )
+    if isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [_drop_in_message(message, i) for i, message in enumerate(messages)]
+    return kept
+
+
+def _drop(
+    fields: dict[str, Any], table: dict[str, tuple[Any, ...]], known: frozenset[str], prefix: str
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if value is None:
+            # An unknown name is kept, so that it is refused even as null.
+            if name not in table and name not in known:
+                kept[name] = value
+        elif name in known or name not in table:
+            kept[name] = value
+        elif not any(type(value) is type(harmless) and value == harmless for harmless in table[name]):
+            raise UnsupportedParameterError(f"{prefix}{name} is not supported by Pagewise", f"{prefix}{name}")
+    return kept
+
+
+_MESSAGE_KNOWN = frozenset({"role", "content", "name"})
+
+
+def _drop_in_message(message: Any, index: int) -> Any:
+    if not isinstance(message, dict):
+        return message
+    place = f"messages[{index}]"
+    if message.get("role") in ("tool", "function"):
+        raise UnsupportedParameterError(f"{place}: messages of role {message['role']} are not supported", place)
+    kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{place}.")
+    if isinstance(parts := kept.get("content"), list):
+        for i, part in enumerate(parts):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise UnsupportedParameterError(
+                    f"{place}.content[{i}]: parts of type {kind} are not supported: only text is",
+                    f"{place}.content[{i}]",
+                )
+    elif "content" not in kept and kept.get("role") == "assistant":
+        kept["content"] = ""  # SDKs send back a null content as they got it
+    return kept

@@ -1,0 +1,253 @@
+"""The connection to the scheduler: joins it, notices when it is gone, and joins it or the next one again."""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from time import monotonic
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from pagewise_shared.connections import Connections
+from pagewise_shared.curve import Keys
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog, printable
+from pagewise_shared.protocol import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    FleetState,
+    GatewayHello,
+    GatewayWelcome,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    Outputs,
+    QueryAnswer,
+    Refused,
+    Rejoin,
+    decode_to_gateway,
+    encode,
+)
+from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
+
+from pagewise_gateway.metrics import Drop, Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+SILENCE_SECONDS = 5.0
+"""After so long without a word the scheduler is taken to hang."""
+_LONGEST_HEARTBEAT_MS = 60_000
+_LEAST_SESSION_SECONDS = 1.0
+_GOODBYE_SECONDS = 0.2
+
+
+class RefusedError(Exception):
+    """The scheduler does not let this gateway in; the text is its reason."""
+
+
+class Handler(Protocol):
+    """What a connection tells of."""
+
+    def joined(self, epoch: int) -> None:
+        """A scheduler has let this gateway in. It knows of nothing that was said under another epoch."""
+        ...
+
+    def lost(self) -> None:
+        """There is no scheduler any more."""
+        ...
+
+    def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
+        """A message of the current epoch has come.
+
+        Raises:
+            ProtocolError: no scheduler sends this.
+        """
+        ...
+
+
+class SchedulerConnection:
+    """One gateway's connection: Hello, Welcome, heartbeats, and again whenever it breaks or falls silent.
+
+    ``epoch``: under which a scheduler knows this gateway; None: none does.
+    """
+
+    def __init__(
+        self, endpoint: str, hello_as: tuple[str, str], handler: Handler, metrics: Metrics, keys: Keys | None = None
+    ) -> None:
+        """``hello_as``: id of the gateway, and the model's name."""
+        self.epoch: int | None = None
+        gateway_id, model_name = hello_as
+        self._hello = GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, gateway_id, model_name)
+        self._endpoint = endpoint
+        self._keys = keys
+        self._handler = handler
+        self._metrics = metrics
+        self._heartbeat_seconds = 1.0
+        self._last_heard = 0.0
+        self._joined_at = float("-inf")
+        self._complaints = BoundedLog(log)
+        self._joined, self._lost = asyncio.Event(), asyncio.Event()
+        self._outbox: deque[Message] = deque()
+        self._outgoing = asyncio.Event()
+
+    @property
+    def answers(self) -> bool:
+        """Whether a scheduler has let this gateway in, and been heard of lately."""
+        return self.epoch is not None and monotonic() - self._last_heard < 3 * self._heartbeat_seconds
+
+    def send(self, message: Message) -> None:
+        """Send a message of the current epoch; dropped if that ends before it has gone out."""
+        self._outbox.append(message)
+        self._outgoing.set()
+
+    def renew(self, why: str) -> None:
+        """Join again, under another epoch."""
+        self._lose(why)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; then say Goodbye.
+
+        Raises:
+            RefusedError: the scheduler does not let this gateway in.
+            ConfigError: it asks for a key, and there is none.
+        """
+        context = zmq.asyncio.Context()
+        self._socket = make_dealer(context, self._keys, MAX_FRAME_BYTES)
+        connections = Connections(self._socket)
+        self._socket.connect(self._endpoint)
+        tasks = [
+            asyncio.ensure_future(job)
+            for job in (
+                self._receive(),
+                self._greet(),
+                self._keep_in_touch(),
+                self._send_out(),
+                watch_connection(connections, self._socket, self._endpoint, self._keys, self._broke),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self.epoch is not None:
+                with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_SECONDS):
+                        for message in (*self._outbox, Goodbye(self.epoch, "stopped")):
+                            await self._socket.send(encode(message))
+            self.epoch = None
+            connections.close()
+            self._socket.close()
+            context.term()
+
+    # ---- joining -------------------------------------------------------------------------------------
+
+    async def _greet(self) -> None:
+        """Say Hello until there is a Welcome, again whenever the scheduler is lost."""
+        while True:
+            # Whoever lets us in and is lost at once, over and over, would be told of all requests each time.
+            await asyncio.sleep(max(0.0, self._joined_at + _LEAST_SESSION_SECONDS - monotonic()))
+            attempt = 0
+            while self.epoch is None:
+                pause = HELLO_PAUSES[min(attempt, len(HELLO_PAUSES) - 1)]
+                # Not wait_for: before Python 3.12 it can swallow a cancellation.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._socket.send(encode(self._hello))
+                        await self._joined.wait()
+                if self.epoch is None and attempt < len(HELLO_PAUSES):
+                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                attempt += 1
+            await self._lost.wait()
+
+    def _join(self, welcome: GatewayWelcome) -> None:
+        if welcome.epoch == self.epoch:
+            return
+        if self.epoch is not None:  # it was told Hello twice, and holds nothing of what it was told in between
+            self._lose("the scheduler has let this gateway in again")
+        self.epoch = welcome.epoch
+        self._heartbeat_seconds = min(max(1, welcome.heartbeat_ms), _LONGEST_HEARTBEAT_MS) / 1000
+        self._joined_at = monotonic()
+        self._lost.clear()
+        self._joined.set()
+        log.info("joined the scheduler at %s", self._endpoint)
+        self._handler.joined(welcome.epoch)
+
+    def _lose(self, why: str) -> None:
+        """Give this epoch up; what has not gone out under it is void."""
+        if self.epoch is not None:
+            self._complaints.warning("%s, saying Hello again", why)
+            self._metrics.rejoins.inc()
+            self.epoch = None
+            self._outbox.clear()
+            self._joined.clear()
+            self._lost.set()
+            self._handler.lost()
+
+    def _broke(self) -> None:
+        self._lose("the connection to the scheduler broke")
+
+    async def _keep_in_touch(self) -> None:
+        """Heartbeats, and a new Hello when nothing has been heard for long."""
+        while True:
+            await asyncio.sleep(self._heartbeat_seconds)
+            if self.epoch is None:
+                continue
+            if monotonic() - self._last_heard > max(SILENCE_SECONDS, 3 * self._heartbeat_seconds):
+                self._lose(f"nothing heard from the scheduler for {SILENCE_SECONDS:g} s")
+            else:
+                self.send(Heartbeat(self.epoch))
+
+    # ---- frames --------------------------------------------------------------------------------------
+
+    async def _send_out(self) -> None:
+        while True:
+            await self._outgoing.wait()
+            self._outgoing.clear()
+            while self._outbox:
+                await self._socket.send(encode(self._outbox.popleft()))
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_to_gateway(frame)
+            except ProtocolError as error:
+                self._drop("undecodable", str(error))
+                continue
+            self._last_heard = monotonic()
+            match message:
+                case Outputs() | FleetState() if message.epoch != self.epoch:
+                    self._metrics.frames_dropped("stale_epoch").inc()
+                case Outputs() | FleetState() | QueryAnswer():
+                    self._hand_on(message)
+                case GatewayWelcome():
+                    self._join(message)
+                case HeartbeatAck(epoch):
+                    if epoch != self.epoch:
+                        self._lose("the scheduler knows this gateway under another epoch")
+                case Rejoin():
+                    self._lose("the scheduler does not know this gateway")
+                case Refused(reason):
+                    raise RefusedError(printable(reason, 1000))
+
+    def _hand_on(self, message: FleetState | Outputs | QueryAnswer) -> None:
+        try:
+            self._handler.received(message)
+        except ProtocolError as error:
+            self._drop("impossible", str(error))
+        except Exception:
+            log.exception("a frame from the scheduler could not be applied")
+            self._drop("impossible", "it could not be applied")
+
+    def _drop(self, reason: Drop, detail: str) -> None:
+        """A frame is lost, and with it perhaps tokens: only a new session brings them back."""
+        self._metrics.frames_dropped(reason).inc()
+        self._complaints.warning("dropped a frame from the scheduler (%s): %s", reason, printable(detail))
+        self._lose("a frame from the scheduler was lost")

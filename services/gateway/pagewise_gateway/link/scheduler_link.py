@@ -1,0 +1,260 @@
+"""The link to the scheduler: takes requests from the HTTP surface and keeps them going, whatever scheduler there is."""
+
+import asyncio
+import logging
+from itertools import count
+from time import monotonic
+from typing import Literal
+
+from pagewise_shared.curve import Keys
+from pagewise_shared.protocol import (
+    Abort,
+    FinishStream,
+    FleetState,
+    MetricsSnapshot,
+    Outputs,
+    Query,
+    QueryAnswer,
+    RequestRefused,
+)
+
+from pagewise_gateway.generation import AdmissionError, Capacity, GenerationRequest
+from pagewise_gateway.link.connection import SchedulerConnection
+from pagewise_gateway.link.live_request import LiveRequest
+from pagewise_gateway.link.stream_table import StreamTable
+from pagewise_gateway.link.submission import submission
+from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+METRICS_SECONDS = 1.0
+"""How often the scheduler is told this gateway's metrics."""
+QUERY_SECONDS = 10.0
+_LONGEST_RETRY_SECONDS = 5.0
+
+
+class SchedulerLink:
+    """All requests of one gateway, and its way to the scheduler.
+
+    A scheduler that is lost takes no request with it: every one is submitted again to the next, with the tokens that it
+    has got. None waits longer than ``timeout`` seconds for one.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        gateway_id: str,
+        model_name: str,
+        timeout: float = 60.0,
+        keys: Keys | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._timeout = timeout
+        self._connection = SchedulerConnection(endpoint, (gateway_id, model_name), self, metrics, keys)
+        self._table = StreamTable(metrics)
+        self._live: dict[LiveRequest, None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._fleet = FleetState(0)
+        self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
+        self._query_numbers = count(1)
+
+    async def run(self) -> None:
+        """Stay linked until cancelled.
+
+        Raises:
+            RefusedError: the scheduler does not let this gateway in.
+            ConfigError: it asks for a key, and there is none.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            periodic = tasks.create_task(self._tend(), name="link")
+            try:
+                await self._connection.run()
+            finally:
+                periodic.cancel()
+
+    # ---- for the HTTP surface ------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> bool:
+        """Whether there is a scheduler, and it has been heard of lately."""
+        return self._connection.answers
+
+    @property
+    def ready_executors(self) -> int:
+        """Executors that take work, as far as a scheduler says so."""
+        return self._fleet.ready_executors if self.answers else 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are being served."""
+        return len(self._live)
+
+    def capacity(self) -> Capacity | None:
+        """The limits that hold now, or held last; None until an executor has joined for the first time."""
+        fleet = self._fleet
+        if not fleet.max_model_len:
+            return None
+        return Capacity(self.ready_executors, fleet.max_model_len, fleet.vocab_size)
+
+    def submit(self, request: GenerationRequest) -> LiveRequest:
+        """Take a request, now or when there is a scheduler. Whether that takes it, its news tell.
+
+        Raises:
+            AdmissionError: this gateway takes no more requests.
+        """
+        if self._closing:
+            raise AdmissionError("unavailable", "the gateway is shutting down")
+        live = LiveRequest(request, self._tokenizer, self._metrics, self._ended)
+        self._live[live] = None
+        self._idle.clear()
+        if self._connection.epoch is not None:
+            self._submit(live, self._connection.epoch)
+        return live
+
+    async def query(self, kind: Literal["metrics", "memory", "request"], argument: str = "", limit: int = 0) -> bytes:
+        """A report of the scheduler: Prometheus' text ("metrics"), or JSON of what ``kind`` names.
+
+        Raises:
+            AdmissionError: there is no scheduler that answers.
+            LookupError: there is nothing of that name.
+        """
+        epoch = self._connection.epoch
+        if epoch is None:
+            raise AdmissionError("unavailable", "no scheduler answers")
+        if kind == "metrics":
+            self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
+        number = next(self._query_numbers)
+        answer: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
+        self._queries[number] = answer
+        try:
+            self._connection.send(Query(epoch, number, kind, argument, limit))
+            async with asyncio.timeout(QUERY_SECONDS):
+                told = await answer
+        except TimeoutError:
+            raise AdmissionError("unavailable", "the scheduler does not answer") from None
+        finally:
+            del self._queries[number]
+        if not told.found:
+            raise LookupError(argument)
+        return told.body
+
+    async def close(self, seconds: float) -> None:
+        """Take no more requests, let those that run go on for so many seconds, and end what is left with an error."""
+        self._closing = True
+        if self._live:
+            log.info("%d requests may go on for %g s", len(self._live), seconds)
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._idle.wait()
+            except TimeoutError:
+                log.warning("%d requests are cut off", len(self._live))
+        for live in list(self._live):
+            live.fail(AdmissionError("unavailable", "the gateway is shutting down"))
+
+    # ---- for the connection --------------------------------------------------------------------------
+
+    def joined(self, epoch: int) -> None:
+        """There is a scheduler: submit everything that is live, in the order in which it came."""
+        if self._live:
+            log.info("submitting %d requests", len(self._live))
+        for live in list(self._live):
+            self._submit(live, epoch)
+
+    def lost(self) -> None:
+        """There is none: everything waits, and numbers mean nothing any more."""
+        now = monotonic()
+        for live in self._live:
+            if live.stream is not None:
+                live.stream, live.waiting_since, live.refusal = None, now, None
+        self._table.clear()
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(AdmissionError("unavailable", "no scheduler answers"))
+
+    def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
+        """Take a message of the current epoch.
+
+        Raises:
+            ProtocolError: no scheduler sends this.
+        """
+        match message:
+            case Outputs():
+                applied = self._table.apply(message)
+                for stream in applied.stopped:
+                    self._connection.send(FinishStream(message.epoch, stream))
+                for live, refused in applied.refused:
+                    self._refused(live, refused)
+            case FleetState():
+                if message.max_model_len:
+                    self._fleet = message
+                else:  # the scheduler is new: what its executors can hold is what they could before
+                    known = self._fleet
+                    self._fleet = FleetState(message.epoch, 0, known.max_model_len, known.vocab_size)
+            case QueryAnswer():
+                if (answer := self._queries.get(message.number)) is not None and not answer.done():
+                    answer.set_result(message)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _submit(self, live: LiveRequest, epoch: int) -> None:
+        if not self._table.add(live):
+            self._connection.renew("there are no numbers left for streams")
+            return
+        live.submissions += 1
+        live.submission_time = now = monotonic()
+        self._connection.send(submission(live, epoch, now))
+
+    def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
+        """One that was never taken is told so. One that was is submitted again after a while: a scheduler that has just
+        started may not have its executors yet."""
+        self._table.remove(live)
+        error = AdmissionError(refused.kind, refused.message, refused.retry_after or None)
+        if live.submissions == 1:
+            live.refuse(error)
+            return
+        log.warning("request %s was not taken again: %s", live.request.request_id, error)
+        live.refusal = error
+        seconds = min(max(1, refused.retry_after), _LONGEST_RETRY_SECONDS)
+        asyncio.get_running_loop().call_later(seconds, self._retry, live)
+
+    def _retry(self, live: LiveRequest) -> None:
+        epoch = self._connection.epoch
+        if epoch is not None and live.stream is None and not live.ended:
+            self._submit(live, epoch)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        error = live.refusal or AdmissionError("unavailable", "no scheduler answers")
+        if live.submissions:
+            live.fail(error)
+        else:
+            live.refuse(error)
+
+    def _ended(self, live: LiveRequest) -> None:
+        epoch, stream = self._connection.epoch, live.stream
+        self._table.remove(live)
+        self._live.pop(live, None)
+        if not self._live:
+            self._idle.set()
+        if epoch is not None and stream is not None and live.unfinished:
+            self._connection.send(Abort(epoch, stream))
+
+    async def _tend(self) -> None:
+        """Tell the scheduler the metrics, and let nobody wait too long for one."""
+        pause = min(METRICS_SECONDS, self._timeout / 4)
+        told = float("-inf")
+        while True:
+            await asyncio.sleep(pause)
+            now = monotonic()
+            for live in list(self._live):
+                if live.stream is None and now - live.waiting_since > self._timeout:
+                    self._give_up(live)
+            if (epoch := self._connection.epoch) is not None and now - told >= METRICS_SECONDS:
+                told = now
+                self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))

@@ -1,0 +1,147 @@
+"""Which stream number is which output, and what a frame of outputs does to them."""
+
+from array import array
+from itertools import chain
+from time import monotonic
+from typing import NamedTuple
+
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import Outputs, PromptFailed, RequestRefused, TokenLogprobs, unpack_int32s
+
+from pagewise_gateway.generation import GenerationError, NoExecutorError
+from pagewise_gateway.link.live_request import LivePrompt, LiveRequest, Output
+from pagewise_gateway.metrics import Metrics
+
+MOST_STREAMS = 2**31 - 1
+"""Streams that can have a number under one epoch."""
+
+
+class Applied(NamedTuple):
+    """What somebody has to do about a frame of outputs.
+
+    ``stopped``: streams that a stop string has ended, which the scheduler does not know yet. ``refused``: requests that
+    were not taken.
+    """
+
+    stopped: list[int]
+    refused: list[tuple[LiveRequest, RequestRefused]]
+
+
+class StreamTable:
+    """The numbers of streams under one epoch, given out in ascending order."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._next = 0
+        # A request or a prompt is known by its first stream.
+        self._requests: dict[int, LiveRequest] = {}
+        self._prompts: dict[int, LivePrompt] = {}
+        self._outputs: dict[int, Output] = {}
+
+    def clear(self) -> None:
+        """Forget all numbers: another epoch begins."""
+        self._next = 0
+        self._requests, self._prompts, self._outputs = {}, {}, {}
+
+    def add(self, live: LiveRequest) -> bool:
+        """Give a request its numbers; False if there are not enough of them left under this epoch."""
+        if self._next + max(1, len(live.outputs)) > MOST_STREAMS:
+            return False
+        live.stream = stream = self._next
+        self._next += max(1, len(live.outputs))
+        self._requests[stream] = live
+        for prompt in live.prompts:
+            self._prompts[stream + prompt.outputs[0].index] = prompt
+        for output in live.outputs:
+            if not output.finished:
+                self._outputs[stream + output.index] = output
+        return True
+
+    def remove(self, live: LiveRequest) -> None:
+        """Forget a request's numbers; what still comes for them is dropped."""
+        if (stream := live.stream) is None:
+            return
+        live.stream = None
+        del self._requests[stream]
+        for prompt in live.prompts:
+            del self._prompts[stream + prompt.outputs[0].index]
+        for output in live.outputs:
+            self._outputs.pop(stream + output.index, None)
+
+    def apply(self, frame: Outputs) -> Applied:
+        """Give everything in a frame to whom it belongs. Streams that are not known have been aborted meanwhile.
+
+        Raises:
+            ProtocolError: no scheduler sends this; nothing has been applied.
+        """
+        streams, tokens = unpack_int32s(frame.streams), unpack_int32s(frame.tokens)
+        if (flaw := _flaw(frame, streams, tokens)) is not None:
+            raise ProtocolError(flaw)
+        now = monotonic()
+        refused = [(live, why) for why in frame.refused if (live := self._requests.get(why.stream)) is not None]
+        for started in frame.started:
+            if (prompt := self._prompts.get(started.stream)) is not None:
+                prompt.start(started)
+            elif (live := self._requests.get(started.stream)) is not None:
+                live.start()
+        for one in frame.prompt_logprobs:
+            if (prompt := self._prompts.get(one.stream)) is not None:
+                prompt.take_logprobs(one.entries)
+        for ending in frame.finished:
+            if ending.stop_token >= 0 and (output := self._outputs.get(ending.stream)) is not None:
+                output.expect_stop(ending.stop_token)
+        stopped = self._take_tokens(streams, tokens, frame.logprobs, now)
+        for ending in frame.finished:
+            output = self._outputs.pop(ending.stream, None) or stopped.pop(ending.stream, None)
+            if output is not None:
+                output.finish(ending.reason, ending.stop_token, now)
+        for output in stopped.values():
+            output.finish("stop", -1, now)
+        for failed in frame.failed:
+            self._fail(failed)
+        return Applied(list(stopped), refused)
+
+    def _take_tokens(
+        self, streams: "array[int]", tokens: "array[int]", logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> dict[int, Output]:
+        """Append tokens to their outputs; returns those that a stop string has ended, which take no more."""
+        outputs = self._outputs
+        stopped: dict[int, Output] = {}
+        gaps: dict[float, int] = {}
+        known = {entry.index: entry for entry in logprobs}
+        for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
+            output = outputs.get(stream)
+            if output is None:
+                continue
+            if output.take(token, now, gaps):
+                stopped[stream] = outputs.pop(stream)
+            if known and (entry := known.get(index)) is not None:
+                output.take_logprobs(entry)
+        for last, count in gaps.items():
+            self._metrics.inter_token_latency_seconds.observe(now - last, count)
+        return stopped
+
+    def _fail(self, failed: PromptFailed) -> None:
+        """A request fails as a whole: its client cannot use a part of its outputs."""
+        if (prompt := self._prompts.get(failed.stream)) is not None:
+            kind = NoExecutorError if failed.kind == "unavailable" else GenerationError
+            prompt.live.fail(kind(failed.message))
+
+
+def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | None:
+    """What is wrong with a frame that could be decoded, if anything is."""
+    if len(streams) != len(tokens):
+        return f"{len(tokens)} tokens for {len(streams)} streams"
+    if tokens and min(tokens) < 0:
+        return "a token below 0"
+    last = -1
+    for entry in frame.logprobs:
+        if not last < entry.index < len(tokens):
+            return f"log-probabilities of token {entry.index} of {len(tokens)}, after those of {last}"
+        last = entry.index
+    for entry in chain(frame.logprobs, *(one.entries for one in frame.prompt_logprobs)):
+        if len(entry.top_ids) != len(entry.top_logprobs):
+            return f"{len(entry.top_logprobs)} log-probabilities of {len(entry.top_ids)} tokens"
+        if not all(0 <= token <= MOST_STREAMS for token in (entry.token_id, *entry.top_ids)):
+            return "log-probabilities of what is no token"
+    return None

@@ -1,0 +1,36 @@
+"""How a request is put to a scheduler, for the first time or again."""
+
+from pagewise_shared.protocol import PromptToGenerate, Submit
+
+from pagewise_gateway.link.live_request import LivePrompt, LiveRequest
+
+
+def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
+    """The message that submits a request under its stream numbers, with all that its outputs have got already.
+
+    ``now``: seconds of the monotonic clock.
+    """
+    request = live.request
+    assert live.stream is not None
+    again = live.submissions > 1
+    return Submit(
+        epoch=epoch,
+        stream=live.stream,
+        request_id=request.request_id,
+        prompts=tuple(_prompt(prompt, again) for prompt in live.prompts),
+        sampling=request.sampling,
+        n=request.n,
+        best_of=request.best_of if request.beam is None else 0,
+        beam=request.beam,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        key=request.key,
+        limits=request.limits,
+        age_us=max(0, int((now - request.arrival_time) * 1e6)),
+    )
+
+
+def _prompt(live: LivePrompt, again: bool) -> PromptToGenerate:
+    """Also of outputs that have nothing yet there is progress, so that a scheduler knows who was taken once."""
+    progress = tuple(output.progress() for output in live.outputs) if again else ()
+    return PromptToGenerate(live.prompt.tokens.tobytes(), live.prompt.max_tokens, progress)

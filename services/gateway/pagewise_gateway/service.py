@@ -1,0 +1,100 @@
+"""Puts the gateway together and runs it until it is told to stop."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.curve import load_keys
+from pagewise_shared.model_files import resolve_model
+
+from pagewise_gateway.http import create_app, listening, load_certificate, raise_file_limit
+from pagewise_gateway.link import SchedulerLink
+from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 2.0
+"""What clients whose streams are cut off at the end may take to read why."""
+
+_COLLECT_AFTER = 100_000
+"""Allocations between two looks for cycles. Every token makes objects, none of them in cycles, and the default of 700
+spends its time looking through those of thousands of streams."""
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Prints ``listening http://HOST:PORT`` (or https) on standard output once requests can come in, whether there is a
+    scheduler or not.
+
+    Raises:
+        ModelError: the model's tokenizer cannot be found or read.
+        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host.
+        OSError: an address cannot be bound.
+        RefusedError: the scheduler does not let this gateway in.
+    """
+    keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
+    tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
+    model_name = config.served_model_name or config.model
+    gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
+    metrics = Metrics(model_name, gateway_id)
+    certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
+    link = SchedulerLink(
+        config.scheduler,
+        tokenizer,
+        metrics,
+        gateway_id=gateway_id,
+        model_name=model_name,
+        timeout=config.scheduler_timeout,
+        keys=keys,
+    )
+    surface = listening(
+        create_app(link, tokenizer, config, metrics),
+        metrics,
+        host=config.host,
+        port=config.port,
+        max_connections=raise_file_limit(config.max_connections),
+        keepalive_timeout=config.keepalive_timeout,
+        shutdown_timeout=_LAST_WORDS_SECONDS,
+        reuse_port=config.reuse_port,
+        certificate=certificate,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as tasks:
+        linked = tasks.create_task(link.run(), name="link")
+        try:
+            async with surface as door:
+                calm_garbage_collector()
+                host, port = door.address
+                scheme = "http" if certificate is None else "https"
+                print(f"listening {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+                await stop.wait()
+                log.info("stopping")
+                await door.close()
+                await link.close(config.shutdown_timeout)
+        finally:
+            linked.cancel()
+
+
+def calm_garbage_collector() -> None:
+    """Leave what is there now out of collections, and collect seldom."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+
+
+def run(config: GatewayConfig) -> None:
+    """``serve`` on an event loop of its own (uvloop where it is installed)."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.run(serve(config))
+        return
+    asyncio.run(serve(config))

@@ -1,0 +1,151 @@
+"""Text from tokens as they come, for one sequence."""
+
+import codecs
+from collections.abc import Sequence
+
+from pagewise_gateway.text.stop_matcher import StopMatcher
+from pagewise_gateway.text.token_bytes import TokenBytes
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+_CONTEXT_TOKENS = 6
+"""Prompt tokens that decoding an output token may look at."""
+
+_MAX_UNDECIDED_TOKENS = 16
+"""Tokens whose text may stay open; more are taken as they are, so that work per token is bounded."""
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """Turns one sequence's output tokens into text that is never taken back.
+
+    The text that comes out, put together, is what the output tokens add to the prompt when both are decoded at once.
+    Characters whose bytes are incomplete are held back, and so is text that may become a stop string. A character
+    that the prompt's last token leaves incomplete belongs to the output.
+
+    ``stopped_by``: the stop string that was found; nothing comes out after it.
+    ``min_tokens``: stop strings are not looked for in the text of that many first tokens.
+    """
+
+    __slots__ = ("_decoder", "_matcher", "_unchecked")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder: _ByteDecoder | _WindowDecoder
+        if tokenizer.token_bytes is not None:
+            self._decoder = _ByteDecoder(tokenizer, tokenizer.token_bytes, prompt_token_ids, skip_special_tokens)
+        else:
+            self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
+        self._unchecked = min_tokens if stop else 0
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return None if self._matcher is None else self._matcher.matched
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens, return the text that is final now."""
+        text = ""
+        if self._unchecked:
+            unchecked, token_ids = token_ids[: self._unchecked], token_ids[self._unchecked :]
+            self._unchecked -= len(unchecked)
+            text = self._decoder.push(unchecked)
+            if not token_ids:
+                return text
+        fresh = self._decoder.push(token_ids)
+        if self._matcher is not None and fresh:
+            fresh = self._matcher.push(fresh)
+        return text + fresh if text else fresh
+
+    def finish(self) -> str:
+        """No more tokens come: the text that was held back (an incomplete character as U+FFFD)."""
+        rest = self._decoder.finish()
+        if self._matcher is None:
+            return rest
+        return self._matcher.push(rest) + self._matcher.finish()
+
+
+class _ByteDecoder:
+    """Decodes vocabularies whose tokens have fixed bytes: exact, and each token is looked at once."""
+
+    __slots__ = ("_skipped", "_strip_space", "_token_bytes", "_utf8")
+
+    def __init__(
+        self, tokenizer: Tokenizer, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], skip_special: bool
+    ) -> None:
+        self._token_bytes = token_bytes
+        self._skipped: frozenset[int] = tokenizer.special_token_ids if skip_special else frozenset()
+        self._strip_space = token_bytes.strips_first_space and all(token in self._skipped for token in prompt_token_ids)
+        self._utf8 = _UTF8("replace")
+        context = self._bytes(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._utf8.decode(context)  # keeps the bytes of an incomplete last character
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        data = self._bytes(token_ids)
+        if not data:
+            return ""
+        text = self._utf8.decode(data)
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        skipped, table = self._skipped, self._token_bytes
+        if len(token_ids) == 1:
+            token_id = token_ids[0]
+            return b"" if token_id in skipped else table[token_id]
+        return b"".join([table[token_id] for token_id in token_ids if token_id not in skipped])
+
+
+class _WindowDecoder:
+    """Decodes any vocabulary, by decoding a small window of tokens again with each new one.
+
+    The window starts at ``_prefix``; tokens before ``_read`` have given their text already. As in Hugging Face's
+    text-generation-inference (``decode_token``), text that ends in U+FFFD is taken to be incomplete.
+    """
+
+    __slots__ = ("_ids", "_prefix_text", "_read", "_skip_special", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._read = len(self._ids)
+        self._prefix_text = self._decode(self._ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        if len(self._ids) == self._read:
+            return ""
+        window = self._decode(self._ids)
+        if window.endswith("\ufffd") and len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
+            return ""
+        return self._take(window)
+
+    def finish(self) -> str:
+        return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""
+
+    def _take(self, window: str) -> str:
+        fresh = window[len(self._prefix_text) :]
+        if fresh:  # tokens without text (special ones) stay in the window, as long as it is short
+            self._ids = self._ids[self._read :]
+        elif len(self._ids) > _CONTEXT_TOKENS + _MAX_UNDECIDED_TOKENS:
+            self._ids = self._ids[-_CONTEXT_TOKENS:]
+        self._read = len(self._ids)
+        self._prefix_text = self._decode(self._ids)
+        return fresh
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special)

@@ -1,0 +1,227 @@
+"""A model's tokenizer and chat template, read without loading torch.
+
+``tokenizers`` does the work; of transformers only the module that renders chat templates is used, because it is the
+one every template is written for, and it does not load torch (``AutoTokenizer`` does).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tokenizers
+from pagewise_shared.errors import ModelError
+
+from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
+from pagewise_gateway.text.token_bytes import TokenBytes
+
+T = TypeVar("T")
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_THREADS = 2
+_RESERVED_TEMPLATE_NAMES = {
+    "conversations",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    *_SPECIAL_TOKENS,
+}
+
+
+class Tokenizer:
+    """Text to token ids and back, and conversations to text.
+
+    Fields:
+        eos_token_ids: tokens that end the model's output.
+        special_token_ids: tokens that ``skip_special_tokens`` leaves out.
+        vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
+        token_bytes: the bytes behind each token, if the vocabulary has them.
+        longest_token: characters in the longest token, so that a text of more than n times as many has more than
+            n tokens.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        chat_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.eos_token_ids = eos_token_ids
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)
+        decoder = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).decoder
+        self.token_bytes = TokenBytes.of(backend, decoder)
+        self._backend = backend
+        self._chat_template = chat_template
+        self._special_tokens = special_tokens or {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read a model directory.
+
+        Raises:
+            ModelError: tokenizer.json is missing or unreadable, or another file in there is.
+        """
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(f"{path} has no tokenizer.json: Pagewise needs the fast tokenizer's file")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        settings = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
+        template = _chat_template(path, settings)
+        if template is not None:
+            _renderer()  # takes half a second to import: now, not in the first request
+        return cls(
+            backend,
+            eos_token_ids=_eos_token_ids(path, backend, special.get("eos_token")),
+            chat_template=template,
+            special_tokens=special,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Blocks, but lets other threads run."""
+        # Not ``encode``: that one holds the GIL (3 s for 3 MB of text), the batch calls do not.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text: special tokens by name, incomplete characters as U+FFFD, "" if unknown."""
+        if self.token_bytes is not None:
+            return self.token_bytes[token_id].decode(errors="replace")
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def token_as_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, which may be part of a character."""
+        if self.token_bytes is not None:
+            return self.token_bytes[token_id]
+        return self.token_text(token_id).encode()
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it (such as "Ġthe"); "" if unknown."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the text the model was trained on.
+
+        ``messages``: role and content; a content that is a list of text parts is joined by line breaks.
+
+        Raises:
+            NoChatTemplateError: the model has none.
+            ChatTemplateError: the template refuses the conversation.
+        """
+        if self._chat_template is None:
+            raise NoChatTemplateError("the model has no chat template: use /v1/completions")
+        if reserved := _RESERVED_TEMPLATE_NAMES & (template_kwargs or {}).keys():
+            raise ChatTemplateError(f"chat_template_kwargs may not set {min(reserved)}")
+        try:
+            rendered: list[str]
+            rendered, _ = _renderer()(
+                [[_flatten(message, self._chat_template) for message in messages]],
+                chat_template=self._chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **self._special_tokens,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # whatever a template written by others may raise
+            raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
+        return rendered[0]
+
+    async def off_loop(self, function: Callable[[], T]) -> T:
+        """Run something that tokenizes on one of a few threads, so that the event loop goes on."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def close(self) -> None:
+        """End the threads; they come back if they are needed again."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: dict[str, Any] | None = None
+
+
+def _renderer() -> Callable[..., Any]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
+    flat = dict(message)
+    if isinstance(content := flat.get("content"), list):
+        flat["content"] = "\n".join(part["text"] for part in content)
+    if flat.get("role") == "developer" and "developer" not in template:
+        flat["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
+    return flat
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    template = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several by name; the one for plain chat is called "default"
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_token_ids(path: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(path / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
+    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
+        found.add(token_id)
+    return frozenset(found)

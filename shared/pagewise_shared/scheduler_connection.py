@@ -1,0 +1,100 @@
+"""How executors and gateways stay connected to the scheduler: their socket, and what they do when it breaks."""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable
+from time import monotonic
+
+import zmq
+import zmq.asyncio
+
+from pagewise_shared.connections import Broken, Connections
+from pagewise_shared.curve import Keys
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog
+
+log = logging.getLogger(__name__)
+
+HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
+"""Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
+
+_RETRY_SECONDS = 2.0
+_OWN_SECONDS = 0.5
+"""A break that is reported so soon after a new connection was made is that of the old connection."""
+
+
+def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
+    """A socket towards the scheduler, not connected yet. Frames that are longer than ``max_frame_bytes`` cut the
+    connection."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
+    if keys is not None:
+        keys.secure_client(socket)
+    return socket
+
+
+async def watch_connection(
+    connections: Connections,
+    socket: zmq.asyncio.Socket,
+    endpoint: str,
+    keys: Keys | None,
+    on_broken: Callable[[], None],
+) -> None:
+    """Call ``on_broken`` after a connection was lost and made anew. Log why the scheduler at ``endpoint`` refuses one,
+    and try again: its allow-list may have grown.
+
+    Raises:
+        ConfigError: the scheduler asks for a key and this executor has none, so trying again would not help.
+    """
+    complaints = BoundedLog(log, burst=1)
+    renewed = 0.0
+    while True:
+        failure = await connections.next()
+        if isinstance(failure, Broken):
+            if monotonic() > renewed + _OWN_SECONDS:
+                _connect_anew(socket, endpoint)
+                renewed = monotonic()
+                on_broken()
+        elif keys is None:
+            if failure.no_common_mechanism:
+                raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
+        elif failure.refused:
+            complaints.warning(
+                "the scheduler at %s does not accept the key %r of this process (%s), trying again every %g s",
+                endpoint,
+                keys.name,
+                keys.public.decode(),
+                _RETRY_SECONDS,
+            )
+            await asyncio.sleep(_RETRY_SECONDS)
+            # ZeroMQ does not retry after a refusal: only a new connection asks again.
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disconnect(endpoint)
+            socket.connect(endpoint)
+        else:
+            complaints.warning(
+                "no handshake with the scheduler at %s: it went away, speaks plain text, or its key is not %s",
+                endpoint,
+                keys.scheduler.decode(),
+            )
+
+
+def _connect_anew(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Connect under a new identity. The scheduler may not know yet that the old connection is gone, and its socket
+    would reject a second connection with the same identity."""
+    with contextlib.suppress(zmq.ZMQError):
+        socket.disconnect(endpoint)
+    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+    socket.connect(endpoint)

@@ -1,0 +1,227 @@
+"""API keys: who gets in, how keys are replaced, and what each of them may do. On real sockets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pagewise_gateway.http import watched_files
+from pagewise_gateway.http.access import make_keyring
+from pagewise_gateway.http.clients import Keyring
+from pagewise_gateway.http.key_file import KeyTable, digest_of, read_keys, read_variable
+from pagewise_gateway.metrics import Metrics
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import KeyLimits
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, Server, serving
+
+COMPLETION = "/v1/completions"
+BODY = {"model": MODEL, "prompt": "the fox", "max_tokens": 4}
+KEYS = """
+# who may come in
+alice: sk-alice-1   # her laptop
+alice: sk-alice-2
+bob    sk-bob  concurrent=1 tokens-per-minute=none
+"""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(KEYS)
+    return path
+
+
+def table_of(text: str, usual: KeyLimits = KeyLimits()) -> KeyTable:  # noqa: B008
+    table = KeyTable()
+    read_keys(text, "keys", usual, table)
+    return table
+
+
+def test_key_files() -> None:
+    table = table_of(KEYS, KeyLimits(tokens_per_minute=10, requests_per_minute=7))
+    assert list(table.names.values()) == ["alice", "alice", "bob"]
+    assert table.names[digest_of("sk-bob")] == "bob"
+    assert table.limits == {"alice": KeyLimits(None, 7, 10), "bob": KeyLimits(1, 7, None)}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("sk-secret", "NAME: KEY"),
+        ("sk-secret concurrent=3", "NAME: KEY"),
+        ("a/b: sk-secret", "NAME: KEY"),
+        ("alice: sk-secret concurrent=0", "concurrent takes"),
+        ("alice: sk-secret concurrent=many", "concurrent takes"),
+        ("alice: sk secret", "what follows the key"),
+        ("alice: sk-secret\nbob: sk-secret", "line 2: the key of bob"),
+        ("alice: sk-secret concurrent=1\nalice: sk-other concurrent=2", "set already, in keys, line 1"),
+    ],
+)
+def test_lines_that_cannot_be_understood_are_named_and_not_shown(line: str, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        table_of(line)
+    assert named in str(error.value)
+    assert "keys, line" in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_keys_in_the_environment() -> None:
+    table = KeyTable()
+    read_variable("alice:sk-1, bob: sk-2", "VARIABLE", KeyLimits(), table)
+    read_variable("sk-3\n", "VARIABLE", KeyLimits(), table)
+    assert list(table.names.values()) == ["alice", "bob", "default"]
+
+
+def test_limits_without_keys_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="--api-keys-file"):
+        make_keyring(GatewayConfig(key_concurrent=3), Metrics("m"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_keyring(GatewayConfig(api_keys_file="/nowhere"), Metrics("m"))
+
+
+def test_keys_are_found_by_digests_that_nobody_else_can_make(key_file: Path) -> None:
+    keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
+    for key, name in (("sk-alice-1", "alice"), ("sk-bob", "bob"), ("nobody", None), ("sk-\udcff", None)):
+        found = keyring.find(key)
+        assert (found and found.name) == name
+    code = "from pagewise_gateway.http.key_file import digest_of; print(digest_of('sk-bob').hex())"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert len(digest_of("sk-bob")) == 32
+    assert output.strip() != digest_of("sk-bob").hex()
+
+
+def test_as_many_keys_as_there_may_be() -> None:
+    lines = "\n".join(f"client{number % 100}: sk-{number}" for number in range(10_000))
+    assert len(table_of(lines).names) == 10_000
+    with pytest.raises(ConfigError, match="more than 10000 keys"):
+        table_of(lines + "\nmore: sk-more")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/debug/memory", "/metrics", "/openapi.json", "/nowhere"])
+async def test_what_needs_a_key(path: str, key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        for headers in (
+            {},
+            bearer("wrong"),
+            bearer(""),
+            {"Authorization": "Basic sk-bob"},
+            {"Authorization": "sk-bob"},
+        ):
+            async with server.http.get(server.url + path, headers=headers) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                error = (await response.json())["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        async with server.http.get(server.url + path, headers=bearer("sk-bob")) as response:
+            assert response.status == (404 if path == "/nowhere" else 200)
+        assert 'http_unauthorized_total{model_name="fake/model"} 5.0' in server.shown()
+
+
+@pytest.mark.parametrize("path", ["/health", "/version"])
+async def test_probes_need_none(path: str, key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        assert (await server.get(path))[0] == 200
+
+
+async def test_metrics_are_public_if_they_are_said_to_be(key_file: Path) -> None:
+    async with (
+        serving(api_keys_file=str(key_file), public_metrics=True) as server,
+        server.http.get(server.url + "/metrics") as response,
+    ):
+        assert response.status == 200
+
+
+async def test_without_keys_everybody_comes_in() -> None:
+    async with serving() as server:
+        status, _ = await server.post(COMPLETION, BODY, Authorization="Bearer whatever")
+        assert status == 200
+        assert server.scheduler.last.key == ""
+
+
+async def test_the_openai_client_and_what_is_told(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(api_keys_file=str(key_file), api_keys="carol:sk-carol") as server:
+        for key, name in (("sk-alice-2", "alice"), ("sk-carol", "carol")):
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+                await client.completions.create(model=MODEL, prompt="the fox", max_tokens=4)
+            assert server.scheduler.last.key == name
+        with pytest.raises(openai.AuthenticationError):
+            await server.openai.completions.create(model=MODEL, prompt="the fox")
+        shown = server.shown()
+    assert "sk-" not in shown + caplog.text
+
+
+async def status_of(server: Server, key: str) -> int:
+    return (await server.post(COMPLETION, BODY, **bearer(key)))[0]
+
+
+async def test_keys_are_replaced_without_a_restart(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watched_files, "CHECK_SECONDS", 0.0)
+    async with serving(api_keys_file=str(key_file)) as server:
+        assert await status_of(server, "sk-alice-1") == 200
+        fresh = key_file.with_name("fresh")
+        fresh.write_text("alice: sk-alice-3\n")
+        os.replace(fresh, key_file)
+        assert [await status_of(server, key) for key in ("sk-alice-1", "sk-bob", "sk-alice-3")] == [401, 401, 200]
+        for broken in ("sk-nameless", "", None):
+            os.unlink(key_file)
+            if broken is not None:
+                fresh.write_text(broken)
+                os.replace(fresh, key_file)
+            assert await status_of(server, "sk-alice-3") == 200, "what cannot be read changes nothing"
+        shown = server.shown()
+    assert 'key_reloads_total{model_name="fake/model",outcome="done"} 1.0' in shown
+    assert 'key_reloads_total{model_name="fake/model",outcome="failed"} 3.0' in shown
+    assert caplog.text.count("the API keys stay as they were") == 3
+    assert "sk-" not in caplog.text
+
+
+async def test_the_scheduler_is_told_the_limits_of_a_key(key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file), key_requests_per_minute=20, key_tokens_per_minute=9) as server:
+        for key, name, limits in (
+            ("sk-alice-1", "alice", KeyLimits(None, 20, 9)),
+            ("sk-bob", "bob", KeyLimits(1, 20, None)),
+        ):
+            assert await status_of(server, key) == 200
+            assert (server.scheduler.last.key, server.scheduler.last.limits) == (name, limits)
+
+
+async def refusal(server: Server, key: str) -> tuple[int, str, int]:
+    async with server.http.post(server.url + COMPLETION, json=BODY, headers=bearer(key)) as response:
+        answer = await response.json()
+        after = int(response.headers.get("Retry-After", 0))
+        return response.status, answer.get("error", {}).get("message", ""), after
+
+
+async def test_what_is_over_a_limit_is_refused_by_the_scheduler(key_file: Path) -> None:
+    scheduler = FakeScheduler(refuse=("overloaded", "API key bob: too much", 17))
+    async with serving(scheduler, api_keys_file=str(key_file)) as server:
+        assert await refusal(server, "sk-bob") == (429, "API key bob: too much", 17)
+        scheduler.refuse = None
+        assert await status_of(server, "sk-bob") == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "the fox"}), ("/detokenize", {"tokens": [5]})])
+async def test_tokenizing_counts_against_limits(key_file: Path, path: str, body: dict[str, object]) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        status, _ = await server.post(path, body, **bearer("sk-alice-1"))
+        assert (status, server.scheduler.submits) == (200, []), "alice has no limits"
+        status, _ = await server.post(path, body, **bearer("sk-bob"))
+        assert (status, server.scheduler.last.prompts, server.scheduler.last.key) == (200, (), "bob")
+        await server.scheduler.until(lambda: server.scheduler.aborts)
+        assert server.scheduler.aborts == [server.scheduler.last.stream]
+        server.scheduler.refuse = ("overloaded", "too much", 3)
+        status, _ = await server.post(path, body, **bearer("sk-bob"))
+        assert status == 429
+        assert (await server.post(path, body, **bearer("sk-alice-1")))[0] == 200

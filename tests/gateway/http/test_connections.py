@@ -1,0 +1,242 @@
+"""Clients that leave, stall, or send slowly; request ids; what operators read."""
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from pagewise_gateway.http import parsing
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, Server, serving
+
+COMPLETION = "/v1/completions"
+LONG = 1_000_000
+METRICS = """
+prompt_tokens_total request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_count
+e2e_request_latency_seconds_sum request_queue_time_seconds_sum request_prefill_time_seconds_sum
+request_decode_time_seconds_sum http_requests_in_progress http_connections http_connections_refused_total
+http_unauthorized_total http_slow_readers_total key_reloads_total certificate_reloads_total
+gateway_frames_dropped_total gateway_rejoins_total gateway_cpu_seconds_total gateway_resident_memory_bytes
+"""
+
+
+def http_bytes(path: str, body: bytes, extra: str = "", length: int | None = None) -> bytes:
+    """A POST as it goes over the wire."""
+    size = len(body) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{extra}\r\n"
+    return head.encode() + body
+
+
+@asynccontextmanager
+async def connection(server: Server, sent: bytes) -> AsyncIterator[socket.socket]:
+    """A raw connection with a small receive buffer; nothing is read unless the test does."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ("127.0.0.1", server.port))
+        await loop.sock_sendall(sock, sent)
+        yield sock
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [["the fox"], ["the fox", "the dog", "0123"]])
+async def test_a_client_that_hangs_up_is_forgotten(stream: bool, prompts: list[str]) -> None:
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.01)
+    body = json.dumps({"prompt": prompts, "max_tokens": 100_000, "stream": stream, "n": 2}).encode()
+    async with serving(scheduler) as server:
+        async with connection(server, http_bytes(COMPLETION, body)) as sock:
+            await scheduler.until_running()
+            if stream:
+                await asyncio.get_running_loop().sock_recv(sock, 1000)
+        async with asyncio.timeout(2):
+            await scheduler.until_idle()
+        assert len(scheduler.aborts) == 1
+
+
+async def test_openai_client_that_hangs_up() -> None:
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.005)
+    async with serving(scheduler) as server:
+        stream = await server.openai.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "a"}],
+            max_tokens=10_000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(3):
+            await anext(stream)
+        await stream.close()
+        await scheduler.until_idle()
+        assert len(scheduler.aborts) == 1
+
+
+@pytest.mark.parametrize("prompts", [["the fox"], ["the fox", "the dog"]])
+async def test_a_client_that_stops_reading_is_cut_off(prompts: list[str]) -> None:
+    scheduler = FakeScheduler(max_model_len=LONG, step_seconds=0.0001)
+    request = {"prompt": prompts, "max_tokens": 400_000, "stream": True, "n": 8, "logprobs": 20}
+    async with serving(scheduler, slow_reader_seconds=0.3) as server:
+        async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode())):
+            async with asyncio.timeout(20):
+                await scheduler.until_running()
+                await scheduler.until_idle()
+            assert len(scheduler.aborts) == 1
+        assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
+
+
+async def test_a_slow_client_that_does_read_is_not_cut_off() -> None:
+    scheduler = FakeScheduler(max_model_len=LONG)
+    request = {"prompt": "the fox", "max_tokens": 180, "stream": True, "n": 8, "logprobs": 20}
+    async with serving(scheduler, slow_reader_seconds=5) as server:
+        extra = "Connection: close\r\n"
+        async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode(), extra)) as sock:
+            await asyncio.sleep(0.5)
+            received = bytearray()
+            while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
+                received += data
+        assert b"data: [DONE]\n\n" in received
+        assert scheduler.aborts == []
+
+
+async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "BODY_SECONDS", 0.2)
+    async with serving() as server, connection(server, http_bytes(COMPLETION, b'{"prompt"', length=100)) as sock:
+        async with asyncio.timeout(5):
+            answer = await asyncio.get_running_loop().sock_recv(sock, 10_000)
+        assert answer.startswith(b"HTTP/1.1 408")
+
+
+async def test_request_ids() -> None:
+    async with serving() as server:
+        body = {"prompt": "the fox"}
+        ids, returned = set(), []
+        for sent in ("mine", "mine", "x" * 200, "tab\tand space", ""):
+            headers = {"X-Request-Id": sent} if sent else {}
+            async with server.http.post(server.url + COMPLETION, json=body, headers=headers) as response:
+                returned.append(response.headers["X-Request-Id"])
+                ids.add((await response.json())["id"])
+        assert returned[:2] == ["mine", "mine"]
+        assert all(len(generated) == 32 for generated in returned[2:])
+        assert len(ids) == len({request.request_id for request in server.scheduler.submits}) == 5
+        headers = {"X-Request-Id": "mine"}
+        for path, sent_body in (("/nowhere", {}), (COMPLETION, {}), (COMPLETION, {**body, "stream": True})):
+            async with server.http.post(server.url + path, json=sent_body, headers=headers) as response:
+                assert response.headers["X-Request-Id"] == "mine"
+
+
+async def test_health_and_version() -> None:
+    async with serving(FakeScheduler(ready=0, max_model_len=0)) as server:
+        health = {"status": "no executor is ready", "executors": 0, "scheduler": True}
+        assert await server.get("/health") == (503, health)
+        await server.scheduler.announce(2)
+        await server.until_joined()
+        assert await server.get("/health") == (200, {"status": "ok", "executors": 2, "scheduler": True})
+        await server.scheduler.announce(0)
+        await server.scheduler.until(lambda: server.link.ready_executors == 0)
+        assert await server.get("/health") == (503, health)
+        server.scheduler.silent = True
+        await server.scheduler.until(lambda: not server.link.answers)
+        health = {"status": "no scheduler answers", "executors": 0, "scheduler": False}
+        assert await server.get("/health") == (503, health)
+        status, answer = await server.get("/version")
+        assert status == 200
+        assert answer["version"]
+
+
+async def test_metrics() -> None:
+    async with serving() as server:
+        server.metrics.request_success("stop").inc()
+        async with server.http.get(server.url + "/metrics") as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            text = await response.text()
+    missing = [name for name in METRICS.split() if f"\npagewise_{name}{{" not in text]
+    assert missing == []
+    assert 'pagewise_request_success_total{finished_reason="stop",model_name="fake/model"} 1.0' in text
+    if (promtool := shutil.which("promtool")) is not None:
+        check = await asyncio.create_subprocess_exec(
+            promtool, "check", "metrics", stdin=PIPE, stdout=PIPE, stderr=STDOUT
+        )
+        complaints, _ = await check.communicate(text.encode())
+        assert (check.returncode, complaints) == (0, b"")
+
+
+async def test_openapi_document() -> None:
+    async with serving() as server:
+        status, document = await server.get("/openapi.json")
+    assert status == 200
+    paths: Any = document["paths"]
+    schemas: Any = document["components"]
+    schemas = schemas["schemas"]
+
+    def references(node: Any) -> set[str]:
+        if isinstance(node, dict):
+            own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+            return own.union(*(references(value) for value in node.values()))
+        return set().union(*(references(value) for value in node)) if isinstance(node, list) else set()
+
+    assert {reference.rsplit("/", 1)[1] for reference in references(document)} <= set(schemas)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/metrics"} <= set(paths)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        operation = paths[path]["post"]
+        assert {"200", "400", "404", "413", "429", "500", "503"} <= set(operation["responses"])
+        assert "text/event-stream" in operation["responses"]["200"]["content"]
+        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        assert schemas[name]["additionalProperties"] is False
+        assert {"max_tokens", "temperature", "logit_bias", "truncate_prompt_tokens"} <= set(schemas[name]["properties"])
+    assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_client_that_hangs_up_under_a_write_is_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(response: web.StreamResponse, data: bytes) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "write", write)
+    async with serving() as server:
+        body = json.dumps({"model": MODEL, "prompt": "the quick", "max_tokens": 50, "stream": True}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(http_bytes(COMPLETION, body))
+        await asyncio.sleep(0.3)
+        writer.close()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def answer_of(server: Server, sent: bytes) -> bytes:
+    async with connection(server, sent) as sock, asyncio.timeout(10):
+        received = bytearray()
+        while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
+            received += data
+    return bytes(received)
+
+
+async def test_connections_over_the_limit_are_turned_away() -> None:
+    async with serving(max_connections=2) as server:
+        get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with connection(server, get) as first, connection(server, get) as second:
+            for sock in (first, second):
+                assert (await asyncio.get_running_loop().sock_recv(sock, 1000)).startswith(b"HTTP/1.1 200")
+            answer = await answer_of(server, b"")
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"Retry-After: 2\r\n" in answer
+            assert b'"too many connections"' in answer
+            assert 'http_connections{model_name="fake/model"} 2.0' in server.shown()
+        async with asyncio.timeout(5):
+            while b"200 OK" not in await answer_of(server, get.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")):
+                await asyncio.sleep(0.05)
+        assert 'http_connections_refused_total{model_name="fake/model"} 0.0' not in server.shown()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTTP/1.1\r\nHost"])
+async def test_a_head_that_never_ends(sent: bytes) -> None:
+    async with serving(keepalive_timeout=0.3) as server:
+        assert await answer_of(server, sent) == b""

@@ -1,0 +1,313 @@
+"""What each parameter becomes, and what comes back for it."""
+
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from pagewise_shared.sampling import BeamParams
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.server import MODEL, TOKENIZER, Server, serving
+from tests.gateway.text.tokenizer_builders import byte_level
+
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = "the quick brown fox "
+IDS = TOKENIZER.encode(PROMPT)
+EURO = TOKENIZER.encode("€")
+"""One character in three tokens."""
+
+
+async def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    """A completion's choice."""
+    status, answer = await server.post(COMPLETION, {"model": MODEL, "prompt": PROMPT, **fields})
+    assert status == 200, answer
+    choices: Any = answer["choices"]
+    choice: dict[str, Any] = choices[0]
+    return choice
+
+
+async def test_beam_search_and_best_of_arrive() -> None:
+    async with serving() as server:
+        await complete(server, use_beam_search=True, best_of=4, n=2, length_penalty=0.5, early_stopping="never")
+        assert server.scheduler.last.beam == BeamParams(4, 0.5, "never")
+        await complete(server, use_beam_search=True, n=3, temperature=0)
+        assert server.scheduler.last.beam == BeamParams(3)
+        await complete(server, best_of=4, n=2)
+        assert (server.scheduler.last.beam, server.scheduler.last.best_of, server.scheduler.last.n) == (None, 4, 2)
+        await complete(server, best_of=2, n=2, stop="x")
+        assert server.scheduler.last.best_of == 0
+
+
+async def test_sampling_parameters_arrive() -> None:
+    async with serving() as server:
+        await complete(
+            server,
+            temperature=0.5,
+            top_k=7,
+            top_p=0.9,
+            min_p=0.1,
+            seed=-1,
+            presence_penalty=1,
+            frequency_penalty=-1,
+            repetition_penalty=1.1,
+            min_tokens=2,
+            max_tokens=9,
+            n=3,
+            stop=["a", "bc"],
+            stop_token_ids=[7, 8],
+            logit_bias={"5": -100, "6": 1.5},
+            allowed_token_ids=[5, 6],
+            bad_words=["fox"],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            priority=-3,
+            logprobs=4,
+        )
+        request = server.scheduler.last
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
+        assert sampling.seed == 2**64 - 1
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
+        assert (sampling.min_tokens, sampling.stop_token_ids, sampling.allowed_token_ids) == (2, (0, 7, 8), (5, 6))
+        assert sampling.logit_bias == {5: -100.0, 6: 1.5}
+        assert tuple(TOKENIZER.encode("fox")) in sampling.bad_words
+        assert (sampling.logprobs, sampling.prompt_logprobs) == (4, None)
+        assert (request.prompts[0].max_tokens, request.n, request.priority) == (9, 3, -3)
+
+
+@pytest.mark.parametrize("skip", [None, False])
+async def test_special_tokens_are_left_out_unless_they_are_wanted(skip: bool | None) -> None:
+    async with serving() as server:
+        choice = await complete(server, prompt=[70, 0], max_tokens=4, ignore_eos=True, skip_special_tokens=skip)
+        assert choice["text"] == TOKENIZER.decode([70, 0, 70, 0], skip_special_tokens=skip is None)
+
+
+async def test_defaults() -> None:
+    async with serving() as server:
+        seeds = set()
+        for _ in range(2):
+            await complete(server)
+            sampling = server.scheduler.last.sampling
+            seeds.add(sampling.seed)
+            assert 0 <= sampling.seed < 2**63
+        assert len(seeds) == 2
+        assert server.scheduler.last.prompts[0].max_tokens == 16
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs) == (1.0, 0, 1.0, None)
+        assert sampling.stop_token_ids == (0,)
+        for fields in ({"temperature": 0}, {"temperature": 1e-9}, {"top_p": 0}):
+            await complete(server, top_k=-1, ignore_eos=True, **fields)
+            sampling = server.scheduler.last.sampling
+            assert (sampling.temperature, sampling.top_k, sampling.stop_token_ids) == (0.0, 0, ())
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings(include: bool, stream: bool) -> None:
+    async with serving() as server:
+        create = server.openai.completions.create
+        fields: dict[str, Any] = {"max_tokens": 40, "stop": ["never", "k bro"]}
+        extra = {"include_stop_str_in_output": include}
+        text = ""
+        if stream:
+            async for chunk in await create(model=MODEL, prompt=PROMPT, stream=True, extra_body=extra, **fields):
+                text += chunk.choices[0].text
+                last: Any = chunk.choices[0]
+        else:
+            last = (await create(model=MODEL, prompt=PROMPT, extra_body=extra, **fields)).choices[0]
+            text = last.text
+        assert text == ("the quick bro" if include else "the quic")
+        assert (last.finish_reason, last.stop_reason) == ("stop", "k bro")
+
+
+async def test_stop_tokens() -> None:
+    async with serving() as server:
+        choice = await complete(server, stop_token_ids=[IDS[3]], max_tokens=40)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", IDS[3])
+        choice = await complete(server, prompt=[70, 71, 0], max_tokens=40)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_characters_over_several_tokens(stream: bool) -> None:
+    assert len(EURO) > 1
+    async with serving() as server:
+        texts = []
+        if stream:
+            async for chunk in await server.openai.completions.create(
+                model=MODEL, prompt=EURO, max_tokens=2 * len(EURO), stream=True
+            ):
+                texts.append(chunk.choices[0].text)  # noqa: PERF401
+            assert set(texts) <= {"", "€", "€€"}, "no part of a character"
+        else:
+            texts.append((await complete(server, prompt=EURO, max_tokens=2 * len(EURO)))["text"])
+        assert "".join(texts) == "€€"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs_with_echo(stream: bool) -> None:
+    """As evaluation harnesses ask for it: the prompt's log-probabilities, at no tokens of output or a few."""
+    prompt = [*IDS, *EURO]
+    async with serving() as server:
+        for max_tokens in (0, 2):
+            pieces: list[Any] = []
+            create = server.openai.completions.create
+            fields: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+            if stream:
+                pieces += [c.choices[0] async for c in await create(model=MODEL, stream=True, **fields)]
+            else:
+                pieces.append((await create(model=MODEL, **fields)).choices[0])
+            expected = [*prompt, *prompt[:max_tokens]]
+            assert "".join(piece.text for piece in pieces) == TOKENIZER.decode(expected)
+            tokens, values, tops, offsets = (
+                [entry for piece in pieces for entry in getattr(piece.logprobs, name)]
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            )
+            assert len(tokens) == len(values) == len(tops) == len(offsets) == len(expected)
+            assert (values[0], tops[0]) == (None, None)
+            assert set(values[1:]) == {-0.5}
+            assert all(top[token] == -0.5 for token, top in zip(tokens[1:], tops[1:], strict=True))
+            assert all(max(top.values()) == -0.25 for top in tops[1:])
+            assert tokens[len(IDS)].startswith("bytes:\\xe2")
+            text = TOKENIZER.decode(IDS)
+            assert all(text[at:].startswith(token) for at, token in zip(offsets, tokens[: len(IDS)], strict=False))
+            assert offsets[len(IDS) : len(prompt)] == [len(text)] * len(EURO)
+            assert pieces[-1].finish_reason == "length"
+
+
+async def test_echo_of_text() -> None:
+    async with serving() as server:
+        choice = await complete(server, echo=True, max_tokens=2)
+        assert choice["text"] == PROMPT + TOKENIZER.decode(IDS[:2])
+        assert choice["logprobs"] is None
+        status, answer = await server.post(COMPLETION, {"prompt": PROMPT, "max_tokens": 0, "echo": True})
+        usage: Any = answer["usage"]
+        assert (status, usage["completion_tokens"]) == (200, 0)
+
+
+async def test_logprobs_of_zero_alternatives() -> None:
+    async with serving() as server:
+        choice = await complete(server, logprobs=0, max_tokens=2)
+        first = TOKENIZER.token_text(IDS[0])
+        assert choice["logprobs"]["top_logprobs"][0] == {first: -0.5}
+        assert choice["logprobs"]["text_offset"] == [0, len(first)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_logprobs(stream: bool) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "€"}]
+    async with serving() as server:
+        create = server.openai.chat.completions.create
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
+        contents: list[Any] = []
+        if stream:
+            async for chunk in await create(model=MODEL, messages=messages, stream=True, **fields):
+                logprobs = chunk.choices[0].logprobs
+                contents += logprobs.content or [] if logprobs else []
+        else:
+            logprobs = (await create(model=MODEL, messages=messages, **fields)).choices[0].logprobs
+            assert logprobs is not None
+            contents += logprobs.content or []
+        ids = server.scheduler.last_prompt[: len(contents)]
+        assert b"".join(bytes(entry.bytes) for entry in contents) == b"".join(map(TOKENIZER.token_as_bytes, ids))
+        for token, entry in zip(ids, contents, strict=True):
+            assert entry.token == TOKENIZER.token_text(token)
+            assert [top.logprob for top in entry.top_logprobs] == [-0.25, -0.5, -9999.0]
+        answer = await create(model=MODEL, messages=messages, logprobs=True, max_tokens=1)
+        assert answer.choices[0].logprobs is not None
+        assert answer.choices[0].logprobs.content is not None
+        assert answer.choices[0].logprobs.content[0].top_logprobs == []
+
+
+async def test_return_token_ids() -> None:
+    async with serving() as server:
+        choice = await complete(server, return_token_ids=True, max_tokens=3)
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (IDS, IDS[:3])
+        assert "token_ids" not in await complete(server)
+        chunks = [
+            chunk.model_dump()
+            async for chunk in await server.openai.completions.create(
+                model=MODEL, prompt=EURO, max_tokens=3, stream=True, extra_body={"return_token_ids": True}
+            )
+        ]
+        assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == [*EURO, *EURO][:3]
+        assert chunks[0]["choices"][0]["prompt_token_ids"] == EURO
+        body = {"messages": [{"role": "user", "content": "a"}], "return_token_ids": True, "max_tokens": 2}
+        _, answer = await server.post(CHAT, body)
+        choices: Any = answer["choices"]
+        prompt = server.scheduler.last_prompt
+        assert (answer["prompt_token_ids"], choices[0]["token_ids"]) == (prompt, prompt[:2])
+
+
+async def test_truncated_prompts() -> None:
+    async with serving() as server:
+        await complete(server, truncate_prompt_tokens=3)
+        assert server.scheduler.last_prompt == IDS[-3:]
+        await complete(server, truncate_prompt_tokens=-1, prompt=PROMPT * 500, max_tokens=12)
+        assert len(server.scheduler.last_prompt) == 500
+        choice = await complete(server, truncate_prompt_tokens=3, max_tokens=0, echo=True)
+        assert choice["text"] == TOKENIZER.decode(IDS[-3:])
+
+
+async def test_continuous_usage() -> None:
+    async with serving(FakeScheduler(step_seconds=0.05)) as server:
+        stream = await server.openai.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=4,
+            stream=True,
+            extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        )
+        counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+        assert counts == [1, 2, 3, 4, 4]
+
+
+async def test_chat_prompts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    start = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "<|user|>system: be<|end|><|user|>user: a\nb<|end|><|assistant|>"),
+        ({"add_generation_prompt": False}, "<|user|>system: be<|end|><|user|>user: a\nb<|end|>"),
+        ({"chat_template_kwargs": {"suffix": "!"}}, "<|user|>system: be<|end|><|user|>user: a\nb<|end|><|assistant|>!"),
+        (
+            {"continue_final_message": True, "messages": [*start, {"role": "assistant", "content": "So"}]},
+            "<|user|>system: be<|end|><|user|>user: a\nb<|end|><|user|>assistant: So",
+        ),
+    ]
+    async with serving() as server:
+        for fields, text in cases:
+            status, answer = await server.post(CHAT, {"messages": start, "max_tokens": 1, **fields})
+            assert status == 200, answer
+            ids = server.scheduler.last_prompt
+            assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+            tokens = {name: value for name, value in fields.items() if name != "max_tokens"}
+            _, tokenized = await server.post("/tokenize", {"messages": start, **tokens})
+            assert tokenized["tokens"] == ids
+
+
+async def test_no_chat_template() -> None:
+    tokenizer = byte_level()
+    async with serving(FakeScheduler(), tokenizer=tokenizer) as server:
+        status, answer = await server.post(CHAT, {"messages": [{"role": "user", "content": "a"}]})
+        error: Any = answer["error"]
+        assert status == 400
+        assert "chat template" in error["message"]
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with serving() as server:
+        status, answer = await server.post("/tokenize", {"model": MODEL, "prompt": PROMPT, "return_token_strs": True})
+        assert (status, answer["tokens"], answer["count"], answer["max_model_len"]) == (200, IDS, len(IDS), 512)
+        assert answer["token_strs"] == [TOKENIZER.token(token) for token in IDS]
+        status, answer = await server.post("/detokenize", {"tokens": [*IDS, 0]})
+        assert (status, answer) == (200, {"prompt": PROMPT + "<|end|>"})
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
+            ("/detokenize", {"tokens": [400]}),
+            ("/detokenize", {"tokens": [-1]}),
+            ("/detokenize", {}),
+        ):
+            status, answer = await server.post(path, body)
+            assert status == 400, (path, body)
+            assert "error" in answer

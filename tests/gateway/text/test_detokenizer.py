@@ -1,0 +1,149 @@
+"""Incremental detokenizing, against decoding everything at once."""
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+from tests.gateway.text import tokenizer_builders as builders
+
+BYTE_LEVEL = builders.byte_level()
+SENTENCEPIECE = builders.sentencepiece()
+GEMMA = builders.sentencepiece(strip=False)
+WORDPIECE = builders.wordpiece()
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text("abé世🙂 \n", max_size=40)
+
+
+def cut(data: st.DataObject, items: list[int]) -> list[list[int]]:
+    """The items in pieces of random sizes; some are empty."""
+    sizes = [*data.draw(st.lists(st.sampled_from([0, 1, 2, 5]), max_size=6)), 1]
+    pieces: list[list[int]] = []
+    for size in itertools.cycle(sizes):
+        if not items:
+            return pieces
+        pieces.append(items[:size])
+        items = items[size:]
+    raise AssertionError
+
+
+def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> str:
+    text = "".join([detokenizer.push(piece) for piece in pieces])
+    return text + detokenizer.finish()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE, GEMMA], ids=["byte-level", "llama", "gemma"])
+@settings(max_examples=50)
+@given(data=st.data(), text=TEXTS)
+def test_text_survives_any_split(tokenizer: Tokenizer, data: st.DataObject, text: str) -> None:
+    prompt = tokenizer.encode("the fox")
+    x = tokenizer.encode("x")
+    ids = tokenizer.encode("x" + text)[len(x) :]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    out = ""
+    for piece in cut(data, ids):
+        out += detokenizer.push(piece)
+        expected = tokenizer.decode([*tokenizer.encode("x"), *ids]).removeprefix(
+            tokenizer.decode(tokenizer.encode("x"))
+        )
+        assert expected.startswith(out)
+    assert out + detokenizer.finish() == expected if ids else out == ""
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_any_tokens_decode_as_at_once(data: st.DataObject, skip: bool) -> None:
+    """Bytes that are no UTF-8, special tokens and unknown ids included; the prompt may end inside a character."""
+    ids = st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=12)
+    prompt, output = data.draw(ids), data.draw(ids)
+    text = run(IncrementalDetokenizer(BYTE_LEVEL, prompt, skip_special_tokens=skip), cut(data, output))
+    whole = BYTE_LEVEL.decode([*prompt, *output], skip)
+    before = BYTE_LEVEL.decode(prompt, skip)
+    complete = len(before.rstrip("\ufffd"))  # what a prompt leaves open is the output's
+    assert whole.endswith(text)
+    assert complete <= len(whole) - len(text) <= len(before)
+
+
+@given(data=st.data())
+def test_tokens_decode_as_at_once_without_a_byte_table(data: st.DataObject) -> None:
+    ids = st.lists(st.integers(0, WORDPIECE.vocab_size - 1), max_size=12)
+    prompt, output = data.draw(ids.filter(len)), data.draw(ids)
+    text = run(IncrementalDetokenizer(WORDPIECE, prompt), cut(data, output))
+    assert WORDPIECE.decode(prompt) + text == WORDPIECE.decode([*prompt, *output])
+
+
+@settings(max_examples=50)
+@given(data=st.data(), skip=st.booleans())
+def test_window_decoder_agrees_with_byte_decoder(data: st.DataObject, skip: bool) -> None:
+    text = data.draw(TEXTS)
+    window = builders.byte_level()
+    window.token_bytes = None
+    ids = BYTE_LEVEL.encode(text)
+    assert run(IncrementalDetokenizer(window, [5, 6], skip), cut(data, ids)) == text
+
+
+def model_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+    """Character by character: the first moment at which some stop string is a suffix."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@given(
+    data=st.data(),
+    text=st.text("abé🙂", max_size=30),
+    stops=st.lists(st.text("abé🙂", min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_stop_strings(data: st.DataObject, text: str, stops: list[str], include: bool) -> None:
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=tuple(stops), include_stop_str_in_output=include)
+    expected, stop = model_stop(text, tuple(stops), include)
+    out = ""
+    for piece in cut(data, BYTE_LEVEL.encode(text)):
+        out += detokenizer.push(piece)
+        assert expected.startswith(out), "emitted text that a stop string takes back"
+    out += detokenizer.finish()
+    assert (out, detokenizer.stopped_by) == (expected, stop)
+    assert detokenizer.push(BYTE_LEVEL.encode("more")) == "" or stop is None
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=("###",))
+    assert detokenizer.push(BYTE_LEVEL.encode("fox #")) == "fox "
+    assert detokenizer.push(BYTE_LEVEL.encode("1")) == "#1"
+    first, *rest = BYTE_LEVEL.encode("🙂")
+    assert rest, "the test needs a character of several tokens"
+    assert detokenizer.push([first]) == ""
+    assert detokenizer.push(rest) == "🙂"
+
+
+def test_stop_strings_are_ignored_in_the_first_min_tokens() -> None:
+    ids = BYTE_LEVEL.encode("abab")
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=("a",), min_tokens=2)
+    assert detokenizer.push(ids[:1]) == "a"
+    assert detokenizer.push(ids[1:]) == "b"
+    assert detokenizer.stopped_by == "a"
+
+
+def test_leading_space_belongs_to_the_text_unless_nothing_is_before_it() -> None:
+    ids = SENTENCEPIECE.encode("fox")
+    assert run(IncrementalDetokenizer(SENTENCEPIECE, SENTENCEPIECE.encode("the")), [ids]) == " fox"
+    bos = SENTENCEPIECE.encode("<s>", add_special_tokens=False)[-1:]
+    assert run(IncrementalDetokenizer(SENTENCEPIECE, [1]), [ids]) == "fox" == SENTENCEPIECE.decode([*bos, *ids])
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, WORDPIECE], ids=["bytes", "window"])
+def test_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
+    """Ten thousand tokens that never complete a character, or have no text at all: still microseconds each."""
+    broken = BYTE_LEVEL.encode("🙂")[0] if tokenizer is BYTE_LEVEL else 1
+    detokenizer = IncrementalDetokenizer(tokenizer, [5] * 1000, stop=("a" * 500 + "b", "c"))
+    started = time.process_time()
+    for _ in range(10_000):
+        detokenizer.push([broken])
+    assert (time.process_time() - started) / 10_000 < 200e-6
