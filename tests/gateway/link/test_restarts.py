@@ -203,8 +203,9 @@ async def test_a_client_that_leaves_meanwhile_is_forgotten() -> None:
 async def test_requests_wait_for_a_scheduler() -> None:
     async with served() as (server, life):
         await life.aclose()
+        await server.scheduler.until(lambda: not server.link.answers)
         client = asyncio.create_task(events_of(server, {"prompt": PROMPT, "max_tokens": 5}))
-        await server.scheduler.until(lambda: server.link.num_live and not server.link.answers)
+        await server.scheduler.until(lambda: server.link.num_live)
         assert (await server.get("/health"))[0] == 503
         for path in ("/metrics", "/debug/memory", "/debug/requests/x"):
             async with server.http.get(server.url + path) as response:
