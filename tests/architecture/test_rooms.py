@@ -34,7 +34,9 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("module", ["pagewise_gateway.main", "pagewise_scheduler.main", "pagewise_shared.model_files", "pagewise.main"])
+@pytest.mark.parametrize(
+    "module", ["pagewise_gateway.main", "pagewise_scheduler.main", "pagewise_shared.model_files", "pagewise.main"]
+)
 def test_only_the_executor_loads_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'triton'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

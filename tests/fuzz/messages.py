@@ -97,6 +97,8 @@ LENGTHS = [
         _head(b"stepresult", 5) + b"\x01\x01\xc4\x00",
         _head(b"hello", 16) + b"\x01\x00",
         _head(b"stepplan", 4) + b"\x01\x01",
+        _head(b"submit", 5) + b"\x01\x01\xa0",
+        _head(b"outputs", 5) + b"\x01\x90\x90",
     )
     for length in (
         b"\xdd\xff\xff\xff\xff",

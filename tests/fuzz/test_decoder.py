@@ -11,12 +11,16 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     Blocks,
     FromExecutor,
+    FromGateway,
     FromScheduler,
     Message,
     ReadBlocks,
+    ToGateway,
     decode_from_executor,
+    decode_from_gateway,
     decode_from_peer,
     decode_from_scheduler,
+    decode_to_gateway,
     encode,
 )
 
@@ -27,6 +31,8 @@ DIRECTIONS = (
     (decode_from_executor, FromExecutor),
     (decode_from_scheduler, FromScheduler),
     (decode_from_peer, ReadBlocks | Blocks),
+    (decode_from_gateway, FromGateway),
+    (decode_to_gateway, ToGateway),
 )
 
 

@@ -184,6 +184,11 @@ class FakeScheduler:
         for identity, member in list(self.members.items()):
             await self._send(identity, self._fleet(member.epoch))
 
+    async def welcome_again(self) -> None:
+        """Let every gateway in under another epoch, as after a second Hello: nothing is known of before."""
+        for identity, member in list(self.members.items()):
+            await self._greet(identity, member.hello)
+
     # ---- inside --------------------------------------------------------------------------------------
 
     def _fleet(self, epoch: int) -> FleetState:

@@ -16,7 +16,7 @@ from pagewise_gateway.collectors import ProcessMetrics, TokenHistogram
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of the text that the scheduler makes of all metrics."""
 
-Drop = Literal["undecodable", "stale_epoch", "impossible", "unexpected"]
+Drop = Literal["undecodable", "stale_epoch", "impossible"]
 """Why frames from the scheduler are not applied."""
 
 # Creation times would be one more series per series, for nothing.

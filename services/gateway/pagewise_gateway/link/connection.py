@@ -215,27 +215,34 @@ class SchedulerConnection:
 
     async def _receive(self) -> None:
         while True:
-            frame = await self._socket.recv()
-            try:
-                message = decode_to_gateway(frame)
-            except ProtocolError as error:
-                self._drop("undecodable", str(error))
-                continue
-            self._last_heard = monotonic()
-            match message:
-                case Outputs() | FleetState() if message.epoch != self.epoch:
-                    self._metrics.frames_dropped("stale_epoch").inc()
-                case Outputs() | FleetState() | QueryAnswer():
-                    self._hand_on(message)
-                case GatewayWelcome():
-                    self._join(message)
-                case HeartbeatAck(epoch):
-                    if epoch != self.epoch:
-                        self._lose("the scheduler knows this gateway under another epoch")
-                case Rejoin():
-                    self._lose("the scheduler does not know this gateway")
-                case Refused(reason):
-                    raise RefusedError(printable(reason, 1000))
+            self.take(await self._socket.recv())
+
+    def take(self, frame: bytes) -> None:
+        """Take a frame from the scheduler.
+
+        Raises:
+            RefusedError: the scheduler does not let this gateway in.
+        """
+        try:
+            message = decode_to_gateway(frame)
+        except ProtocolError as error:
+            self._drop("undecodable", str(error))
+            return
+        self._last_heard = monotonic()
+        match message:
+            case Outputs() | FleetState() if message.epoch != self.epoch:
+                self._metrics.frames_dropped("stale_epoch").inc()
+            case Outputs() | FleetState() | QueryAnswer():
+                self._hand_on(message)
+            case GatewayWelcome():
+                self._join(message)
+            case HeartbeatAck(epoch):
+                if epoch != self.epoch:
+                    self._lose("the scheduler knows this gateway under another epoch")
+            case Rejoin():
+                self._lose("the scheduler does not know this gateway")
+            case Refused(reason):
+                raise RefusedError(printable(reason, 1000))
 
     def _hand_on(self, message: FleetState | Outputs | QueryAnswer) -> None:
         try:

@@ -38,6 +38,11 @@ class StreamTable:
         self._prompts: dict[int, LivePrompt] = {}
         self._outputs: dict[int, Output] = {}
 
+    @property
+    def size(self) -> int:
+        """Streams that take tokens."""
+        return len(self._outputs)
+
     def clear(self) -> None:
         """Forget all numbers: another epoch begins."""
         self._next = 0

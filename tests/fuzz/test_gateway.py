@@ -1,0 +1,135 @@
+"""Whatever a scheduler sends, a gateway goes on: the next one that makes sense gets all requests, and serves them."""
+
+import asyncio
+from array import array
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pagewise_gateway.generation import GenerationError, GenerationRequest, Prompt
+from pagewise_gateway.link import LiveRequest, RefusedError, SchedulerLink
+from pagewise_gateway.metrics import Metrics
+from pagewise_shared.protocol import (
+    GatewayWelcome,
+    Message,
+    Outputs,
+    PromptFailed,
+    RequestRefused,
+    StreamFinished,
+    Submit,
+    ToGateway,
+    encode,
+    pack_int32s,
+    unpack_int32s,
+)
+from pagewise_shared.sampling import SamplingParams
+
+from tests.fuzz.effort import examples
+from tests.fuzz.messages import frames, of
+from tests.gateway.text.tokenizer_builders import byte_level
+
+TOKENIZER = byte_level()
+EPOCH, LENGTH = 7, 12
+
+small = st.integers(-1, 9)
+matching = st.lists(st.tuples(small.filter(lambda stream: stream >= 0), st.integers(0, 400)), max_size=30)
+plausible = st.builds(
+    lambda pairs, finished, failed, refused: Outputs(
+        EPOCH,
+        streams=pack_int32s([stream for stream, _ in pairs]),
+        tokens=pack_int32s([token for _, token in pairs]),
+        finished=tuple(finished),
+        failed=tuple(failed),
+        refused=tuple(refused),
+    ),
+    matching,
+    st.lists(of(StreamFinished, stream=small), max_size=3),
+    st.lists(of(PromptFailed, stream=small), max_size=1),
+    st.lists(of(RequestRefused, stream=small), max_size=1),
+)
+nearly = of(Outputs, epoch=st.just(EPOCH))
+sent = st.one_of(
+    frames(ToGateway), plausible.map(encode), plausible.map(encode), nearly.filter(lambda one: fits(one)).map(encode)
+)
+
+
+def fits(message: Message) -> bool:
+    try:
+        encode(message)
+    except (OverflowError, UnicodeEncodeError):
+        return False
+    return True
+
+
+class Gateway:
+    """A link without a socket: ``outbox`` holds what it would send."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("m")
+        self.link = SchedulerLink("ipc:///nowhere", TOKENIZER, self.metrics, gateway_id="g", model_name="m")
+        self.connection = self.link._connection
+        self.outbox = self.connection._outbox
+
+    def submit(self, *, prompts: int = 1, **fields: Any) -> LiveRequest:
+        prompt = Prompt(array("i", [70, 71, 72]), LENGTH)
+        sampling = SamplingParams(stop_token_ids=(0,))
+        return self.link.submit(GenerationRequest("r", (prompt,) * prompts, sampling, **fields))
+
+    def finish(self, epoch: int) -> None:
+        """What a good scheduler does: it lets the gateway in, and generates what is missing."""
+        self.outbox.clear()
+        self.connection.take(encode(GatewayWelcome(epoch)))
+        for message in list(self.outbox):
+            assert isinstance(message, Submit)
+            pairs, finished = [], []
+            for index, prompt in enumerate(message.prompts):
+                for output in range(message.n):
+                    stream = message.stream + index * message.n + output
+                    progress = prompt.progress[output] if prompt.progress else None
+                    if progress is None or not progress.finished:
+                        known = len(unpack_int32s(progress.tokens)) if progress else 0
+                        pairs += [(stream, 70)] * (LENGTH - known)
+                        finished.append(StreamFinished(stream, "length"))
+            streams, tokens = ([pair[side] for pair in pairs] for side in (0, 1))
+            frame = Outputs(epoch, streams=pack_int32s(streams), tokens=pack_int32s(tokens), finished=tuple(finished))
+            self.connection.take(encode(frame))
+
+
+async def ending(live: LiveRequest) -> list[str | None]:
+    """How each output ended, or that the request failed, which it may: it was told so."""
+    ended: dict[int, str | None] = {}
+    try:
+        while news := await live.next():
+            ended |= {delta.index: delta.finish_reason for delta in news if delta.finish_reason}
+    except GenerationError:
+        return []
+    return [ended.get(index) for index in range(len(live.outputs))]
+
+
+@examples(200)
+@given(st.lists(sent, min_size=1, max_size=6))
+def test_a_gateway_outlives_what_a_scheduler_sends(received: list[bytes]) -> None:
+    async def live() -> None:
+        gateway = Gateway()
+        gateway.connection.take(encode(GatewayWelcome(EPOCH)))
+        requests = [
+            gateway.submit(n=2, prompts=2),
+            gateway.submit(whole=True),
+            gateway.submit(best_of=3),
+            gateway.submit(stop=("z",)),
+            gateway.submit(prompts=0),
+        ]
+        for frame in received:
+            try:
+                gateway.connection.take(frame)
+            except RefusedError:
+                return
+        gateway.finish(EPOCH + 1000)
+        async with asyncio.timeout(5):
+            for request in requests[:4]:
+                assert None not in await ending(request)
+        requests[4].abort()
+        assert gateway.link.num_live == 0
+        assert gateway.link._table.size == 0
+
+    asyncio.run(live())
