@@ -1,6 +1,0 @@
-"""The OpenAI-compatible HTTP surface."""
-
-from pagewise_scheduler.http.app import create_app
-from pagewise_scheduler.http.listening import listening, raise_file_limit
-
-__all__ = ["create_app", "listening", "raise_file_limit"]

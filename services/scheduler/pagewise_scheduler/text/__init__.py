@@ -1,1 +1,0 @@
-"""Tokenizing, chat templates and incremental detokenizing."""
