@@ -1,36 +1,10 @@
 """Metrics that the library has no fitting kind for."""
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
-
-
-class TokenHistogram(Collector):
-    """A histogram for what is observed with every token: one thread, no locks, a fifth of what the library's costs."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> None:
-        self._name, self._text, self._model_name = name, text, model_name
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count a value; from the event loop only."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """What a scrape gets to see."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
-        yield family
 
 
 class ExecutorState(NamedTuple):

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SchedulerConfig,
         argv,
         prog="pagewise-scheduler",
-        description="Schedule requests over executors and serve them on an OpenAI-compatible HTTP endpoint.",
+        description="Schedule the requests of gateways over executors.",
     )
     configure_logging(config.log_level, "scheduler")
     try:

@@ -1,4 +1,4 @@
-"""What the scheduler measures, in Prometheus' terms.
+"""What the scheduler measures, in Prometheus' terms. What concerns clients and text is measured by the gateways.
 
 Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port by renaming, with one exception:
 ``iteration_tokens`` has no ``_total``, because that suffix is a counter's and ``promtool check metrics`` refuses
@@ -21,8 +21,9 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from pagewise_scheduler.collectors import ExecutorGauges, TokenHistogram
+from pagewise_scheduler.collectors import ExecutorGauges
 from pagewise_scheduler.core.routing.policies import REASONS
+from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
 
 MEMORY_EVENTS = (
     "evicted",
@@ -67,7 +68,7 @@ Drop = Literal[
     "wrong_key",
     "too_many_hellos",
 ]
-"""Why frames from executors are not applied."""
+"""Why frames from executors and gateways are not applied."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of ``Metrics.render``."""
@@ -75,16 +76,14 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 # The classic text format shows creation times as gauges of their own: one more series per series, for nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _DECISION = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
-    """All metrics of one scheduler, in a registry of their own.
+    """All metrics of one scheduler, in a registry of their own, and what gateways tell of theirs (``gateways``).
 
     The attributes are bound to their labels already: ``set``, ``inc`` and ``observe`` cost about a microsecond and
     may be called from any thread. Times are in seconds.
@@ -92,23 +91,20 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self.gateways = GatewayMetrics()
         self._model_name = model_name
         self._bind_gauges()
         self._bind_counters()
         self._bind_histograms()
-        self._request_success = self._raw_counter(
-            "request_success", "Sequences that ended, by reason.", ("finished_reason",)
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            self.request_success(reason)
         self._frames_dropped = self._raw_counter(
-            "wire_frames_dropped", "Frames from executors that were not applied, by reason.", ("reason",)
+            "wire_frames_dropped", "Frames from executors and gateways that were not applied, by reason.", ("reason",)
         )
         for drop in get_args(Drop):
             self.frames_dropped(drop)
         self._connections_refused = self._raw_counter(
             "wire_connections_refused",
-            "Connections of executors, to the scheduler's socket or each other's, that were refused, by reason.",
+            "Connections of executors and gateways to the scheduler, or of executors to each other, that were refused, "
+            "by reason.",
             ("reason",),
         )
         for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
@@ -123,10 +119,6 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def request_success(self, finished_reason: str) -> Counter:
-        """The counter of sequences that ended with this finish reason (stop, length, abort, error)."""
-        return self._request_success.labels(self._model_name, finished_reason)
-
     def request_moves(self, reason: str) -> Counter:
         """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
         return self._request_moves.labels(self._model_name, reason)
@@ -136,8 +128,8 @@ class Metrics:
         return self._frames_dropped.labels(self._model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
-        """The counter of connections of executors that failed, to the scheduler ("unknown_key", "handshake") or to
-        where another executor lends its blocks ("unknown_key_blocks")."""
+        """The counter of connections that failed, to the scheduler ("unknown_key", "handshake") or to where another
+        executor lends its blocks ("unknown_key_blocks")."""
         return self._connections_refused.labels(self._model_name, reason)
 
     def requests_refused(self, reason: str) -> Counter:
@@ -151,10 +143,6 @@ class Metrics:
     def key_tokens(self, key: str, kind: str) -> Counter:
         """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
         return self._key_tokens.labels(self._model_name, key, kind)
-
-    def key_reloads(self, outcome: str) -> Counter:
-        """The counter of times that the file of API keys was read again: outcome is "done" or "failed"."""
-        return self._key_reloads.labels(self._model_name, outcome)
 
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
@@ -186,8 +174,8 @@ class Metrics:
         return self._kv_blocks.labels(self._model_name, tier, state)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """All metrics in Prometheus' text format, those of the gateways too."""
+        return generate_latest(Merged(self.registry, self.gateways))
 
     def _bind_gauges(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batches.")
@@ -207,8 +195,7 @@ class Metrics:
         self.executors = ExecutorGauges(self._model_name)
         self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
-        self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
-        self.http_connections = self._gauge("http_connections", "Connections of clients.")
+        self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
 
     def _bind_counters(self) -> None:
         self.prefix_cache_queries = self._counter(
@@ -248,47 +235,17 @@ class Metrics:
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be brought up to date.")
         self._bind_admission_counters()
-        self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
 
     def _bind_admission_counters(self) -> None:
-        self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a good API key.")
-        self.http_connections_refused = self._counter("http_connections_refused", "Connections over --max-connections.")
         self._requests_refused = self._raw_counter(
             "requests_refused", "Requests that were not taken, by reason.", ("reason",)
         )
         self._key_requests = self._raw_counter("key_requests", "Requests taken, by name of the API key.", ("key",))
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
-        self._key_reloads = self._raw_counter(
-            "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
-        )
         for reason in REFUSALS:
             self.requests_refused(reason)
-        for outcome in ("done", "failed"):
-            self.key_reloads(outcome)
 
     def _bind_histograms(self) -> None:
-        self.time_to_first_token_seconds = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
-        )
-        self.inter_token_latency_seconds = TokenHistogram(
-            "pagewise_inter_token_latency_seconds",
-            "Between two tokens of one sequence.",
-            _INTER_TOKEN,
-            self._model_name,
-        )
-        self.registry.register(self.inter_token_latency_seconds)
-        self.e2e_request_latency_seconds = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST
-        )
-        self.request_queue_time_seconds = self._histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST
-        )
-        self.request_prefill_time_seconds = self._histogram(
-            "request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST
-        )
-        self.request_decode_time_seconds = self._histogram(
-            "request_decode_time_seconds", "From a request's first token to its end.", _REQUEST
-        )
         self._recovery_predicted = self._raw_histogram(
             "recovery_predicted_seconds",
             "What the chosen way to get KV back was predicted to take.",
@@ -300,7 +257,7 @@ class Metrics:
             ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(
-            "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _FIRST_TOKEN
+            "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _SECONDS
         )
         self.placement_actual_ratio = self._histogram(
             "placement_actual_ratio", "That time as it was, by what was predicted.", _RATIO
@@ -321,9 +278,7 @@ class Metrics:
         return Counter("pagewise_" + name, text, ("model_name", *labels), registry=self.registry)
 
     def _raw_histogram(self, name: str, text: str, labels: tuple[str, ...]) -> Histogram:
-        return Histogram(
-            "pagewise_" + name, text, ("model_name", *labels), buckets=_FIRST_TOKEN, registry=self.registry
-        )
+        return Histogram("pagewise_" + name, text, ("model_name", *labels), buckets=_SECONDS, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram("pagewise_" + name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)

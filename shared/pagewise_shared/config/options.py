@@ -207,14 +207,41 @@ class HTTPOptions(ModelOptions, frozen=True, kw_only=True):
     routing: Routing = "ttft"
 
 
-class SchedulerConfig(HTTPOptions, frozen=True, kw_only=True):
-    """Options of ``pagewise-scheduler``."""
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise-scheduler``. ``model`` and ``served_model_name`` only label its metrics."""
 
+    model: Annotated[str, _help("model directory or hub id", "MODEL")] = DEMO_MODEL
+    served_model_name: Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")] = None
+    max_num_seqs: Annotated[Positive, _help("most sequences that run at once, per executor", "N")] = 256
+    max_num_batched_tokens: Annotated[
+        Positive, _help("token budget of one step: decodes first, then prefill chunks", "N")
+    ] = 2048
+    max_model_len: Annotated[
+        Positive | None, _help("most tokens a sequence may reach (default: the model's own limit)", "N")
+    ] = None
+    max_waiting: Annotated[Positive, _help("most sequences that wait; more are answered 429", "N")] = 4096
+    max_waiting_tokens: Annotated[
+        Positive, _help("most prompt tokens of requests that wait; more are answered 429", "N")
+    ] = 8_388_608
+    routing: Routing = "ttft"
+    recovery: Recovery = "auto"
+    eviction: Eviction = "cost"
     listen: Annotated[str, _help("ZeroMQ endpoint executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
         "tcp://127.0.0.1:5757"
     )
+    listen_gateways: Annotated[str, _help("ZeroMQ endpoint gateways connect to (tcp:// or ipc://)", "ENDPOINT")] = (
+        "tcp://127.0.0.1:5758"
+    )
+    executor_timeout: Annotated[
+        Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
+    ] = 10.0
+    gateway_timeout: Annotated[Seconds, _help("seconds without a heartbeat after which a gateway is given up", "S")] = (
+        10.0
+    )
+    step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     keys: KeysFolder = None
     plaintext: Plaintext = False
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("least severity that is logged")] = "info"
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from pagewise_scheduler.actors import entry as entry_module
-from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
-from pagewise_scheduler.actors.entry import MAX_FLEET_BLOCKS, Entry
+from pagewise_scheduler.actors import offers
+from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
+from pagewise_scheduler.actors.offers import MAX_FLEET_BLOCKS, flaw_of_offer
 from pagewise_shared.protocol import (
     Copied,
     MeasuredCosts,
@@ -20,7 +20,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import BeamParams
 
-from tests.scheduler.actors.test_fleet import RawExecutor, executor, hello, running
+from tests.scheduler.actors.stack import RawExecutor, executor, hello, running
 
 OFFERS = [
     {"num_blocks": 0},
@@ -47,10 +47,9 @@ OFFERS = [
 
 @pytest.mark.parametrize("fields", OFFERS, ids=repr)
 def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
-    gate = Entry(None)
-    assert gate.refusal(hello(), "", []) is None
-    assert gate.refusal(hello(costs=MeasuredCosts(1.0, 0.0, 0.0)), "", []) is None
-    assert gate.refusal(hello(**fields), "", []) is not None
+    assert flaw_of_offer(hello()) is None
+    assert flaw_of_offer(hello(costs=MeasuredCosts(1.0, 0.0, 0.0))) is None
+    assert flaw_of_offer(hello(**fields)) is not None
 
 
 def entry(index: int = 0, token: int = 1, logprob: float = -1.0, rank: int = 1, **tops: object) -> TokenLogprobs:
@@ -80,14 +79,16 @@ RESULTS = [
 def test_results_that_cannot_be(result: StepResult) -> None:
     good = entry(top_ids=(1, 2), top_logprobs=(-0.1, float("-inf")))
     prompt = PromptLogprobs(0, (entry(1), entry(2)))
-    assert flaw_of_result(StepResult(1, 1, ONE, (good,), (prompt,), 5), hello()) is None
-    assert flaw_of_result(result, hello()) is not None
+    assert checked_tokens(StepResult(1, 1, ONE, (good,), (prompt,), 5), hello()) == [1]
+    with pytest.raises(ImpossibleError):
+        checked_tokens(result, hello())
 
 
 def test_copies_that_cannot_be() -> None:
-    assert flaw_of_copies(Copied(1, 1, "load", 5, ONE)) is None
-    assert flaw_of_copies(Copied(1, 1, "load", -5)) is not None
-    assert flaw_of_copies(Copied(1, 1, "load", 5, b"abc")) is not None
+    check_copies(Copied(1, 1, "load", 5, ONE))
+    for copied in (Copied(1, 1, "load", -5), Copied(1, 1, "load", 5, b"abc")):
+        with pytest.raises(ImpossibleError):
+            check_copies(copied)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ async def test_a_fleet_refuses_an_impossible_offer_and_goes_on(tmp_path: Path, f
 
 
 async def test_a_full_fleet_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_module, "MAX_EXECUTORS", 1)
+    monkeypatch.setattr(offers, "MAX_EXECUTORS", 1)
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
         raw = RawExecutor(tmp_path)

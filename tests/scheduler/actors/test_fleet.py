@@ -2,41 +2,23 @@
 
 import asyncio
 import threading
-import uuid
-from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
-from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
-from pagewise_executor.worker import Worker
-from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
-from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
-from pagewise_scheduler.metrics import Metrics
-from pagewise_scheduler.text.tokenizer import Tokenizer
+from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.curve import Keys
-from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     CancelFetch,
     Copied,
     Fetch,
-    FromScheduler,
     Goodbye,
     Heartbeat,
-    Hello,
     MemoryWork,
-    Message,
     Refused,
     Rejoin,
     StepError,
@@ -46,151 +28,10 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     encode,
 )
-from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.sampling import BeamParams
 
-TOKENIZER = Tokenizer.load(resolve_model("pagewise-demo"))
-
-
-class Stack:
-    """A fleet and a router, and what a test wants to know of them."""
-
-    def __init__(
-        self,
-        path: Path,
-        patience: float = 5.0,
-        keys: Keys | None = None,
-        *,
-        routing: RoutingName = "ttft",
-        recovery: RecoveryMode = "auto",
-        executor_timeout: float = 1.0,
-        step_timeout: float = 1.5,
-    ) -> None:
-        self.metrics = Metrics("m")
-        self.router = Router(
-            TOKENIZER, self.metrics, max_waiting=8, max_waiting_tokens=1000, patience=patience, routing=routing
-        )
-        self.fleet = Fleet(
-            f"ipc://{path}/wire",
-            self.router,
-            self.metrics,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            max_model_len=None,
-            executor_timeout=executor_timeout,
-            step_timeout=step_timeout,
-            recovery=recovery,
-            keys=keys,
-        )
-
-    def dropped(self, reason: str) -> float:
-        return float(self.metrics.frames_dropped(reason)._value.get())
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The value of one series; NaN: there is none."""
-        value = self.metrics.registry.get_sample_value(f"pagewise_{name}", {"model_name": "m"} | labels)
-        return float("nan") if value is None else value
-
-    async def ready(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while (c := self.router.capacity()) is None or c.ready_executors != count:
-                await asyncio.sleep(0.01)
-
-    async def generate(
-        self, prompt: list[int], max_tokens: int = 8, *, beam: BeamParams | None = None, best_of: int = 0
-    ) -> list[int]:
-        stream = self.router.submit(
-            GenerationRequest(
-                uuid.uuid4().hex,
-                array("i", prompt),
-                max_tokens,
-                SamplingParams(temperature=0),
-                arrival_time=monotonic(),
-                beam=beam,
-                best_of=best_of,
-            )
-        )
-        return [token async for deltas in stream for delta in deltas for token in delta.token_ids]
-
-
-@asynccontextmanager
-async def running(path: Path, patience: float = 5.0, keys: Keys | None = None, **options: Any) -> AsyncIterator[Stack]:
-    stack = Stack(path, patience, keys, **options)
-    tasks = [asyncio.create_task(stack.fleet.run()), asyncio.create_task(stack.router.run())]
-    try:
-        yield stack
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def executor(
-    path: Path,
-    name: str = "e",
-    step_seconds: float = 0.0,
-    keys: Keys | None = None,
-    *,
-    runner: SimulatedRunner | None = None,
-) -> AsyncIterator["asyncio.Task[None]"]:
-    runner = runner or SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
-    service = ExecutorService(
-        Worker(lambda: runner), f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64, keys=keys
-    )
-    task = asyncio.create_task(service.run())
-    try:
-        yield task
-    finally:
-        service.stop("test over")
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(task, return_exceptions=True)
-
-
-class RawExecutor:
-    """A socket that says whatever a test wants."""
-
-    def __init__(self, path: Path, keys: Keys | None = None, identity: bytes = b"") -> None:
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        if identity:
-            self.socket.setsockopt(zmq.IDENTITY, identity)
-        if keys is not None:
-            keys.secure_client(self.socket)
-        self.socket.connect(f"ipc://{path}/wire")
-
-    async def send(self, message: Message | bytes) -> None:
-        await self.socket.send(message if isinstance(message, bytes) else encode(message))
-
-    async def receive(self) -> FromScheduler:
-        async with asyncio.timeout(10):
-            return decode_from_scheduler(await self.socket.recv())
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
-
-
-def hello(**fields: object) -> Hello:
-    given = {
-        "protocol_major": PROTOCOL_MAJOR,
-        "protocol_minor": 0,
-        "executor_id": "raw",
-        "model_fingerprint": "simulated",
-        "vocab_size": 100,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 16,
-    }
-    return Hello(**(given | fields))  # type: ignore[arg-type]
-
-
-async def joined(path: Path, **fields: object) -> tuple[RawExecutor, Welcome]:
-    raw = RawExecutor(path)
-    await raw.send(hello(vocab_size=4096, **fields))
-    welcome = await raw.receive()
-    assert isinstance(welcome, Welcome)
-    return raw, welcome
+from tests.scheduler.actors.played_gateway import FailedPromptError, RefusedRequestError
+from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, hello, joined, running
 
 
 async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
@@ -199,8 +40,8 @@ async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
         first = await stack.generate([1, 2, 3])
         assert len(first) == 8
         assert await stack.generate([1, 2, 3]) == first
-        (engine,) = stack.router.engines
-        assert stack.router.placing.load(engine) == 0
+        (engine,) = stack.engines
+        assert stack.router.placer.load(engine) == 0
         async with asyncio.timeout(5):
             while engine.scheduler.kv.num_available != 64:
                 await asyncio.sleep(0.01)
@@ -234,7 +75,7 @@ async def test_an_executor_that_vanishes_without_a_word_loses_no_request(tmp_pat
 
 
 async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=20.0) as stack, executor(tmp_path, "stuck", step_seconds=3.0):
+    async with running(tmp_path, unplaced_timeout=20.0) as stack, executor(tmp_path, "stuck", step_seconds=3.0):
         await stack.ready(1)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
         await stack.ready(0)
@@ -263,10 +104,10 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
     async with running(tmp_path) as stack:
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
-        (engine,) = stack.router.engines
+        (engine,) = stack.engines
         engine._expect_copies(1, MemoryWork(loads=b"12345678"), monotonic())
         async with asyncio.timeout(10):
-            while stack.router.engines:
+            while stack.engines:
                 await raw.send(Heartbeat(welcome.epoch))
                 await asyncio.sleep(0.05)
         raw.close()
@@ -277,7 +118,7 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
     async with running(tmp_path) as stack:
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
-        (engine,) = stack.router.engines
+        (engine,) = stack.engines
         fetch = Fetch("ipc://peer", 1, 0, b"123456781234")
         began = monotonic()
         engine._expect_copies(7, MemoryWork(fetches=(fetch,)), began - 4.5)
@@ -290,15 +131,15 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
                 while engine.oldest_copy_time is not None:
                     await asyncio.sleep(0.01)
             began = monotonic()
-            while stack.router.engines and monotonic() - began < 2.5:
+            while stack.engines and monotonic() - began < 2.5:
                 await raw.send(Heartbeat(welcome.epoch))
                 await asyncio.sleep(0.05)
-        assert len(stack.router.engines) == confirms
+        assert len(stack.engines) == confirms
         raw.close()
 
 
 async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=1.0) as stack:
+    async with running(tmp_path, unplaced_timeout=1.0) as stack:
         async with executor(tmp_path):
             await stack.ready(1)
         await stack.ready(0)
@@ -309,7 +150,7 @@ async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_
             async with executor(tmp_path, "small", runner=small):
                 await stack.ready(1)
             await stack.ready(0)
-        with pytest.raises(NoExecutorError):
+        with pytest.raises(FailedPromptError):
             await waiting
         assert monotonic() - began < 5
 
@@ -322,7 +163,7 @@ async def test_a_sender_that_never_ends_leaves_time_for_the_others(tmp_path: Pat
         def flood() -> None:
             with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
                 socket.linger = 0
-                socket.connect(f"ipc://{tmp_path}/wire")
+                socket.connect(executors_of(tmp_path))
                 while flooding.is_set():
                     socket.send(b"x")
 
@@ -350,7 +191,7 @@ async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:
 async def test_sequences_that_only_one_will_be_chosen_of_count_too(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
-        with pytest.raises(AdmissionError, match="waiting already"):
+        with pytest.raises(RefusedRequestError, match="waiting already"):
             await stack.generate([1, 2, 3], best_of=9)
 
 
@@ -429,30 +270,32 @@ async def test_a_failed_step_starts_over_under_a_new_epoch_and_fails_only_what_c
                     message = decode_from_scheduler(await raw.socket.recv())
                     if isinstance(message, StepPlan):
                         await raw.send(StepResult(message.epoch, message.step, error=StepError("internal", "broken")))
-        with pytest.raises(GenerationError, match="broken"):
+        with pytest.raises(FailedPromptError, match="broken"):
             await doomed
         raw.close()
 
 
 async def test_admission(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=0.3) as stack:
-        with pytest.raises(AdmissionError) as error:
-            await stack.generate([1])
-        assert error.value.kind == "unavailable"
+    async with running(tmp_path, unplaced_timeout=0.3) as stack:
+        with pytest.raises(FailedPromptError, match="no executor could take the request") as failed:
+            await stack.generate([1] * 100)  # nothing is known yet of what executors can hold
+        assert failed.value.kind == "unavailable"
         async with executor(tmp_path):
             await stack.ready(1)
-            with pytest.raises(AdmissionError) as error:
+            with pytest.raises(RefusedRequestError) as error:
                 await stack.generate([1, 2], max_tokens=10_000)
             assert error.value.kind == "never_fits"
         await stack.ready(0)
-        with pytest.raises(NoExecutorError, match="no executor could take the request"):
+        with pytest.raises(FailedPromptError, match="no executor could take the request"):
             await stack.generate([1])
-        waiting = [asyncio.create_task(stack.generate([1])) for _ in range(8)]
-        await asyncio.sleep(0.05)
-        with pytest.raises(AdmissionError) as error:
+        waiting = [await stack.gateway.submit([1]) for _ in range(8)]
+        with pytest.raises(RefusedRequestError) as error:
             await stack.generate([1])
-        assert error.value.kind == "unavailable"
-        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (error.value.kind, error.value.reason) == ("unavailable", "no_executor")
+        assert stack.metric("requests_refused_total", reason="no_executor") == 1
+        for request in waiting:
+            with pytest.raises(FailedPromptError):
+                await request.result()
 
 
 async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_on(tmp_path: Path) -> None:
@@ -464,10 +307,10 @@ async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_o
             assert isinstance(await raw.receive(), Welcome)
         await stack.ready(1)
         async with asyncio.timeout(5):
-            while len(stack.router.engines) != 1:
+            while len(stack.engines) != 1:
                 await asyncio.sleep(0.01)
-        (engine,) = stack.router.engines
-        assert stack.fleet._lending.directory.lenders["ipc:///blocks"].scheduler is engine.scheduler
+        (engine,) = stack.engines
+        assert stack.fleet.sharing.directory.lenders["ipc:///blocks"].scheduler is engine.scheduler
         assert engine.scheduler.recoveries.endpoint == "ipc:///blocks"
         first.close()
         second.close()
@@ -479,7 +322,7 @@ async def test_a_request_goes_to_an_executor_that_takes_its_length(tmp_path: Pat
         await stack.ready(2)
         for _ in range(6):
             assert len(await stack.generate(list(range(40)))) == 8
-        assert {engine.scheduler.max_model_len for engine in stack.router.engines} == {16, 8192}
+        assert {engine.scheduler.max_model_len for engine in stack.engines} == {16, 8192}
 
 
 async def test_a_core_that_fails_takes_nobody_along(tmp_path: Path) -> None:
@@ -489,7 +332,7 @@ async def test_a_core_that_fails_takes_nobody_along(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, "one", 0.05):
         await stack.ready(1)
         expected = await stack.generate([1, 2, 3])
-        (engine,) = stack.router.engines
+        (engine,) = stack.engines
         serving = asyncio.create_task(stack.generate([1, 2, 3]))
         await asyncio.sleep(0.1)
         engine.scheduler.schedule = engine.scheduler.release_all = broken  # type: ignore[method-assign, assignment]

@@ -9,11 +9,11 @@ from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.router import MAX_DEATHS
-from pagewise_scheduler.generation import GenerationError
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Goodbye, HeartbeatAck, StepPlan, StepResult, encode, pack_int32s
 
-from tests.scheduler.actors.test_fleet import RawExecutor, executor, joined, running
+from tests.scheduler.actors.played_gateway import FailedPromptError
+from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, joined, running
 
 
 async def next_plan(raw: RawExecutor) -> StepPlan:
@@ -24,8 +24,8 @@ async def next_plan(raw: RawExecutor) -> StepPlan:
 
 
 async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=20.0) as stack:
-        stack.fleet._executor_timeout = 30.0
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        stack.fleet.timeout = 30.0
         raw, _ = await joined(tmp_path)
         await stack.ready(1)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
@@ -44,7 +44,7 @@ async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(
 async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Path, full: bool) -> None:
     runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), 0.01)
     leaving = ExecutorService(
-        Worker(lambda: runner), f"ipc://{tmp_path}/wire", "leaves", max_num_seqs=4, max_num_batched_tokens=64
+        Worker(lambda: runner), executors_of(tmp_path), "leaves", max_num_seqs=4, max_num_batched_tokens=64
     )
     async with running(tmp_path) as stack, executor(tmp_path, "stays", step_seconds=0.05):
         served = asyncio.create_task(leaving.run())
@@ -52,7 +52,7 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
         number = 8 if full else 2
         requests = [asyncio.create_task(stack.generate([n, 2, 3], max_tokens=40)) for n in range(number)]
         async with asyncio.timeout(10):
-            while {engine.scheduler.num_running for engine in stack.router.engines} != {number // 2}:
+            while {engine.scheduler.num_running for engine in stack.engines} != {number // 2}:
                 await asyncio.sleep(0.005)
         leaving.leave("the test says so")
         async with asyncio.timeout(20):
@@ -62,7 +62,7 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
 
 
 async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_against_it(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=20.0) as stack:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
         moving: asyncio.Task[list[int]] | None = None
         for life in range(2 * (MAX_DEATHS + 2)):
             raw, welcome = await joined(tmp_path)
@@ -85,7 +85,7 @@ async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_
 
 
 async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that_wait_are_not(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=30.0) as stack:
+    async with running(tmp_path, unplaced_timeout=30.0) as stack:
         doomed: asyncio.Task[list[int]] | None = None
         for _ in range(MAX_DEATHS + 1):
             raw, _ = await joined(tmp_path, max_num_seqs=1)
@@ -99,14 +99,14 @@ async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that
             raw.close()
             await stack.ready(0)
         assert doomed is not None
-        with pytest.raises(GenerationError, match=f"{MAX_DEATHS + 1} executors in a row died"):
+        with pytest.raises(FailedPromptError, match=f"{MAX_DEATHS + 1} executors in a row died"):
             await doomed
         async with executor(tmp_path):
             assert len(await waiting) == 8
 
 
 async def test_who_has_to_wait_for_an_executor_again_may_wait_as_long_again(tmp_path: Path) -> None:
-    async with running(tmp_path, patience=2.0) as stack:
+    async with running(tmp_path, unplaced_timeout=2.0) as stack:
         async with executor(tmp_path):
             await stack.ready(1)
         await stack.ready(0)

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from itertools import count
 from pathlib import Path
 
 import pytest
-from pagewise_scheduler.actors.entry import MAX_EXECUTORS, MAX_FLEET_BLOCKS, Entry
-from pagewise_scheduler.actors.fleet import Fleet, _Link
+from pagewise_scheduler.actors.fleet import Fleet
+from pagewise_scheduler.actors.join_guard import JoinGuard
+from pagewise_scheduler.actors.offers import MAX_EXECUTORS, MAX_FLEET_BLOCKS, misfit
 from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
@@ -24,7 +24,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from tests.scheduler.actors.test_fleet import RawExecutor, Stack, executor, hello, running
+from tests.scheduler.actors.stack import RawExecutor, Stack, executor, hello, running, until
 from tests.shared.test_curve import make
 
 
@@ -72,7 +72,7 @@ async def test_an_unknown_key_is_refused_until_it_is_added(
     public_file(folder, "one").unlink()
     async with running(folder, keys=Keys(folder, SCHEDULER)) as stack, executor(folder, keys=stranger):
         await wait_until_refused(stack, "unknown_key", 8)
-        assert stack.router.capacity() is None
+        assert not stack.router.capacity.max_model_len
         told = [record for record in caplog.records if "unknown key" in record.getMessage()]
         assert len(told) == 5, "not a line for each try"
         assert stranger.public.decode() in told[0].getMessage()
@@ -88,7 +88,7 @@ async def test_a_key_that_is_revoked_is_cut_off_at_once_and_stays_out(folder: Pa
         await stack.ready(1)
         public_file(folder, "one").unlink()
         async with asyncio.timeout(10):
-            while stack.router.engines:
+            while stack.engines:
                 await raw.send(Heartbeat(epoch))
                 await asyncio.sleep(0.05)
         # The connection stands: what comes over it counts for nothing.
@@ -114,7 +114,7 @@ async def test_plain_text_is_not_heard(folder: Path) -> None:
         async with executor(folder) as task:
             with pytest.raises(ConfigError, match="asks for a key and there is none"):
                 await asyncio.wait_for(task, 10)
-        assert stack.router.capacity() is None
+        assert not stack.router.capacity.max_model_len
 
 
 async def test_who_wants_another_scheduler_gets_no_answer(folder: Path) -> None:
@@ -133,7 +133,7 @@ async def test_an_executor_with_keys_tells_nothing_to_a_scheduler_without(
 ) -> None:
     async with running(folder) as stack, executor(folder, keys=Keys(folder, "one")):
         await wait_until_refused(stack, "handshake", 1)
-        assert stack.router.capacity() is None
+        assert not stack.router.capacity.max_model_len
         async with asyncio.timeout(10):
             while "no handshake with the scheduler" not in caplog.text:
                 await asyncio.sleep(0.02)
@@ -180,7 +180,7 @@ async def test_a_replayed_hello_is_another_executor_at_most(folder: Path, keyed:
         await victim.send(Heartbeat(first.epoch))
         assert await victim.receive() == HeartbeatAck(first.epoch)
         await stack.ready(1)
-        assert [engine.scheduler.epoch for engine in stack.router.engines] == [first.epoch]
+        assert [engine.scheduler.epoch for engine in stack.engines] == [first.epoch]
         thief.close()
         victim.close()
 
@@ -203,7 +203,7 @@ async def test_messages_of_an_earlier_life_count_for_nothing(folder: Path) -> No
         assert stack.metrics.generation_tokens._value.get() == 0
         # Heartbeats of an earlier life do not keep this one alive.
         async with asyncio.timeout(10):
-            while stack.router.engines:
+            while stack.engines:
                 await raw.send(Heartbeat(epoch - 1))
                 await asyncio.sleep(0.05)
         async with executor(folder):
@@ -225,7 +225,7 @@ async def test_the_name_of_another_executor_cannot_be_taken(folder: Path) -> Non
         assert isinstance(answer, Refused)
         assert "belongs to the key executor" in answer.reason
         assert await joined(thief, executor_id="two") > epoch
-        assert stack.router.capacity() is not None
+        assert stack.router.capacity.max_model_len
         thief.close()
         victim.close()
 
@@ -253,10 +253,7 @@ async def test_the_identity_of_a_live_connection_cannot_be_taken(folder: Path, k
 async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(fleet: Fleet) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Fleet, "_watch_connections", never)  # or the member would be given up before the thief comes
+    monkeypatch.setattr(Fleet, "probe", lambda fleet: None)  # or the member would be given up before the thief comes
     async with running(folder, keys=Keys(folder, SCHEDULER)) as stack:
         victim = RawExecutor(folder, Keys(folder, "one"), identity=b"the same")
         epoch = await joined(victim)
@@ -305,18 +302,17 @@ async def test_a_hello_with_absurd_values_is_refused(tmp_path: Path, fields: dic
         assert isinstance(answer, Refused)
         assert reason in answer.reason
         assert len(answer.reason) < 500
-        assert stack.router.capacity() is None
+        assert not stack.router.capacity.max_model_len
         raw.close()
 
 
 def test_a_fleet_has_a_greatest_size() -> None:
-    entry = Entry(None)
     small = hello(num_blocks=1)
-    assert entry.refusal(small, "", [(small, "")] * (MAX_EXECUTORS - 1)) is None
-    assert "executors already" in str(entry.refusal(small, "", [(small, "")] * MAX_EXECUTORS))
+    assert misfit(small, [small] * (MAX_EXECUTORS - 1), "simulated") is None
+    assert "executors already" in str(misfit(small, [small] * MAX_EXECUTORS, "simulated"))
     half = hello(num_blocks=MAX_FLEET_BLOCKS // 2)
-    assert entry.refusal(half, "", [(half, "")]) is None
-    assert "the fleet would have" in str(entry.refusal(half, "", [(half, ""), (small, "")]))
+    assert misfit(half, [half], "simulated") is None
+    assert "the fleet would have" in str(misfit(half, [half, small], "simulated"))
 
 
 async def test_hellos_that_come_too_often_are_dropped(tmp_path: Path) -> None:
@@ -329,36 +325,30 @@ async def test_hellos_that_come_too_often_are_dropped(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while stack.dropped("too_many_hellos") < 49:
                 await asyncio.sleep(0.01)
-        assert len(stack.router.engines) == 1
+        assert len(stack.engines) == 1
         raw.close()
 
 
 def test_each_key_has_an_allowance_of_hellos() -> None:
-    entry = Entry(None)
-    taken = sum(entry.in_time("a", None, 0.0) for _ in range(10_000))
+    guard = JoinGuard("executor", None)
+    taken = sum(guard.in_time("a", None, 0.0) for _ in range(10_000))
     assert taken == 256
-    assert entry.in_time("b", None, 0.0), "one does not use up what is another's"
-    assert sum(entry.in_time("a", None, 1.0) for _ in range(100)) == 32
-    assert not entry.in_time("c", 1.0, 1.5), "it has joined just now"
-    assert entry.in_time("c", 1.0, 2.5)
+    assert guard.in_time("b", None, 0.0), "one does not use up what is another's"
+    assert sum(guard.in_time("a", None, 1.0) for _ in range(100)) == 32
+    assert not guard.in_time("c", 1.0, 1.5), "it has joined just now"
+    assert guard.in_time("c", 1.0, 2.5)
 
 
 async def test_one_that_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
-    stack = Stack(tmp_path)
-    raw = RawExecutor(tmp_path, identity=b"deaf")
-    try:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path, identity=b"deaf")
         await raw.send(Goodbye(0, ""))
-        await stack.fleet._socket.recv_multipart()
-        link = _Link(stack.fleet._socket, b"deaf", count())
-        async with asyncio.timeout(30):
-            sent = [await link.send(bytes(1024)) for _ in range(20_000)]
+        await until(lambda: stack.dropped("unknown_sender") == 1)
+        frame = bytes(1024)
+        sent = [stack.fleet.socket.send_frame(b"deaf", frame) for _ in range(20_000)]
         assert sent[0]
         assert not sent[-1]
-    finally:
         raw.close()
-        stack.fleet._connections.close()
-        stack.fleet._socket.close()
-        stack.fleet._context.term()
 
 
 async def test_a_message_is_one_frame(tmp_path: Path) -> None:
@@ -368,7 +358,7 @@ async def test_a_message_is_one_frame(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while stack.dropped("undecodable") < 1:
                 await asyncio.sleep(0.01)
-        assert stack.router.capacity() is None
+        assert not stack.router.capacity.max_model_len
         raw.close()
 
 

@@ -1,13 +1,11 @@
 """What waits to run: how much of it there may be, and how fast it goes."""
 
-from asyncio import TimerHandle
-from collections.abc import Iterable
 from math import ceil, exp
 from typing import NamedTuple
 
+from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.scheduling.waiting_queue import queue_time_of
-from pagewise_scheduler.generation import AdmissionError
 
 _SMOOTHING_SECONDS = 10.0
 _LEAST_INTERVAL = 0.1
@@ -35,63 +33,54 @@ class Load(NamedTuple):
         return Load(self.sequences - other.sequences, self.tokens - other.tokens)
 
 
-class OnTheWay:
-    """Requests that have come in and are in the queue of no engine yet. ``load``: of all of them together."""
+class Unplaced:
+    """Requests that no engine can take now; each may wait for a bounded time. ``load``: of all of them together."""
 
     def __init__(self) -> None:
         self.load = Load()
         self._of_key: dict[str, Load] = {}
-        self._members: set[LiveRequest] = set()
+        self._since: dict[LiveRequest, float] = {}
 
-    def enter(self, live: LiveRequest) -> None:
-        """A request is on the way, if it was not already."""
-        if live not in self._members:
-            self._members.add(live)
-            self.load = self.load.plus(Load.of(live))
-            self._of_key[live.request.key] = self.of_key(live.request.key).plus(Load.of(live))
+    def __len__(self) -> int:
+        return len(self._since)
 
-    def leave(self, live: LiveRequest) -> None:
-        """A request has arrived, or ended; harmless for others."""
-        if live in self._members:
-            self._members.remove(live)
-            self.load = self.load.minus(Load.of(live))
-            left = self._of_key.pop(live.request.key).minus(Load.of(live))
-            if left != Load():
-                self._of_key[live.request.key] = left
+    def add(self, live: LiveRequest, now: float) -> None:
+        """Let a request wait from ``now`` (seconds) on."""
+        key, load = live.request.key, Load.of(live)
+        self._since[live] = now
+        self.load = self.load.plus(load)
+        self._of_key[key] = self.of_key(key).plus(load)
+
+    def discard(self, live: LiveRequest, now: float) -> bool:
+        """Let a request wait no more; whether it did."""
+        since = self._since.pop(live, None)
+        if since is None:
+            return False
+        live.unplaced_seconds += now - since
+        self.load = self.load.minus(Load.of(live))
+        left = self._of_key.pop(live.request.key).minus(Load.of(live))
+        if left != Load():
+            self._of_key[live.request.key] = left
+        return True
 
     def of_key(self, key: str) -> Load:
         """Of the requests of one key."""
         return self._of_key.get(key, Load())
 
+    def expired(self, timeout: float, now: float) -> list[LiveRequest]:
+        """Those that have waited for ``timeout`` seconds. Executors that come and cannot hold a request do not make it
+        wait longer."""
+        return [live for live, since in self._since.items() if live.unplaced_seconds + now - since >= timeout]
 
-class Homeless:
-    """Requests that no engine can take now."""
-
-    def __init__(self) -> None:
-        self._members: dict[LiveRequest, tuple[float, TimerHandle]] = {}
-
-    def add(self, live: LiveRequest, now: float, expiry: TimerHandle) -> None:
-        """Let a request wait from ``now`` (seconds) on; ``expiry`` is cancelled when it waits no more."""
-        self._members[live] = now, expiry
-
-    def discard(self, live: LiveRequest, now: float) -> bool:
-        """Let a request wait no more; whether it did."""
-        if live not in self._members:
-            return False
-        since, expiry = self._members.pop(live)
-        expiry.cancel()
-        live.homeless_seconds += now - since
-        return True
-
-    def take_all(self, now: float) -> Iterable[LiveRequest]:
+    def take_all(self, now: float) -> list[LiveRequest]:
         """Let nobody wait any more; returns who did, by priority and arrival as in the queues of the engines."""
-        members = sorted(self._members, key=lambda live: queue_time_of(live.request))
+        members = sorted(self._since, key=lambda live: queue_time_of(live.request))
         for live in members:
             self.discard(live, now)
         return members
 
 
-class _Drain:
+class _Departures:
     """How fast one measure of a queue gets less, from what came in and what is there: whoever is not there any more
     has gone. ``promised``: what was told to come back, and will find those before it there."""
 
@@ -128,7 +117,7 @@ class Backlog:
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
         self._most = Load(max_waiting, max_waiting_tokens)
-        self._sequences, self._tokens = _Drain(), _Drain()
+        self._sequences, self._tokens = _Departures(), _Departures()
         self._observed: float | None = None
         self._keys: set[str] = set()
 
@@ -156,12 +145,18 @@ class Backlog:
             if over.tokens > 0 and of_key.tokens:
                 text = f"prompts of {of_key.tokens} tokens of this API key wait already, more than there is room left"
                 raise self._refusal("max_waiting_tokens_share", text, self._tokens, over.tokens, waiting, now)
+        self.count(new)
+
+    def count(self, new: Load) -> None:
+        """Count a request that comes in whatever waits."""
         self._sequences.arrived += new.sequences
         self._tokens.arrived += new.tokens
 
-    def _refusal(self, reason: str, text: str, drain: _Drain, over: int, waiting: Load, now: float) -> AdmissionError:
+    def _refusal(
+        self, reason: str, text: str, departures: _Departures, over: int, waiting: Load, now: float
+    ) -> AdmissionError:
         self.observe(waiting, now)
-        seconds = ceil(drain.seconds_for(over))
+        seconds = ceil(departures.seconds_for(over))
         return AdmissionError("overloaded", text, reason, max(1, min(_MOST_SECONDS, seconds)))
 
     def observe(self, waiting: Load, now: float) -> None:

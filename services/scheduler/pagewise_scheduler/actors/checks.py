@@ -3,39 +3,54 @@
 from collections.abc import Iterable
 from itertools import pairwise
 
+from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_int32s
 
 _MOST = 2**31 - 1
 
 
-def flaw_of_result(result: StepResult, hello: Hello) -> str | None:
-    """What cannot be in a result of the executor that said ``hello``; None: nothing. The core checks the shape."""
+class ImpossibleError(ProtocolError):
+    """A message says what cannot be; the text says what."""
+
+
+def checked_tokens(result: StepResult, hello: Hello) -> list[int]:
+    """The tokens of a result of the executor that said ``hello``. The core checks whether they fit the step.
+
+    Raises:
+        ImpossibleError: something in it cannot be.
+    """
     if len(result.tokens) % 4:
-        return f"{len(result.tokens)} bytes of tokens"
-    tokens = unpack_int32s(result.tokens)
+        raise ImpossibleError(f"{len(result.tokens)} bytes of tokens")
+    tokens = unpack_int32s(result.tokens).tolist()
     if tokens and not (min(tokens) >= 0 and max(tokens) < hello.vocab_size):
-        return f"a token outside its vocabulary of {hello.vocab_size}"
+        raise ImpossibleError(f"a token outside its vocabulary of {hello.vocab_size}")
     if not 0 <= result.elapsed_us <= _MOST:
-        return f"a step of {result.elapsed_us} µs"
-    if not result.logprobs and not result.prompt_logprobs:
-        return None
+        raise ImpossibleError(f"a step of {result.elapsed_us} µs")
+    if result.logprobs or result.prompt_logprobs:
+        _check_logprobs(result, len(tokens), hello)
+    return tokens
+
+
+def _check_logprobs(result: StepResult, num_tokens: int, hello: Hello) -> None:
     indices = [entry.index for entry in result.logprobs]
-    if not _rise(indices, 0, len(tokens)) or not _sound(result.logprobs, hello):
-        return "log-probabilities of no token, or that are none"
+    if not _rise(indices, 0, num_tokens) or not _sound(result.logprobs, hello):
+        raise ImpossibleError("log-probabilities of no token, or that are none")
     for prompt in result.prompt_logprobs:
         indices = [entry.index for entry in prompt.entries]
         if not _rise(indices, 1, hello.max_model_len) or not _sound(prompt.entries, hello):
-            return "log-probabilities of no token of a prompt, or that are none"
-    return None
+            raise ImpossibleError("log-probabilities of no token of a prompt, or that are none")
 
 
-def flaw_of_copies(copied: Copied) -> str | None:
-    """What cannot be in a report of copies; None: nothing."""
+def check_copies(copied: Copied) -> None:
+    """Look at a report of copies.
+
+    Raises:
+        ImpossibleError: something in it cannot be.
+    """
     if len(copied.bad) % 4:
-        return f"{len(copied.bad)} bytes of blocks"
+        raise ImpossibleError(f"{len(copied.bad)} bytes of blocks")
     if not 0 <= copied.elapsed_us <= _MOST:
-        return f"copies of {copied.elapsed_us} µs"
-    return None
+        raise ImpossibleError(f"copies of {copied.elapsed_us} µs")
 
 
 def _rise(indices: list[int], first: int, end: int) -> bool:

@@ -1,68 +1,83 @@
 """How an executor leaves in good order: its running work moves, and what it has cached is copied to others."""
 
-import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_scheduler.actors.engine import Abort, Engine, HandOver
-from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.engine import Engine, Life
+from pagewise_scheduler.actors.fleet import Fleet
+from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.core.memory.worth import Chain, most_valuable_chains
-from pagewise_scheduler.core.scheduling.request import SequenceStatus
-from pagewise_scheduler.generation import GenerationRequest
+from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
 from pagewise_scheduler.metrics import Metrics
-from pagewise_scheduler.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.05
+_LONGEST, _SHARE_OF_TIME = 600.0, 0.9
+"""Seconds that draining may take at most, and how much of what an executor grants is used."""
 _MOST_CHAINS = 256
 _SHARE_OF_FREE = 0.5
 """Of the free blocks of those who stay, what they take from one that leaves."""
 _SHARE_FOR_ROOM = 0.5
-"""Of its patience, what an executor that leaves goes on working where the others have no room for its work."""
+"""Of its time, what an executor that leaves goes on working where the others have no room for its work."""
 _LEAST_PRIORITY = 2**31 - 1
 
 
+@dataclass(slots=True)
+class _Drain:
+    """An executor on its way out. ``moved``: its requests, once they have moved; ``copies``: requests that have others
+    copy its cache."""
+
+    engine: Engine
+    room_deadline: float
+    deadline: float
+    moved: list[LiveRequest] = field(default_factory=list)
+    copies: list[LiveRequest] = field(default_factory=list)
+
+
 class Draining:
-    """Lets executors go. ``others``: engines that stay, in any order. ``tokenizer``: for requests that copy caches."""
+    """Lets executors go, a step at a time: ``advance`` is called after every round, and every so often."""
 
-    def __init__(self, tokenizer: Tokenizer, others: Callable[[Engine], Sequence[Engine]], metrics: Metrics) -> None:
-        self._tokenizer = tokenizer
-        self._others = others
+    def __init__(self, fleet: Fleet, router: Router, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._router = router
         self._metrics = metrics
-        self._quiet = Metrics("internal")  # what copies caches is nobody's request
+        self._drains: list[_Drain] = []
 
-    async def drain(self, engine: Engine, patience: float) -> None:
-        """Let an engine's work and cache go to others; over after ``patience`` seconds at most.
+    def __len__(self) -> int:
+        return len(self._drains)
 
-        The engine has been taken from the router. Afterwards its executor may leave.
-        """
-        deadline = clock() + patience
-        # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and part of it finishes.
-        await _until(clock() + _SHARE_FOR_ROOM * patience, lambda: engine.ended or self._others_have_room(engine))
-        engine.tell(HandOver())
-        await _until(deadline, lambda: engine.moved is not None or engine.ended)
-        moved = engine.moved or []
-        copies = [] if engine.ended else self._copy_cache(engine)
+    def begin(self, engine: Engine, seconds: float) -> None:
+        """Let an engine's work and cache go to others within ``seconds``. It takes no requests any more."""
+        now, seconds = clock(), min(seconds, _LONGEST) * _SHARE_OF_TIME
+        self._drains.append(_Drain(engine, now + _SHARE_FOR_ROOM * seconds, now + seconds))
 
-        def is_done() -> bool:
-            settled = all(_has_started(live, engine) for live in moved) and all(live.done for live in copies)
-            return settled and not engine.scheduler.kv.pool.num_lent
+    def advance(self) -> None:
+        """Take every executor that leaves as far as it gets now."""
+        now = clock()
+        for drain in list(self._drains):
+            engine = drain.engine
+            with self._fleet.guarded(engine):
+                # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and some finishes.
+                if engine.life is Life.DRAINING and (now >= drain.room_deadline or self._others_have_room(engine)):
+                    engine.life = Life.STOPPING
+                if engine.life is Life.STOPPING and not engine.scheduler.num_in_flight:
+                    drain.moved = engine.move_all()
+                    self._router.place(drain.moved)
+                    drain.copies = self._copy_cache(engine)
+            if engine.life is Life.LOST or now >= drain.deadline or (engine.life is Life.DRAINED and self._done(drain)):
+                self._drains.remove(drain)
+                self._conclude(drain, now)
 
-        await _until(deadline, lambda: engine.ended or not self._others(engine) or is_done())
-        for live in copies:
-            if not live.done:  # wherever it is by now
-                live.abandoned = True
-                if isinstance(live.engine, Engine):
-                    live.engine.tell(Abort(live))
-        if not engine.ended and clock() < deadline:
-            self._metrics.executors_drained.inc()
-        copied = sum(live.done for live in copies)
-        log.info("%s has left %d requests and %d cached prefixes to others", engine.name, len(moved), copied)
+    def _others(self, engine: Engine) -> list[Engine]:
+        """Engines that stay."""
+        return [other for other in self._fleet.engines if other is not engine and other.life is Life.SERVING]
 
     def _others_have_room(self, engine: Engine) -> bool:
         """Whether those who stay have rows and blocks for what runs here and waits there; or there are none of them."""
@@ -71,6 +86,26 @@ class Draining:
         blocks = sum(one.kv.num_available * one.kv.block_size for one in others)
         own = engine.scheduler
         return not others or (rows >= own.num_running and blocks >= own.kv.pool.num_in_use * own.kv.block_size)
+
+    def _done(self, drain: _Drain) -> bool:
+        """Whether nothing more can be saved: all work has begun elsewhere, all copies are made; or nobody stays."""
+        engine = drain.engine
+        if not self._others(engine):
+            return True
+        settled = all(_has_started(live) for live in drain.moved) and all(live.done for live in drain.copies)
+        return settled and not engine.scheduler.kv.pool.num_lent
+
+    def _conclude(self, drain: _Drain, now: float) -> None:
+        engine = drain.engine
+        copied = sum(live.done for live in drain.copies)
+        for live in drain.copies:
+            self._router.abort(live)  # wherever it is by now
+        if engine.life is not Life.LOST and now < drain.deadline:
+            self._metrics.executors_drained.inc()
+        log.info(
+            "%s has left %d requests and %d cached prefixes to others", engine.executor_id, len(drain.moved), copied
+        )
+        self._fleet.dismiss(engine)
 
     def _copy_cache(self, engine: Engine) -> list[LiveRequest]:
         """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""
@@ -85,37 +120,35 @@ class Draining:
             if room[target] < chain.num_blocks + 1 or not target.scheduler.fits(len(chain.tokens) // 4 + 1, 0):
                 continue
             room[target] -= chain.num_blocks
-            live = self._errand(chain)
+            live = _copy_request(chain)
             copies.append(live)
-            live.engine = target
-            target.assign(live)
+            with self._fleet.guarded(target):
+                target.serve(live)
         return copies
 
-    def _errand(self, chain: Chain) -> LiveRequest:
-        # One token more than is cached: the last one of a prompt is always computed.
-        tokens = array("i", chain.tokens)
-        tokens.append(0)
-        generation = GenerationRequest(
-            request_id=f"copy-{uuid4().hex}",
-            prompt_token_ids=tokens,
-            max_tokens=0,
-            sampling=SamplingParams(temperature=0.0),
-            priority=_LEAST_PRIORITY,
-            cache_salt=chain.space,
-            arrival_time=clock(),
-        )
-        return LiveRequest(generation, self._tokenizer, self._quiet, lambda live: None)
+
+def _copy_request(chain: Chain) -> LiveRequest:
+    """A request that makes an executor hold a prefix. Nobody is told of it."""
+    # One token more than is cached: the last one of a prompt is always computed.
+    tokens = array("i", chain.tokens)
+    tokens.append(0)
+    now = clock()
+    request = Request(
+        request_id=f"copy-{uuid4().hex}",
+        prompt_token_ids=tokens,
+        max_tokens=0,
+        sampling=SamplingParams(temperature=0.0),
+        priority=_LEAST_PRIORITY,
+        cache_salt=chain.space,
+        arrival_time=now,
+    )
+    return LiveRequest(request, 0, OutputBuilder(), lambda live: None, now, unfinished=1)
 
 
-async def _until(deadline: float, holds: Callable[[], bool]) -> None:
-    """Look until something holds, or the time is over: rarely, and at what other actors do."""
-    while not holds() and clock() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _has_started(live: LiveRequest, left: Engine) -> bool:
+def _has_started(live: LiveRequest) -> bool:
     """Whether another executor has taken it on, so that it has fetched or is fetching what it needs."""
     if live.done:
         return True
-    taken = isinstance(live.engine, Engine) and live.engine is not left and live.engine.serves(live)
+    engine = live.engine
+    taken = engine is not None and engine.life is not Life.DRAINED and engine.serves(live)
     return taken and all(sequence.status is not SequenceStatus.WAITING for sequence in live.request.sequences)

@@ -2,26 +2,28 @@
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
+from pagewise_shared.protocol import CancelFetch, Copied, Hello, MemoryWork, Message, StepResult, Welcome
 
-from pagewise_scheduler.actors.actor import Actor
-from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
+from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.scheduling.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import StepMismatchError
+from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
-HEARTBEAT_MS = 1000
 
 _RECENT = 256
 """Requests whose memory is remembered after they have ended."""
@@ -31,116 +33,66 @@ _MAX_ERROR_TEXT = 1000
 _FETCH_GRACE = 5.0
 """Seconds that a fetch may take beside what is predicted of it: there may be a connection to be made first."""
 
-
-@dataclass(slots=True, frozen=True)
-class Serve:
-    """Take this request on."""
-
-    live: LiveRequest
+Route = tuple[Callable[[int], None], Callable[[int], None], int]
+"""Where the tokens of a sequence are told: how to append its stream number and a token, and that number."""
 
 
-@dataclass(slots=True, frozen=True)
-class Abort:
-    """Nobody reads this request any more."""
+class Life(Enum):
+    """SERVING -> DRAINING -> STOPPING -> DRAINED -> LOST; any of them may be followed by LOST at once.
 
-    live: LiveRequest
+    SERVING: it takes requests. DRAINING: it takes no more of them, and goes on with those it has. STOPPING: it plans
+    nothing more; what is in flight comes back. DRAINED: its requests have moved, its cache may still be read by others.
+    LOST: its executor is gone.
+    """
+
+    SERVING = auto()
+    DRAINING = auto()
+    STOPPING = auto()
+    DRAINED = auto()
+    LOST = auto()
 
 
-@dataclass(slots=True, frozen=True)
-class Lost:
-    """The executor is gone: hand everything back and end. ``died``: it did not leave by itself."""
-
-    reason: str
-    died: bool = True
-
-
-@dataclass(slots=True, frozen=True)
-class PeerLost:
-    """The executor with this block endpoint lends no blocks any more."""
-
-    endpoint: str
+class EngineLostError(Exception):
+    """An engine cannot go on; the text says why. Its executor may join anew."""
 
 
 @dataclass(slots=True, frozen=True)
-class GivenBack:
-    """Blocks that were lent are back: there may be room again."""
+class ExecutorLink:
+    """The engine's way to its executor.
+
+    ``send``: sends one message, False if the executor cannot be reached. ``next_epoch``: begins an epoch, higher than
+    any before; what the executor sends under older ones is dropped from then on.
+    """
+
+    send: Callable[[Message], bool]
+    next_epoch: Callable[[], int]
 
 
-@dataclass(slots=True, frozen=True)
-class CopiesLate:
-    """Copies should have been confirmed by now: stop fetches that are among them."""
+class Engine:
+    """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
 
-
-@dataclass(slots=True, frozen=True)
-class HandOver:
-    """Plan nothing more; once no step is in flight, let all requests go on elsewhere. The cache stays."""
-
-
-EngineMessage = Serve | Abort | StepResult | Copied | Lost | PeerLost | GivenBack | CopiesLate | HandOver
-
-
-class ExecutorLink(Protocol):
-    """The engine's way to its executor."""
-
-    async def send(self, frame: bytes) -> bool:
-        """Send one frame; False if the executor cannot be reached."""
-        ...
-
-    def next_epoch(self) -> int:
-        """A higher epoch than any before; results of older ones are dropped from now on."""
-        ...
-
-
-class RequestSink(Protocol):
-    """Where an engine that ends leaves what it could not finish."""
-
-    def arrived(self, live: LiveRequest) -> None:
-        """Told of each request that an engine was given, once it has it."""
-        ...
-
-    def give_back(self, requests: list[LiveRequest]) -> None:
-        """Let these requests go on elsewhere, from their tokens."""
-        ...
-
-
-class Engine(Actor[EngineMessage]):
-    """Owns the scheduler of one executor. Ends when the executor is lost, and gives back what was not finished.
-
-    ``ended``: it takes no requests any more. ``oldest_step_time``: when the oldest step in flight was sent or became
-    the oldest, in seconds of ``clock``; None if none is in flight. ``moved``: the requests that it has handed over,
-    None before that.
+    A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
+    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
+    none is in flight. ``hello``: what the executor said of itself.
     """
 
     def __init__(
-        self,
-        executor_id: str,
-        scheduler: Scheduler,
-        link: ExecutorLink,
-        sink: RequestSink,
-        metrics: Metrics,
-        bytes_per_block: int = 0,
+        self, hello: Hello, scheduler: Scheduler, link: ExecutorLink, agenda: "dict[Engine, None]", metrics: Metrics
     ) -> None:
-        super().__init__(f"engine {executor_id}")
-        self.executor_id = executor_id
+        self.hello = hello
+        self.executor_id = hello.executor_id
         self.scheduler = scheduler
+        self.life = Life.SERVING
         self.oldest_step_time: float | None = None
-        self._copies: dict[tuple[int, str, str], float] = {}
-        self.ended = False
+        self._due_copies: dict[tuple[int, str, str], float] = {}
         self._link = link
-        self._sink = sink
+        self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
+        self._routes: dict[OutputSequence, Route] = {}
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._complaints = BoundedLog(log)
-        self._watch = MemoryWatch(executor_id, scheduler, metrics, bytes_per_block)
-        self._lost: str | None = None
-        self._leaving = False
-        self.moved: list[LiveRequest] | None = None
-        self._died = True
-
-    def assign(self, live: LiveRequest) -> None:
-        """Let the engine serve this request; called by the router."""
-        self.tell(Serve(live))
+        self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
     @property
     def oldest_copy_time(self) -> float | None:
@@ -149,142 +101,86 @@ class Engine(Actor[EngineMessage]):
 
         Four times what it was predicted to take, so that only one that is lost is late by much.
         """
-        return min(self._copies.values(), default=None)
+        return min(self._due_copies.values(), default=None)
 
-    async def run(self) -> None:
-        """Serve until the executor is lost."""
-        try:
-            while self._lost is None:
-                for message in await self.receive():
-                    await self._handle(message)
-                if self._lost is None:
-                    if self._leaving:
-                        self._move_all()
-                    else:
-                        await self._plan_ahead()
-                    await self._cancel_fetches()
-                self._watch.report()
-        except Exception:
-            log.exception("%s failed; its requests move on", self.name)
-        finally:
-            self._hand_over()
+    def touch(self) -> None:
+        """There may be something new to plan."""
+        self._agenda[self] = None
 
-    async def _handle(self, message: EngineMessage) -> None:
-        match message:
-            case Serve(live):
-                self._serve(live)
-            case Abort(live):
-                self._abort(live)
-            case StepResult():
-                await self._take_result(message)
-            case Copied():
-                await self._take_copied(message)
-            case Lost(reason, died):
-                self._lost, self._died = reason, died
-            case PeerLost(endpoint):
-                self.scheduler.peer_lost(endpoint)
-            case CopiesLate():
-                await self._cancel_late_fetches()
-            case GivenBack():
-                pass  # planning follows every round of messages
-            case HandOver():
-                self._leaving = True
+    # ---- requests ------------------------------------------------------------------------------------
 
-    def _move_all(self) -> None:
-        """Let all requests go on elsewhere, once what was computed for them has come back."""
-        if self.scheduler.num_in_flight or self.moved is not None:
-            return
-        self.scheduler.release_all()
-        self.moved, self._live = list(self._live.values()), {}
-        self._metrics.request_moves("left").inc(len(self.moved))
-        self._sink.give_back(self.moved)
-
-    def serves(self, live: LiveRequest) -> bool:
-        """Whether the request has arrived here and is being served."""
-        return live.request.request_id in self._live
-
-    def _serve(self, live: LiveRequest) -> None:
-        if self.moved is not None:
-            self._sink.give_back([live])
-            return
-        self._sink.arrived(live)
-        if live.done or live.abandoned:
-            live.take_error("aborted", clock())
-            return
+    def serve(self, live: LiveRequest) -> None:
+        """Take a request on."""
+        live.engine = self
         self._live[live.request.request_id] = live
+        self.touch()
         try:
             self.scheduler.add(live.request)
         except ValueError as error:
             self._forget(live)
-            live.take_error(str(error), clock())
+            live.fail("internal", str(error), clock())
 
-    def _abort(self, live: LiveRequest) -> None:
-        now = clock()
-        for sequence in self.scheduler.abort(live.request.request_id):
-            live.take_finish(sequence, now)
-        if live.request.request_id in self._live:
+    def serves(self, live: LiveRequest) -> bool:
+        """Whether the request runs or waits here."""
+        return self._live.get(live.request.request_id) is live
+
+    def abort(self, live: LiveRequest) -> None:
+        """Nobody wants the request any more: free its blocks."""
+        if self.serves(live):
+            self.scheduler.abort(live.request.request_id)
             self._forget(live)
+            self.touch()
+        live.end(clock())
 
-    async def _plan_ahead(self) -> None:
-        """Send plans while there is something to run and room in flight."""
-        while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
-            now = clock()
-            plan = self.scheduler.schedule(now)
-            if plan is None:
-                return
-            if self.scheduler.num_in_flight == 1:
-                self.oldest_step_time = now
-            if plan.memory is not None:
-                self._expect_copies(plan.step, plan.memory, now)
-            if not await self._link.send(encode(plan)):
-                self._lost = "it cannot be reached"
-                return
-
-    async def _cancel_fetches(self) -> None:
-        """Tell the executor which fetches nobody waits for any more."""
-        cancelled = self.scheduler.recoveries.cancelled
-        while cancelled:
-            step, peer = cancelled.pop()
-            await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
-
-    def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
-        costs, pool = self.scheduler.costs, self.scheduler.kv.pool
-        if work.loads:
-            seconds = costs.load.seconds(costs.load.num_loading)
-            self._copies[step, "load", ""] = now + 4 * seconds
-        if work.stores:
-            self._copies[step, "store", ""] = now + 4 * costs.store.predict(1, pool.host.num_storing)
-        for fetch in work.fetches:
-            link = costs.link(fetch.peer)
-            self._copies[step, "fetch", fetch.peer] = now + _FETCH_GRACE + 4 * link.seconds(link.num_loading)
-
-    async def _cancel_late_fetches(self) -> None:
-        """The executor then tells what has not come, and those who wait for it go on without."""
-        now = clock()
-        for (step, direction, peer), due in self._copies.items():
-            if direction == "fetch" and due < now:
-                self._complaints.warning(
-                    "%s: a fetch from %s takes too long, cancelling it", self.name, printable(peer)
-                )
-                await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
-
-    async def _take_result(self, result: StepResult) -> None:
-        if result.epoch != self.scheduler.epoch:
-            self._metrics.frames_dropped("stale_epoch").inc()
+    def finish(self, live: LiveRequest, index: int) -> None:
+        """Output ``index`` is complete, its gateway says: what has been drawn beyond that is dropped."""
+        request = live.request
+        if not self.serves(live) or request.chooses or index >= len(request.sequences):
             return
+        sequence = request.sequences[index]
+        if not sequence.finished:
+            self.scheduler.finish(sequence, "stop")
+            self._finish(sequence, clock(), tell=False)
+            self.touch()
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def plan_ahead(self) -> None:
+        """Send plans while there is something to run and room in flight.
+
+        Raises:
+            EngineLostError: the executor cannot be reached.
+        """
+        if self.life in (Life.SERVING, Life.DRAINING):
+            while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
+                now = clock()
+                plan = self.scheduler.schedule(now)
+                if plan is None:
+                    break
+                if self.scheduler.num_in_flight == 1:
+                    self.oldest_step_time = now
+                if plan.memory is not None:
+                    self._expect_copies(plan.step, plan.memory, now)
+                self._send(plan)
+        self._cancel_fetches()
+        self._watch.report()
+
+    def take_result(self, result: StepResult, tokens: Sequence[int]) -> None:
+        """The oldest step in flight is back. ``tokens``: those of the result.
+
+        Raises:
+            EngineLostError: the result does not answer that step, or the executor cannot be reached.
+        """
+        self.touch()
         if result.error is not None:
-            await self._start_over(
-                f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}"
-            )
+            self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
             return
         try:
-            output = self.scheduler.update(result)
+            output = self.scheduler.update(result, tokens)
         except (StepMismatchError, ProtocolError) as error:
             # Not the request's fault, so it is not tried in smaller steps: the executor may join anew.
             self._metrics.frames_dropped("out_of_step").inc()
-            log.warning("%s is out of step: %s", self.name, error)
-            self._lost = "it is out of step"
-            return
+            raise EngineLostError(f"it is out of step: {error}") from error
         now = clock()
         self.oldest_step_time = now if self.scheduler.num_in_flight else None
         self._metrics.iteration_tokens.observe(output.num_tokens)
@@ -292,71 +188,80 @@ class Engine(Actor[EngineMessage]):
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
-        live_requests, logprobs = self._live, output.logprobs
-        for sequence, token in zip(output.sequences, output.tokens, strict=True):
-            live = live_requests[sequence.request.request_id]
-            stop = live.take_token(sequence, token, logprobs.get(sequence), now)
-            if stop is not None and not sequence.finished:
-                self.scheduler.finish(sequence, "stop", stop)
-                output.finished.append(sequence)
+        self._tell_tokens(output, now)
         for sequence in output.finished:
             self._finish(sequence, now)
 
-    async def _take_copied(self, message: Copied) -> None:
-        if message.epoch != self.scheduler.epoch:
-            self._metrics.frames_dropped("stale_epoch").inc()
-        elif message.error is not None:
-            await self._start_over(
-                f"copies of step {message.step} failed: {printable(message.error.message)}", blame_step=False
+    def take_copied(self, copied: Copied) -> None:
+        """Copies have been made, or have failed.
+
+        Raises:
+            EngineLostError: the executor cannot be reached.
+        """
+        self.touch()
+        if copied.error is not None:
+            self._start_over(
+                f"copies of step {copied.step} failed: {printable(copied.error.message)}", blame_step=False
             )
-        else:
-            self._copies.pop((message.step, message.direction, message.peer), None)
+            return
+        self._due_copies.pop((copied.step, copied.direction, copied.peer), None)
+        try:
+            self.scheduler.copied(copied)
+        except ProtocolError as error:
+            self._metrics.frames_dropped("undecodable").inc()
+            self._start_over(str(error), blame_step=False)
+
+    def _tell_tokens(self, output: StepOutput, now: float) -> None:
+        """Tell each token to its gateway. Runs for every token: what is known of a sequence is looked up once."""
+        routes, logprobs = self._routes, output.logprobs
+        for sequence, token in zip(output.sequences, output.tokens, strict=True):
             try:
-                self.scheduler.copied(message)
-            except ProtocolError as error:
-                self._metrics.frames_dropped("undecodable").inc()
-                await self._start_over(str(error), blame_step=False)
+                tell_stream, tell_token, stream = routes[sequence]
+            except KeyError:
+                tell_stream, tell_token, stream = self._first_token(sequence, now)
+            tell_stream(stream)
+            tell_token(token)
+            if logprobs and (entry := logprobs.get(sequence)) is not None:
+                self._live[sequence.request.request_id].outputs.logprobs_of_last(entry)
 
-    def _finish(self, sequence: Sequence, now: float) -> None:
+    def _first_token(self, sequence: OutputSequence, now: float) -> Route:
+        """The first token of a sequence at this engine: where its tokens are told from now on."""
         live = self._live[sequence.request.request_id]
-        live.take_finish(sequence, now)
-        if live.done:
+        if (placement := live.placement) is not None and placement.waits:
+            self._metrics.placement_answered(placement.predicted, now - placement.time)
+        live.started(now)
+        outputs = live.outputs
+        route = self._routes[sequence] = (outputs.streams.append, outputs.tokens.append, live.stream + sequence.index)
+        return route
+
+    def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
+        self._routes.pop(sequence, None)
+        live = self._live[sequence.request.request_id]
+        if live.unfinished == 1:
             self._forget(live)
-
-    def memory_report(self, limit: int) -> MemoryReport:
-        """What the executor's KV memory holds, lists cut to ``limit``."""
-        return memory_report(self.executor_id, self.scheduler, clock(), limit)
-
-    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
-        """What a request holds, or held when it ended if it is one of the last; None: it is not known here."""
-        live = self._live.get(request_id)
-        if live is not None:
-            return request_report(live.request, self.scheduler, clock(), limit)
-        ended = self._recent.get(request_id)
-        return later(ended[0], clock() - ended[1]) if ended is not None else None
+        live.take_finish(sequence, now, tell=tell)
 
     def _forget(self, live: LiveRequest) -> None:
-        now = clock()
-        self._recent[live.request.request_id] = request_report(live.request, self.scheduler, now, _RECENT_LIMIT), now
+        now, request = clock(), live.request
+        self._recent[request.request_id] = request_report(request, self.scheduler, now, _RECENT_LIMIT), now
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
-        del self._live[live.request.request_id]
+        for sequence in request.sequences:
+            self._routes.pop(sequence, None)
+        del self._live[request.request_id]
 
-    async def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
-        """Something failed or went out of step: reset the executor under a new epoch and recompute from the tokens."""
+    def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
+        """Something failed: reset the executor under a new epoch and recompute from the tokens."""
         self._metrics.step_errors.inc()
-        log.warning("%s: starting over%s: %s", self.name, " with smaller steps" if blame_step else "", reason)
-        epoch = self._link.next_epoch()
+        log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
         self.oldest_step_time = None
-        self._copies.clear()
-        failed: list[Request] = self.scheduler.fail(epoch, blame_step=blame_step)
-        for request in failed:
-            log.error("%s: request %s cannot run even alone: %s", self.name, request.request_id, reason)
+        self._due_copies.clear()
+        for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
+            log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
             live = self._live[request.request_id]
             self._forget(live)
-            live.take_error(f"the executor could not run it: {reason}", clock())
-        if not await self._link.send(encode(self.welcome())):
-            self._lost = "it cannot be reached"
+            live.fail("internal", f"the executor could not run it: {reason}", clock())
+        self._send(self.welcome())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
@@ -370,23 +275,92 @@ class Engine(Actor[EngineMessage]):
             hello=hello,
         )
 
-    def _hand_over(self) -> None:
-        self.ended = True
+    def _send(self, message: Message) -> None:
+        if not self._link.send(message):
+            raise EngineLostError("it cannot be reached")
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def _cancel_fetches(self) -> None:
+        """Tell the executor which fetches nobody waits for any more."""
+        cancelled = self.scheduler.recoveries.cancelled
+        while cancelled:
+            step, peer = cancelled.pop()
+            self._link.send(CancelFetch(self.scheduler.epoch, step, peer))
+
+    def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
+        costs, pool = self.scheduler.costs, self.scheduler.kv.pool
+        if work.loads:
+            seconds = costs.load.seconds(costs.load.num_loading)
+            self._due_copies[step, "load", ""] = now + 4 * seconds
+        if work.stores:
+            self._due_copies[step, "store", ""] = now + 4 * costs.store.predict(1, pool.host.num_storing)
+        for fetch in work.fetches:
+            link = costs.link(fetch.peer)
+            self._due_copies[step, "fetch", fetch.peer] = now + _FETCH_GRACE + 4 * link.seconds(link.num_loading)
+
+    def cancel_late_fetches(self, now: float) -> None:
+        """The executor then tells what has not come, and those who wait for it go on without."""
+        for (step, direction, peer), due in self._due_copies.items():
+            if direction == "fetch" and due < now:
+                self._complaints.warning(
+                    "%s: a fetch from %s takes too long, cancelling it", self.executor_id, printable(peer)
+                )
+                self._link.send(CancelFetch(self.scheduler.epoch, step, peer))
+
+    def peer_lost(self, endpoint: str) -> None:
+        """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
+        self.scheduler.peer_lost(endpoint)
+        self.touch()
+
+    # ---- leaving -------------------------------------------------------------------------------------
+
+    def move_all(self) -> list[LiveRequest]:
+        """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""
+        self.scheduler.release_all()
+        self.life = Life.DRAINED
+        self._routes.clear()
+        moved, self._live = list(self._live.values()), {}
+        self._metrics.request_moves("left").inc(len(moved))
+        return moved
+
+    def lose(self, loss: Loss) -> list[LiveRequest]:
+        """The executor is gone: all its requests, to go on elsewhere from their tokens."""
+        self.life = Life.LOST
+        self._agenda.pop(self, None)
         try:
-            self._blame()
+            self._watch.report()
+            self._blame(loss)
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
-            log.exception("%s cannot be put away", self.name)
-        live, self._live = list(self._live.values()), {}
-        live += [message.live for message in self.leftover() if isinstance(message, Serve)]
-        self._metrics.request_moves("lost" if self._died else "left").inc(len(live))
-        self._sink.give_back(live)
+            log.exception("%s cannot be put away", self.executor_id)
+        self._routes.clear()
+        moved, self._live = list(self._live.values()), {}
+        self._metrics.request_moves("left" if loss is Loss.LEFT else "lost").inc(len(moved))
+        return moved
 
-    def _blame(self) -> None:
+    def _blame(self, loss: Loss) -> None:
         """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side."""
-        suspects = set(self.scheduler.requests) if self._lost is None else set()
-        if self._lost is not None and self._died:
-            suspects = {request for step in self.scheduler.steps_in_flight for request in step.requests}
+        suspects: set[Request] = set()
+        if loss is Loss.FAILED:
+            suspects.update(self.scheduler.requests)
+        elif loss is Loss.DIED:
+            for step in self.scheduler.steps_in_flight:
+                suspects |= step.requests
         for live in self._live.values():
             if live.request in suspects:
                 live.blame()
+
+    # ---- reports -------------------------------------------------------------------------------------
+
+    def memory_report(self, limit: int) -> MemoryReport:
+        """What the executor's KV memory holds, lists cut to ``limit``."""
+        return memory_report(self.executor_id, self.scheduler, clock(), limit)
+
+    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
+        """What a request holds, or held when it ended if it is one of the last; None: it is not known here."""
+        live = self._live.get(request_id)
+        if live is not None:
+            return request_report(live.request, self.scheduler, clock(), limit)
+        ended = self._recent.get(request_id)
+        return later(ended[0], clock() - ended[1]) if ended is not None else None

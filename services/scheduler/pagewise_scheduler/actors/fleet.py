@@ -1,297 +1,157 @@
-"""The fleet: the socket executors connect to, and who of them is alive."""
+"""The fleet: executors that have joined, each with its engine."""
 
-import asyncio
 import logging
-import time
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
-import zmq
-import zmq.asyncio
-from pagewise_shared.connections import Connections, HandshakeFailure
-from pagewise_shared.curve import Gate, Keys
-from pagewise_shared.errors import ProtocolError
-from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import (
-    PROTOCOL_MAJOR,
-    Copied,
-    Drain,
-    Goodbye,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Leaving,
-    Message,
-    Refused,
-    Rejoin,
-    StepResult,
-    decode_from_executor,
-    encode,
-)
+from pagewise_shared.protocol import Copied, Drain, Heartbeat, Hello, Leaving, Message, Rejoin, StepResult
 
-from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
-from pagewise_scheduler.actors.draining import Draining
-from pagewise_scheduler.actors.engine import HEARTBEAT_MS, CopiesLate, Engine, Lost
-from pagewise_scheduler.actors.entry import Entry, costs_of
-from pagewise_scheduler.actors.lending import Lending
-from pagewise_scheduler.actors.live_request import clock
-from pagewise_scheduler.actors.router import Joined, Left, Router
+from pagewise_scheduler.actors.cache_sharing import CacheSharing
+from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
+from pagewise_scheduler.actors.engine import Engine, EngineLostError, ExecutorLink, Life
+from pagewise_scheduler.actors.join_guard import JoinGuard
+from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit
+from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.actors.sessions import Loss, Session, Sessions
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Eviction
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
-from pagewise_scheduler.metrics import Drop, Metrics
+from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-_MOST_PATIENCE, _SHARE_OF_PATIENCE = 600.0, 0.9
-"""Seconds that draining may take at most, and how much of what an executor grants is used."""
-MAX_BAD_FRAMES = 8
-"""Undecodable frames after which a sender is ignored until it says Hello properly."""
 
 _MOST_REFUSED = 1000
 """Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
 
-_QUEUED_FRAMES = 64
-_FRAMES_AT_ONCE = 16
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FleetOptions:
+    """How the engines of a fleet work; the names are those of ``SchedulerConfig``."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None = None
+    step_timeout: float = 120.0
+    recovery: RecoveryMode = "auto"
+    eviction: EvictionName = "cost"
 
 
-@dataclass(slots=True)
-class Member:
-    """An executor that has joined. ``key``: its public key, "" without CURVE. Times are in seconds of ``clock``.
-
-    ``refused``: connections to its block socket that it has refused.
-    """
+@dataclass(slots=True, eq=False)
+class Executor:
+    """An executor that is in. ``refused``: connections to its block socket that it has refused, as it has told."""
 
     hello: Hello
     engine: Engine
-    key: str
-    joined: float
-    last_seen: float
-    leaving: bool = False
     refused: int = 0
 
 
-@dataclass(slots=True)
-class _Link:
-    """One executor's end of the shared socket."""
+class Fleet(Sessions[Executor]):
+    """Admits executors, gives each an engine, and gives up those that fall silent or whose steps do not return.
 
-    socket: zmq.asyncio.Socket
-    identity: bytes
-    epochs: "count[int]" = field(repr=False)
-
-    async def send(self, frame: bytes) -> bool:
-        try:
-            # Never waits: one that does not read must not hold up the others.
-            await self.socket.send_multipart([self.identity, frame], zmq.DONTWAIT)
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def next_epoch(self) -> int:
-        return next(self.epochs)
-
-
-class Fleet:
-    """Admits executors, gives each an engine, and gives up those that fall silent.
-
-    One task reads the socket, one watches the clock; engines run beside them in the same task group.
+    ``agenda``: engines that have something new to plan. ``on_leaving``: told of engines that want to leave, and how
+    many seconds that may take.
     """
+
+    hello_type = Hello
 
     def __init__(
         self,
-        endpoint: str,
-        router: Router,
+        socket: RouterSocket,
+        guard: JoinGuard,
         metrics: Metrics,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int | None,
-        executor_timeout: float,
-        step_timeout: float,
-        recovery: RecoveryMode = "auto",
-        eviction: EvictionName = "cost",
-        keys: Keys | None = None,
+        timeout: float,
+        options: FleetOptions,
+        next_epoch: Callable[[], int],
     ) -> None:
-        self._router = router
-        self._metrics = metrics
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._executor_timeout = executor_timeout
-        self._step_timeout = step_timeout
-        self._recovery: RecoveryMode = recovery
-        self._eviction: Eviction = UseHistory() if eviction == "cost" else eviction  # all executors learn together
-        self._members: dict[bytes, Member] = {}
-        self._lending = Lending(metrics)
-        self._draining = Draining(router.tokenizer, self._staying, metrics)
-        self._bad_frames: dict[bytes, int] = {}
-        self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
-        self._entry = Entry(keys)
-        self._fingerprint: str | None = None
+        super().__init__(socket, guard, metrics, timeout)
+        self.agenda: dict[Engine, None] = {}
+        self.sharing = CacheSharing(metrics)
+        self.on_leaving: Callable[[Engine, float], None] = lambda engine, seconds: None
+        self.router: Router
+        self._options = options
+        self._next_epoch = next_epoch
         self._virtual_tokens = VirtualTokens()
-        # Epochs grow over restarts of the scheduler too, so that a result of an earlier life is never taken.
-        self._epochs = count(time.time_ns() // 1_000_000)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(executor_timeout * 1000))
-        # What a sender may have queued here; what it sends beyond that waits on its own side.
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
-        self._gate: Gate | None = None
-        if keys is not None:
-            self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
-            self._gate.secure_server(self._socket)
-        self._connections = Connections(self._socket)
-        self._socket.bind(endpoint)
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        # All executors learn together.
+        self._eviction: Eviction = UseHistory() if options.eviction == "cost" else options.eviction
+        self._fingerprint: str | None = None
+        self._session_of: dict[Engine, Session[Executor]] = {}
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
+    @property
+    def engines(self) -> list[Engine]:
+        """Of all executors that are in, whether they take requests or are about to leave."""
+        return list(self._session_of)
+
+    @contextmanager
+    def guarded(self, engine: Engine) -> Iterator[None]:
+        """Whatever fails inside costs the engine, whose requests move on, and nobody else."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(), name="fleet watch")
-                tasks.create_task(self._watch_connections(), name="fleet connections")
-                for number in count():
-                    if number % _FRAMES_AT_ONCE == 0:  # where frames never end, receiving never waits
-                        await asyncio.sleep(0)
-                    identity, *frames = await self._socket.recv_multipart(copy=False)
-                    # A message is one frame; another number of them is none.
-                    content = frames[0].bytes if len(frames) == 1 else b""
-                    await self._take(identity.bytes, content, self._key_of(identity), tasks)
-        finally:
-            if self._gate is not None:
-                self._gate.close()
-            self._connections.close()
-            self._socket.close()
-            self._context.term()
-
-    def _key_of(self, frame: zmq.Frame) -> str:
-        """The public key that the connection of this frame has proved to own."""
-        return str(frame.get("User-Id")) if self._gate is not None else ""
-
-    async def _take(self, identity: bytes, frame: bytes, key: str, tasks: asyncio.TaskGroup) -> None:
-        member = self._members.get(identity)
-        if member is not None and member.key != key:
-            self._metrics.frames_dropped("wrong_key").inc()
-            self._complaints.warning("dropped a frame (wrong_key): not that of %s", member.hello.executor_id)
-            return
-        try:
-            message = decode_from_executor(frame)
-        except ProtocolError as error:
-            self._drop(identity, "undecodable", str(error))
-            return
-        if isinstance(message, Hello):
-            if self._entry.in_time(key, member.joined if member else None, clock()):
-                await self._admit(identity, message, key, tasks)
-            else:
-                self._metrics.frames_dropped("too_many_hellos").inc()
-            return
-        if member is None:
-            self._drop(identity, "unknown_sender", "not a member")
-            if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
-                await self._send(identity, Rejoin())
-            return
-        if not isinstance(message, Goodbye):
-            if message.epoch == member.engine.scheduler.epoch:
-                member.last_seen = clock()
-            else:  # of an earlier life: no sign of this one
-                self._metrics.frames_dropped("stale_epoch").inc()
-        match message:
-            case StepResult() | Copied():
-                if message.epoch == member.engine.scheduler.epoch:
-                    self._pass_on(identity, member, message)
-            case Heartbeat(epoch=epoch, refused=refused):
-                if epoch == member.engine.scheduler.epoch:
-                    self._count_refused(member, refused)
-                await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
-            case Leaving(patience_ms=patience):
-                if not member.leaving:
-                    member.leaving = True
-                    log.info("executor %s is leaving: its work moves", member.hello.executor_id)
-                    self._router.tell(Left(member.engine))
-                    seconds = min(patience / 1000, _MOST_PATIENCE) * _SHARE_OF_PATIENCE
-                    tasks.create_task(self._drain(identity, member.engine, seconds), name="drain")
-            case Goodbye(reason=reason):
-                self._give_up(identity, f"it left ({printable(reason) or 'no reason given'})", died=False)
-
-    def _count_refused(self, member: Member, refused: int) -> None:
-        if refused > member.refused:
-            more = min(refused - member.refused, _MOST_REFUSED)
-            self._metrics.connections_refused("unknown_key_blocks").inc(more)
-            member.refused = refused
-
-    async def _drain(self, identity: bytes, engine: Engine, seconds: float) -> None:
-        """Drain an executor; if that fails, it is told to go at once."""
-        try:
-            await self._draining.drain(engine, seconds)
+            yield
+        except EngineLostError as error:
+            self._end(engine, str(error), Loss.DIED)
         except Exception:
-            log.exception("draining %s failed", engine.executor_id)
-        await self._send(identity, Drain(engine.scheduler.epoch))
+            log.exception("the engine of %s failed", engine.executor_id)
+            self._end(engine, "its engine failed", Loss.FAILED)
 
-    def _pass_on(self, identity: bytes, member: Member, message: StepResult | Copied) -> None:
-        """Hand a result to the engine, unless it tells of what cannot be."""
-        flaw = flaw_of_result(message, member.hello) if isinstance(message, StepResult) else flaw_of_copies(message)
-        if flaw is None:
-            member.engine.tell(message)
-        else:
-            self._metrics.frames_dropped("impossible").inc()
-            self._give_up(identity, f"it told of {flaw}")
+    def plan(self) -> None:
+        """Plan ahead for every engine that has something new, and for those that get something to do by that."""
+        while self.agenda:
+            engine, _ = self.agenda.popitem()
+            with self.guarded(engine):
+                engine.plan_ahead()
 
-    async def _admit(self, identity: bytes, hello: Hello, key: str, tasks: asyncio.TaskGroup) -> None:
-        for other, member in list(self._members.items()):
+    def dismiss(self, engine: Engine) -> None:
+        """Tell an executor that was drained that it may go."""
+        if (session := self._session_of.get(engine)) is not None:
+            self.socket.send(session.identity, Drain(session.epoch))
+
+    def watch(self, now: float, stood_still: float) -> None:
+        """Give up executors that fell silent, or whose steps or copies do not return."""
+        super().watch(now, stood_still)
+        most = self._options.step_timeout
+        for session in self:
+            engine = session.peer.engine
+            if (began := engine.oldest_step_time) is not None and now - began > most:
+                self.lose(session, f"a step has not returned for {now - began:.1f} s")
+            elif (due := engine.oldest_copy_time) is not None and now > due:
+                if now - due > most:
+                    self.lose(session, f"a copy to or from its host memory or a peer is {now - due:.1f} s late")
+                else:
+                    engine.cancel_late_fetches(now)
+
+    # ---- joining -------------------------------------------------------------------------------------
+
+    def _admit(self, identity: bytes, key: str, hello: Message, now: float) -> None:
+        hello = cast(Hello, hello)
+        for other in self.others(identity):
             # The same process on another connection: the old one has broken, which nobody may have noticed yet.
-            same = (member.hello.executor_id, member.hello.block_endpoint, member.key)
-            if other != identity and hello.block_endpoint and same == (hello.executor_id, hello.block_endpoint, key):
-                self._give_up(other, "it is back on another connection", died=False)
-        refusal = self._refusal(identity, hello, key)
-        if refusal is not None:
-            self._refusals.warning("executor %s refused: %s", printable(hello.executor_id), refusal)
-            self._metrics.frames_dropped("refused").inc()
-            await self._send(identity, Refused(refusal))
-            return
-        if identity in self._members:
-            self._give_up(identity, "it said Hello again", died=False)
-        for other, member in list(self._members.items()):
-            # One that was started again under its old name: no need to wait until its old life times out. Two that
-            # are alive under one name are both kept: names are for people.
-            silent = clock() - member.last_seen > 1.5 * HEARTBEAT_MS / 1000
-            if member.hello.executor_id == hello.executor_id and silent:
-                self._give_up(other, "it was started again")
-        self._bad_frames.pop(identity, None)
-        self._fingerprint = hello.model_fingerprint
-        limit = min(hello.max_model_len, self._max_model_len or hello.max_model_len)
-        link = _Link(self._socket, identity, self._epochs)
-        scheduler = Scheduler(
-            model_fingerprint=hello.model_fingerprint,
-            num_blocks=hello.num_blocks,
-            block_size=hello.block_size,
-            max_num_seqs=min(self._max_num_seqs, hello.max_num_seqs or self._max_num_seqs),
-            max_num_batched_tokens=min(
-                self._max_num_batched_tokens, hello.max_num_batched_tokens or self._max_num_batched_tokens
-            ),
-            epoch=link.next_epoch(),
-            num_host_blocks=hello.num_host_blocks,
-            costs=costs_of(hello),
-            recovery=self._recovery,
-            eviction=self._eviction,
-            max_model_len=limit,
-            virtual_tokens=self._virtual_tokens,
+            same = (other.name, other.peer.hello.block_endpoint, other.key)
+            if hello.block_endpoint and same == (hello.executor_id, hello.block_endpoint, key):
+                self.lose(other, "it is back on another connection", Loss.LEFT)
+        others = self.others(identity)
+        refusal = (
+            flaw_of_offer(hello)
+            or self.guard.refusal(hello.executor_id, key, [(other.name, other.key) for other in others])
+            or misfit(hello, [other.peer.hello for other in others], self._fingerprint)
         )
-        engine = Engine(hello.executor_id, scheduler, link, self._router, self._metrics, hello.bytes_per_block)
-        self._lending.begin(hello, engine, key)
-        now = clock()
-        self._members[identity] = Member(hello, engine, key, joined=now, last_seen=now)
-        keeps = self._lending.take_over(hello, scheduler)
-        await self._send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
-        tasks.create_task(self._live(identity, engine), name=engine.name)
-        self._router.tell(Joined(engine, scheduler.kv.capacity_tokens, limit, hello.vocab_size))
+        if refusal is not None:
+            self.refuse(identity, hello.executor_id, refusal)
+            return
+        self._fingerprint = hello.model_fingerprint
+        epoch = self._next_epoch()
+        link = ExecutorLink(lambda message: self.socket.send(identity, message), lambda: self._begin_epoch(session))
+        engine = Engine(hello, self._scheduler(hello, epoch), link, self.agenda, self.metrics)
+        session = Session(identity, key, hello.executor_id, Executor(hello, engine), epoch, now, now)
+        self.enter(session)
+        self._session_of[engine] = session
+        self.sharing.begin(engine, key)
+        keeps = self.sharing.restore(engine)
+        self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
             "executor %s joined: %d blocks of %d tokens and %d on the host, %s %s",
             hello.executor_id,
@@ -301,91 +161,85 @@ class Fleet:
             hello.device,
             hello.dtype,
         )
+        self.router.joined(engine)
 
-    async def _live(self, identity: bytes, engine: Engine) -> None:
-        """Run an engine; one that ended by itself takes its executor out of the fleet."""
-        await engine.run()
-        self._router.tell(Left(engine))
-        self._lending.end(engine, self._engines())
-        if (member := self._members.get(identity)) is not None and member.engine is engine:
-            del self._members[identity]
-            log.warning("executor %s is gone: its engine has ended; its requests move on", engine.executor_id)
-            await self._send(identity, Rejoin())
+    def _begin_epoch(self, session: Session[Executor]) -> int:
+        session.epoch = self._next_epoch()
+        return session.epoch
 
-    def _refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
-        if hello.protocol_major != PROTOCOL_MAJOR:
-            return f"it speaks protocol {hello.protocol_major}, this scheduler speaks {PROTOCOL_MAJOR}"
-        others = [(member.hello, member.key) for other, member in self._members.items() if other != identity]
-        if (refusal := self._entry.refusal(hello, key, others)) is not None:
-            return refusal
-        # A fleet that is empty may come back with another model; a live one is of one model.
-        if self._members and self._fingerprint != hello.model_fingerprint:
-            return f"its model {hello.model_fingerprint} is not the fleet's model {self._fingerprint}"
-        if any(member.hello.vocab_size != hello.vocab_size for member in self._members.values()):
-            return f"its vocabulary of {hello.vocab_size} is not the fleet's"
-        return None
+    def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
+        options = self._options
+        return Scheduler(
+            model_fingerprint=hello.model_fingerprint,
+            num_blocks=hello.num_blocks,
+            block_size=hello.block_size,
+            max_num_seqs=min(options.max_num_seqs, hello.max_num_seqs or options.max_num_seqs),
+            max_num_batched_tokens=min(
+                options.max_num_batched_tokens, hello.max_num_batched_tokens or options.max_num_batched_tokens
+            ),
+            epoch=epoch,
+            num_host_blocks=hello.num_host_blocks,
+            costs=costs_of(hello),
+            recovery=options.recovery,
+            eviction=self._eviction,
+            max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
+            virtual_tokens=self._virtual_tokens,
+        )
 
-    def _give_up(self, identity: bytes, reason: str, *, died: bool = True) -> None:
-        member = self._members.pop(identity)
-        log.warning("executor %s is gone: %s; its requests move on", member.hello.executor_id, reason)
-        self._router.tell(Left(member.engine))
-        self._lending.end(member.engine, self._engines())
-        member.engine.tell(Lost(reason, died))
+    # ---- what executors say --------------------------------------------------------------------------
 
-    def _engines(self) -> list[Engine]:
-        return [member.engine for member in self._members.values()]
+    def _apply(self, session: Session[Executor], message: Message) -> None:
+        executor = session.peer
+        engine = executor.engine
+        try:
+            match message:
+                case StepResult():
+                    tokens = checked_tokens(message, executor.hello)
+                    with self.guarded(engine):
+                        engine.take_result(message, tokens)
+                case Copied():
+                    check_copies(message)
+                    with self.guarded(engine):
+                        engine.take_copied(message)
+                case Heartbeat(refused=refused):
+                    self._count_refused(executor, refused)
+                case Leaving(patience_ms=milliseconds):
+                    self._leave(engine, milliseconds / 1000)
+        except ImpossibleError as error:
+            self.metrics.frames_dropped("impossible").inc()
+            self.lose(session, f"it told of {error}")
 
-    def _staying(self, leaving: Engine) -> list[Engine]:
-        """Engines of members that are not about to leave."""
-        engines = [member.engine for member in self._members.values() if not member.leaving]
-        return [engine for engine in engines if engine is not leaving and not engine.ended]
+    def _count_refused(self, executor: Executor, refused: int) -> None:
+        if refused > executor.refused:
+            more = min(refused - executor.refused, _MOST_REFUSED)
+            self.metrics.connections_refused("unknown_key_blocks").inc(more)
+            executor.refused = refused
 
-    def _drop(self, identity: bytes, reason: Drop, detail: str) -> None:
-        self._metrics.frames_dropped(reason).inc()
-        seen = self._bad_frames.get(identity, 0) + 1
-        if len(self._bad_frames) > 10_000:  # identities are the sender's choice: keep the table bounded
-            self._bad_frames.clear()
-        self._bad_frames[identity] = seen
-        if seen == 1:
-            self._complaints.warning("dropped a frame (%s): %s", reason, detail)
-        if seen == MAX_BAD_FRAMES and identity in self._members:
-            self._give_up(identity, "it keeps sending frames that cannot be decoded")
+    def _leave(self, engine: Engine, seconds: float) -> None:
+        """Take an engine that wants to leave from the router; it goes on with what it has."""
+        if engine.life is Life.SERVING:
+            log.info("executor %s is leaving: its work moves", engine.executor_id)
+            engine.life = Life.DRAINING
+            self.router.left(engine)
+            self.on_leaving(engine, seconds)
 
-    async def _watch(self) -> None:
-        """Give up members that fell silent, or whose step does not return."""
-        while True:
-            await asyncio.sleep(min(1.0, self._executor_timeout / 4))
-            now = clock()
-            revoked = self._entry.revoked(member.key for member in self._members.values())
-            for identity, member in list(self._members.items()):
-                if now - member.last_seen > self._executor_timeout:
-                    self._give_up(identity, f"no heartbeat for {now - member.last_seen:.1f} s")
-                elif (began := member.engine.oldest_step_time) is not None and now - began > self._step_timeout:
-                    self._give_up(identity, f"a step has not returned for {now - began:.1f} s")
-                elif member.key in revoked:
-                    self._give_up(identity, "its key was revoked")
-                elif (due := member.engine.oldest_copy_time) is not None and now > due:
-                    if now - due > self._step_timeout:
-                        self._give_up(
-                            identity, f"a copy to or from its host memory or a peer is {now - due:.1f} s late"
-                        )
-                    else:
-                        member.engine.tell(CopiesLate())
+    # ---- who is lost ---------------------------------------------------------------------------------
 
-    async def _watch_connections(self) -> None:
-        """Give up members whose connection has broken, without waiting for a heartbeat that cannot come."""
-        refused = self._metrics.connections_refused("handshake")
-        while True:
-            event = await self._connections.next()
-            if isinstance(event, HandshakeFailure):
-                if not event.refused:  # those are counted by the gate
-                    refused.inc()
-                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
-                continue
-            for identity, member in list(self._members.items()):
-                reached = await self._send(identity, HeartbeatAck(member.engine.scheduler.epoch))
-                if not reached and self._members.get(identity) is member:
-                    self._give_up(identity, "its connection broke")
+    def _end(self, engine: Engine, reason: str, loss: Loss) -> None:
+        """An engine cannot go on; its executor may join anew."""
+        if (session := self._session_of.get(engine)) is not None:
+            self.lose(session, reason, loss)
+            self.socket.send(session.identity, Rejoin())
 
-    async def _send(self, identity: bytes, message: Message) -> bool:
-        return await _Link(self._socket, identity, self._epochs).send(encode(message))
+    def _lost(self, session: Session[Executor], reason: str, loss: Loss) -> None:
+        engine = session.peer.engine
+        del self._session_of[engine]
+        log.warning("executor %s is gone: %s; its requests move on", session.name, reason)
+        self.router.left(engine)
+        moved = engine.lose(loss)
+        endpoint = self.sharing.end(engine)
+        if endpoint is not None:
+            for other in self.engines:
+                with self.guarded(other):
+                    other.peer_lost(endpoint)
+        self.router.place(moved)

@@ -1,6 +1,5 @@
 """Keeps the gauges of queues and memory fresh: sampled, because they change in every step."""
 
-import asyncio
 import logging
 import traceback
 
@@ -15,17 +14,26 @@ log = logging.getLogger(__name__)
 _SECONDS = 1.0
 
 
-async def keep_gauges_fresh(router: Router, metrics: Metrics) -> None:
-    """Refresh them every second, until cancelled. Requests are served whether that works or not."""
-    complaints = BoundedLog(log)
-    while True:
+class Gauges:
+    """Refreshes the gauges. Requests are served whether that works or not."""
+
+    def __init__(self, router: Router, metrics: Metrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._complaints = BoundedLog(log)
+        self._refreshed = float("-inf")
+
+    def refresh(self, now: float) -> None:
+        """Show what is the case now, if a second has passed since the last time. ``now``: seconds."""
+        if now - self._refreshed < _SECONDS:
+            return
+        self._refreshed = now
         try:
-            refresh_gauges(router, metrics)
-            router.observe_backlog()
+            refresh_gauges(self._router, self._metrics)
+            self._router.observe_backlog(now)
         except Exception:
-            metrics.refresh_errors.inc()
-            complaints.warning("gauges could not be brought up to date: %s", traceback.format_exc())
-        await asyncio.sleep(_SECONDS)
+            self._metrics.refresh_errors.inc()
+            self._complaints.warning("gauges could not be brought up to date: %s", traceback.format_exc())
 
 
 def refresh_gauges(router: Router, metrics: Metrics) -> None:

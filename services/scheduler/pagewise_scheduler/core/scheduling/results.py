@@ -1,6 +1,7 @@
 """Whether a result answers its step, and what sequences make of the tokens that were drawn for them."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import StepResult, unpack_int32s
 
@@ -10,8 +11,10 @@ from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchEr
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
 
 
-def check_result(step: StepInFlight | None, result: StepResult, epoch: int) -> tuple[StepInFlight, list[int]]:
-    """The oldest step in flight, and the tokens that ``result`` has for it.
+def check_result(
+    step: StepInFlight | None, result: StepResult, epoch: int, tokens: ReadOnlyList[int] | None = None
+) -> tuple[StepInFlight, ReadOnlyList[int]]:
+    """The oldest step in flight, and the tokens that ``result`` has for it, which the caller may have unpacked already.
 
     Raises:
         StepMismatchError: it is another step's, or of the wrong shape.
@@ -20,7 +23,8 @@ def check_result(step: StepInFlight | None, result: StepResult, epoch: int) -> t
     if step is None or result.epoch != epoch or result.step != step.step:
         expected = f"epoch {epoch} step {step.step}" if step else "none in flight"
         raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
-    tokens = unpack_int32s(result.tokens).tolist()
+    if tokens is None:
+        tokens = unpack_int32s(result.tokens)
     if len(tokens) != len(step.sampled):
         raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
     if any(sequence.request.beam is not None for sequence in step.chunk_rows.values()):
@@ -36,7 +40,7 @@ def _check_candidates(step: StepInFlight, result: StepResult) -> None:
             raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
 
 
-def take_tokens(step: StepInFlight, tokens: list[int], output: StepOutput, finish: Finish) -> list[Request]:
+def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> list[Request]:
     """Append each token to its sequence, and ``finish`` those that stop or reach their length.
 
     Returns the requests whose samples have all ended, to choose from: of those nothing is told yet.

@@ -1,6 +1,7 @@
 """Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
 
 from collections import deque
+from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 
@@ -279,13 +280,13 @@ class Scheduler:
 
     # ---- results -------------------------------------------------------------------------------------
 
-    def update(self, result: StepResult) -> StepOutput:
-        """Take in the result of the oldest step in flight.
+    def update(self, result: StepResult, tokens: ReadOnlyList[int] | None = None) -> StepOutput:
+        """Take in the result of the oldest step in flight. ``tokens``: those of ``result``, if unpacked already.
 
         Raises:
             StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
         """
-        step, tokens = check_result(self._in_flight[0] if self._in_flight else None, result, self.epoch)
+        step, tokens = check_result(self._in_flight[0] if self._in_flight else None, result, self.epoch, tokens)
         self._in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from tests.scheduler.actors.test_fleet import Stack, executor, running
+from tests.scheduler.actors.stack import Stack, executor, running
 
 
 def count(stack: Stack, reason: str) -> float:
@@ -19,7 +19,7 @@ async def test_a_session_stays_where_its_prefix_is(tmp_path: Path) -> None:
                 prompt += await stack.generate(prompt, max_tokens=4)
         assert count(stack, "load") == 2, "each session's first turn"
         assert count(stack, "cached") == 6
-        hits = [engine.scheduler.num_prefix_hits for engine in stack.router.engines]
+        hits = [engine.scheduler.num_prefix_hits for engine in stack.engines]
         assert sum(hits) >= 2 * (40 + 44 + 48)
         ratios = stack.metrics.placement_actual_ratio
         assert sum(bucket.get() for bucket in ratios._buckets) == 8, "each prediction was compared with what it took"
@@ -33,6 +33,6 @@ async def test_requests_that_move_are_placed_anew_and_leave_nothing_behind(tmp_p
             await asyncio.sleep(0.1)
         async with executor(tmp_path, "two"):
             assert [len(tokens) for tokens in await asyncio.gather(*moving)] == [40, 40, 40]
-            (engine,) = stack.router.engines
-            assert stack.router.placing.load(engine) == 0
+            (engine,) = stack.engines
+            assert stack.router.placer.load(engine) == 0
         assert count(stack, "only") == 6

@@ -1,28 +1,27 @@
-"""What executors hold for others: blocks that they lend, and blocks from before that they offer."""
+"""What executors hold for others: blocks that they let others fetch, and blocks from before that they offer."""
 
 import logging
-from collections.abc import Iterable
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Hello, named_blocks
+from pagewise_shared.protocol import named_blocks
 
-from pagewise_scheduler.actors.engine import Engine, GivenBack, PeerLost
+from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class Lending:
-    """The directory of a fleet, kept while executors come and go."""
+class CacheSharing:
+    """The fleet's directory of prefixes, kept while executors come and go."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.directory = Directory()
         self._metrics = metrics
 
-    def take_over(self, hello: Hello, scheduler: Scheduler) -> bool:
+    def restore(self, engine: Engine) -> bool:
         """Expect what the executor holds from before; False: it holds nothing that could be used."""
+        hello, scheduler = engine.hello, engine.scheduler
         if hello.inventory is None:
             return False
         try:
@@ -35,21 +34,22 @@ class Lending:
         log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
         return True
 
-    def begin(self, hello: Hello, engine: Engine, key: str) -> None:
-        """Let others fetch blocks from this executor, and it from them."""
-        endpoint, scheduler = hello.block_endpoint, engine.scheduler
+    def begin(self, engine: Engine, key: str) -> None:
+        """Let others fetch blocks from this executor, and it from them. ``key``: its public key."""
+        hello, scheduler = engine.hello, engine.scheduler
+        endpoint = hello.block_endpoint
         if not endpoint or endpoint in self.directory.lenders:
             return
         block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
-        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()), key)
-        self.directory.lenders[endpoint] = lender
+        # When others give its blocks back there may be room again for what it could not plan.
+        self.directory.lenders[endpoint] = Lender(endpoint, block_format, scheduler, engine.touch, key)
         scheduler.recoveries.directory, scheduler.recoveries.endpoint = self.directory, endpoint
 
-    def end(self, engine: Engine, others: Iterable[Engine]) -> None:
-        """Nobody fetches from this executor any more."""
+    def end(self, engine: Engine) -> str | None:
+        """Nobody fetches from this executor any more; returns the endpoint that its blocks were fetched from, if any:
+        those who wait for some have to be told."""
         endpoint, lenders = engine.scheduler.recoveries.endpoint, self.directory.lenders
-        if (lender := lenders.get(endpoint)) is not None and lender.scheduler is engine.scheduler:
-            del lenders[endpoint]
-            for other in others:
-                if other is not engine:
-                    other.tell(PeerLost(endpoint))
+        if (lender := lenders.get(endpoint)) is None or lender.scheduler is not engine.scheduler:
+            return None
+        del lenders[endpoint]
+        return endpoint

@@ -3,39 +3,40 @@
 from collections.abc import Sequence
 from time import perf_counter
 
+from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
-from pagewise_scheduler.actors.live_request import LiveRequest, clock
+from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.routing.destination import Destination
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place
 from pagewise_scheduler.metrics import Metrics
 
 
-class Placing:
-    """What the router knows of where its requests are."""
+class Placer:
+    """Chooses engines for requests, and remembers which request is where."""
 
     def __init__(self, name: RoutingName, metrics: Metrics) -> None:
         self._policy = make_routing(name)
         self._metrics = metrics
-        self._destinations: dict[Engine, Destination] = {}
+        self._views: dict[Engine, Destination] = {}
 
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
-        self._destinations[engine] = Destination(engine.scheduler)
+        self._views[engine] = Destination(engine.scheduler)
 
     def left(self, engine: Engine) -> None:
         """The engine takes none any more."""
-        self._destinations.pop(engine, None)
+        self._views.pop(engine, None)
 
     def load(self, engine: Engine) -> int:
         """Sequences placed on an engine that have not finished."""
-        return self._destinations[engine].load
+        return self._views[engine].load
 
     def place(self, live: LiveRequest, able: Sequence[Engine]) -> Engine:
         """Choose one of the engines that can hold a request, at least one, and remember the request there."""
         began, now = perf_counter(), clock()
         if live.placement is not None:  # it was elsewhere before
             live.placement.end(now)
-        engines = {self._destinations[engine]: engine for engine in able}
+        engines = {self._views[engine]: engine for engine in able}
         live.placement = placement = place(self._policy, live.request, list(engines), now)
         self._metrics.placements(placement.reason).inc()
         self._metrics.placement_predicted_seconds.observe(placement.predicted)

@@ -1,0 +1,24 @@
+"""Why a request is not taken."""
+
+from typing import Literal
+
+
+class AdmissionError(Exception):
+    """A request cannot be taken; ``kind`` says what kind of answer it deserves.
+
+    Kinds: "never_fits" (it exceeds what any executor could hold: 400), "overloaded" (a queue or a limit is full: 429),
+    "unavailable" (there is no executor: 503). ``reason``: a word for metrics. ``retry_after``: seconds after which
+    there should be room; 0: nothing is known.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["never_fits", "overloaded", "unavailable"],
+        message: str,
+        reason: str = "",
+        retry_after: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.reason = reason
+        self.retry_after = retry_after

@@ -1,0 +1,190 @@
+"""The coordinator: the one owner of all memory and all requests.
+
+Routing and fetches between executors look into the memory of all of them, so all of it belongs to one task. Sockets
+receive, decode and send beside it, and leave what has come in its mailbox.
+"""
+
+import asyncio
+import logging
+import time
+from itertools import count
+
+from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.curve import Keys
+from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
+
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.draining import Draining
+from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
+from pagewise_scheduler.actors.gateways import Gateways
+from pagewise_scheduler.actors.gauges import Gauges
+from pagewise_scheduler.actors.join_guard import JoinGuard
+from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick
+from pagewise_scheduler.actors.reports import answer
+from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_TICK_SECONDS_WHILE_DRAINING = 0.05
+_STOOD_STILL_SECONDS = 1.0
+"""A tick that is so late tells that the process was stopped, or its machine."""
+_QUEUED_FRAMES_OF_EXECUTOR = 64
+_QUEUED_FRAMES_OF_GATEWAY = 1000
+"""A gateway that comes back submits all its requests at once."""
+
+
+class Coordinator:
+    """Owns the fleet, the gateways, and every request between them.
+
+    It works in rounds: it handles all messages that are there, plans ahead for the engines that were touched and sends
+    their plans, and then tells each gateway what is new, in one frame at most. ``unplaced_timeout``: seconds that a
+    request may wait for an executor that can take it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        metrics: Metrics,
+        *,
+        executor_keys: Keys | None = None,
+        gateway_keys: Keys | None = None,
+        unplaced_timeout: float = 60.0,
+    ) -> None:
+        """Bind both sockets.
+
+        Raises:
+            zmq.ZMQError: an endpoint cannot be bound.
+        """
+        self.metrics = metrics
+        self._mailbox = Mailbox()
+        # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
+        epochs = count(time.time_ns() // 1_000_000)
+        self._executor_socket = RouterSocket(
+            "executor",
+            config.listen,
+            decode_from_executor,
+            self._mailbox,
+            metrics,
+            keys=executor_keys,
+            timeout=config.executor_timeout,
+            queued_frames=_QUEUED_FRAMES_OF_EXECUTOR,
+        )
+        self._gateway_socket = RouterSocket(
+            "gateway",
+            config.listen_gateways,
+            decode_from_gateway,
+            self._mailbox,
+            metrics,
+            keys=gateway_keys,
+            timeout=config.gateway_timeout,
+            queued_frames=_QUEUED_FRAMES_OF_GATEWAY,
+        )
+        self.fleet = Fleet(
+            self._executor_socket,
+            JoinGuard("executor", executor_keys),
+            metrics,
+            config.executor_timeout,
+            FleetOptions(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                step_timeout=config.step_timeout,
+                recovery=config.recovery,
+                eviction=config.eviction,
+            ),
+            lambda: next(epochs),
+        )
+        self.router = self.fleet.router = Router(
+            metrics,
+            self.fleet.guarded,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            timeout=unplaced_timeout,
+            routing=config.routing,
+        )
+        self.gateways = Gateways(
+            self._gateway_socket,
+            JoinGuard("gateway", gateway_keys),
+            metrics,
+            config.gateway_timeout,
+            self.router,
+            lambda: next(epochs),
+            self._answer,
+        )
+        self.draining = Draining(self.fleet, self.router, metrics)
+        self.fleet.on_leaving = self.draining.begin
+        self._gauges = Gauges(self.router, metrics)
+        self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
+        self._ticked = clock()
+
+    @property
+    def executor_endpoint(self) -> str:
+        """Where executors connect to."""
+        return self._executor_socket.endpoint
+
+    @property
+    def gateway_endpoint(self) -> str:
+        """Where gateways connect to."""
+        return self._gateway_socket.endpoint
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._executor_socket.run(), name="executors' socket")
+            tasks.create_task(self._gateway_socket.run(), name="gateways' socket")
+            tasks.create_task(self._tick(), name="ticks")
+            while True:
+                self._round(await self._mailbox.take_all())
+
+    def close(self) -> None:
+        """Close the sockets of a coordinator that was never run."""
+        self._executor_socket.close()
+        self._gateway_socket.close()
+
+    def _round(self, messages: list[MailboxMessage]) -> None:
+        for message in messages:
+            try:
+                self._handle(message)
+            except Exception:  # of this message alone: the others in the batch are handled
+                log.exception("a %s was not handled", type(message).__name__)
+        if self.draining:
+            self.draining.advance()
+        self.fleet.plan()
+        self.gateways.flush()
+        if self.fleet.agenda:  # a gateway was lost just now: what it leaves is planned for in the next round
+            self._mailbox.put(Tick())
+
+    def _handle(self, message: MailboxMessage) -> None:
+        match message:
+            case Received(kind="executor"):
+                self.fleet.take(message)
+            case Received(kind="gateway"):
+                self.gateways.take(message)
+            case ConnectionsBroke(kind="executor"):
+                self.fleet.probe()
+            case ConnectionsBroke(kind="gateway"):
+                self.gateways.probe()
+            case Tick():
+                self._watch()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS_WHILE_DRAINING if self.draining else self._tick_seconds)
+            self._mailbox.put(Tick())
+
+    def _watch(self) -> None:
+        """Look for those that are late. Who could not be heard because this process stood still is not."""
+        now = clock()
+        late = now - self._ticked - self._tick_seconds
+        stood_still = late if late > _STOOD_STILL_SECONDS else 0.0
+        self._ticked = now
+        self.fleet.watch(now, stood_still)
+        self.gateways.watch(now, stood_still)
+        self.router.expire(now)
+        self._gauges.refresh(now)
+
+    def _answer(self, query: Query) -> bytes | None:
+        return answer(query, self.fleet.engines, self.metrics)

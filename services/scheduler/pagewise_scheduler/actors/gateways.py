@@ -1,0 +1,274 @@
+"""The gateways: their requests, and the frames in which they are told what is new."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from pagewise_shared.logs import printable
+from pagewise_shared.protocol import (
+    Abort,
+    FinishStream,
+    FleetState,
+    GatewayHello,
+    GatewayWelcome,
+    Message,
+    MetricsSnapshot,
+    Query,
+    QueryAnswer,
+    RequestRefused,
+    Started,
+    Submit,
+)
+
+from pagewise_scheduler.actors.admission_error import AdmissionError
+from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
+from pagewise_scheduler.actors.key_limits import KeyUsages
+from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.actors.router import Capacity, Router
+from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, text_flaw
+from pagewise_scheduler.actors.submissions import (
+    MAX_STREAM,
+    MAX_STREAMS,
+    Submission,
+    check,
+    end_of,
+    is_resumed,
+    names_of,
+    num_streams,
+    requests_of,
+)
+from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
+from pagewise_scheduler.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_GATEWAYS = 256
+"""Gateways that may be in at once."""
+
+Answer = Callable[[Query], bytes | None]
+"""What a query asks for; None: it is not known."""
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """A gateway that is in.
+
+    ``outputs``: what it has not been told yet. ``submissions``: its requests that have not ended, by their first
+    streams; ``streams``: which of their prompts each stream belongs to.
+    """
+
+    outputs: OutputBuilder = field(default_factory=OutputBuilder)
+    submissions: dict[int, Submission] = field(default_factory=dict)
+    streams: dict[int, LiveRequest] = field(default_factory=dict)
+
+    def has_free(self, streams: range) -> bool:
+        """Whether none of these stream numbers is in use."""
+        return streams.start not in self.submissions and not any(stream in self.streams for stream in streams)
+
+
+class Gateways(Sessions[Gateway]):
+    """Admits gateways, takes their requests, and tells them what becomes of those; gives up who does not listen.
+
+    A gateway that is lost takes its own requests along: they are aborted, and their blocks are free at once.
+    """
+
+    hello_type = GatewayHello
+
+    def __init__(
+        self,
+        socket: RouterSocket,
+        guard: JoinGuard,
+        metrics: Metrics,
+        timeout: float,
+        router: Router,
+        next_epoch: Callable[[], int],
+        answer: Answer,
+    ) -> None:
+        super().__init__(socket, guard, metrics, timeout)
+        self._router = router
+        self._next_epoch = next_epoch
+        self._answer = answer
+        self._usages = KeyUsages(metrics)
+        self._names: set[str] = set()
+        self._told = Capacity()
+
+    def flush(self) -> None:
+        """Tell every gateway what is new, in one frame each."""
+        changed, self._told = self._told != self._router.capacity, self._router.capacity
+        for session in self:
+            if changed:
+                self._send(session, self._fleet_state(session))
+            if (outputs := session.peer.outputs.take(session.epoch)) is not None:
+                self._send(session, outputs)
+
+    # ---- joining and leaving -------------------------------------------------------------------------
+
+    def _admit(self, identity: bytes, key: str, hello: Message, now: float) -> None:
+        hello = cast(GatewayHello, hello)
+        others = self.others(identity)
+        refusal = text_flaw(hello, ("gateway_id", "model_name"), MAX_TEXT) or self.guard.refusal(
+            hello.gateway_id, key, [(other.name, other.key) for other in others]
+        )
+        if refusal is None and len(others) >= MAX_GATEWAYS:
+            refusal = f"there are {MAX_GATEWAYS} gateways already"
+        if refusal is not None:
+            self.refuse(identity, hello.gateway_id, refusal)
+            return
+        session = Session(identity, key, hello.gateway_id, Gateway(), self._next_epoch(), now, now)
+        self.enter(session)
+        self.metrics.gateways_ready.set(len(self))
+        log.info("gateway %s joined", hello.gateway_id)
+        self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
+        self._send(session, self._fleet_state(session))
+
+    def _fleet_state(self, session: Session[Gateway]) -> FleetState:
+        return FleetState(session.epoch, *self._router.capacity)
+
+    def _send(self, session: Session[Gateway], message: Message) -> None:
+        if not self.socket.send(session.identity, message):
+            self.lose(session, "it does not read what it is sent, or its connection broke")
+
+    def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
+        gateway = session.peer
+        log.info("gateway %s is gone: %s; %d requests end with it", session.name, reason, len(gateway.submissions))
+        self.metrics.gateways_ready.set(len(self))
+        self.metrics.gateways.gone(session.identity)
+        for submission in list(gateway.submissions.values()):
+            self._abort(gateway, submission)
+
+    # ---- what gateways say ---------------------------------------------------------------------------
+
+    def _apply(self, session: Session[Gateway], message: Message) -> None:
+        gateway = session.peer
+        match message:
+            case Submit():
+                self._submit(session, message)
+            case Abort(stream=stream):
+                if (submission := gateway.submissions.get(stream)) is not None:
+                    self._abort(gateway, submission)
+            case FinishStream(stream=stream):
+                if (live := gateway.streams.get(stream)) is not None:
+                    self._router.finish(live, stream - live.stream)
+            case Query():
+                body = self._answer(message)
+                self._send(session, QueryAnswer(message.number, body is not None, body or b""))
+            case MetricsSnapshot(families=families):
+                if not self.metrics.gateways.take(session.identity, session.name, families):
+                    self.drop(session.identity, "impossible", "metrics that are none")
+
+    def _submit(self, session: Session[Gateway], submit: Submit) -> None:
+        gateway = session.peer
+        count = num_streams(submit)
+        if not (1 <= count <= MAX_STREAMS and 0 <= submit.stream <= MAX_STREAM - count) or not gateway.has_free(
+            range(submit.stream, submit.stream + count)
+        ):
+            self.drop(session.identity, "impossible", f"a request with {count} streams from {submit.stream} on")
+            return
+        try:
+            check(submit, self._router.capacity.vocab_size)
+            submission, requests = self._admitted(gateway, submit)
+        except ImpossibleError as error:
+            self.metrics.frames_dropped("impossible").inc()
+            self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
+            refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}", "impossible")
+            gateway.outputs.refused.append(refused)
+        except AdmissionError as error:
+            refused = RequestRefused(submit.stream, error.kind, str(error), error.reason, error.retry_after)
+            gateway.outputs.refused.append(refused)
+        else:
+            self._begin(gateway, submission, requests, submit)
+
+    def _admitted(self, gateway: Gateway, submit: Submit) -> tuple[Submission, list[Request]]:
+        """What a request is counted as, and the core's requests for its prompts.
+
+        Raises:
+            AdmissionError: it is not taken.
+        """
+        now, resumed = clock(), is_resumed(submit)
+        usage = self._usages.of(submit.key, submit.limits, now)
+        if resumed:
+            usage.resume()
+        else:
+            usage.begin(now)
+        requests = requests_of(submit, self._unique(submit), now)
+        if requests:
+            try:
+                self._router.admit(requests, resumed=resumed)
+            except AdmissionError:
+                usage.end(0.0)
+                raise
+        return Submission(submit.stream, usage, now), requests
+
+    def _unique(self, submit: Submit) -> str:
+        """The name of a request, made unique among those that live: gateways do not know each other's."""
+        name, number = submit.request_id, 1
+        while any(each in self._names for each in names_of(name, len(submit.prompts))):
+            number += 1
+            name = f"{submit.request_id}~{number}"
+        return name
+
+    def _begin(self, gateway: Gateway, submission: Submission, requests: list[Request], submit: Submit) -> None:
+        now = clock()
+        gateway.submissions[submission.stream] = submission
+        if not requests:
+            gateway.outputs.started.append(Started(submission.stream))
+            return
+        tokens = sum(len(request.prompt_token_ids) for request in requests)
+        if not is_resumed(submit):
+            self.metrics.prompt_tokens.inc(tokens)
+            submission.usage.use("prompt", tokens)
+        for number, request in enumerate(requests):
+            live = LiveRequest(
+                request,
+                submit.stream + number * submit.n,
+                gateway.outputs,
+                lambda live: self._prompt_ended(gateway, submission, live),
+                now,
+                unfinished=submit.n - sum(sequence.finished for sequence in request.sequences),
+                tokens_before=sum(len(sequence.output_token_ids) for sequence in request.sequences),
+            )
+            submission.prompts.append(live)
+            submission.running += 1
+            self._names.add(request.request_id)
+            gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + submit.n), live))
+        for live in list(submission.prompts):
+            self._settle(live, now)
+        self._router.place([live for live in submission.prompts if not live.done])
+
+    def _settle(self, live: LiveRequest, now: float) -> None:
+        """End what has already come to its end, of a request that goes on from somewhere."""
+        for sequence in live.request.sequences:
+            if not sequence.finished and (end := end_of(sequence)) is not None:
+                sequence.status = SequenceStatus.FINISHED
+                sequence.finish_reason, sequence.stop_reason = end
+                live.take_finish(sequence, now)
+        if live.unfinished <= 0:
+            live.end(now)
+
+    # ---- what ends -----------------------------------------------------------------------------------
+
+    def _abort(self, gateway: Gateway, submission: Submission) -> None:
+        if not submission.prompts:
+            self._end(gateway, submission)
+        for live in submission.prompts:
+            self._router.abort(live)
+
+    def _prompt_ended(self, gateway: Gateway, submission: Submission, live: LiveRequest) -> None:
+        self._names.discard(live.request.request_id)
+        for stream in range(live.stream, live.stream + live.request.n):
+            gateway.streams.pop(stream, None)
+        submission.running -= 1
+        if not submission.running:
+            self._end(gateway, submission)
+
+    def _end(self, gateway: Gateway, submission: Submission) -> None:
+        if gateway.submissions.pop(submission.stream, None) is not None:
+            if submission.prompts:
+                tokens = sum(live.num_generated_tokens for live in submission.prompts)
+                submission.usage.use("generation", tokens)
+            submission.usage.end(clock() - submission.began)

@@ -1,0 +1,72 @@
+"""What executors offer when they join: everything an executor says of itself has a bound."""
+
+import math
+
+import msgspec
+from pagewise_shared.protocol import Hello
+
+from pagewise_scheduler.actors.join_guard import MAX_TEXT
+from pagewise_scheduler.actors.sessions import text_flaw
+from pagewise_scheduler.core.recovery.cost_model import Costs
+
+MAX_EXECUTORS = 1024
+"""Executors in a fleet."""
+MAX_FLEET_BLOCKS = 1 << 25
+"""Blocks of all executors, on devices and hosts: each costs the scheduler some 60 bytes."""
+
+_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format")
+_MAX_BLOCK_SIZE = 1 << 16
+_MAX_INT32 = (1 << 31) - 1
+_MAX_INT64 = (1 << 63) - 1
+_FETCH_BYTES_PER_SECOND = 1e9
+"""What fetching from a peer is taken to reach until it has been tried."""
+
+
+def flaw_of_offer(hello: Hello) -> str | None:
+    """What is wrong with the values of a Hello; None: nothing."""
+    if (flaw := text_flaw(hello, _TEXTS, MAX_TEXT)) is not None:
+        return flaw
+    if (
+        min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
+        or min(hello.num_host_blocks, hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens) < 0
+    ):
+        return "it offers no blocks, or a block, model length or vocabulary of no tokens"
+    for name, most in (
+        ("block_size", _MAX_BLOCK_SIZE),
+        ("num_blocks", MAX_FLEET_BLOCKS),
+        ("num_host_blocks", MAX_FLEET_BLOCKS),
+        ("max_model_len", _MAX_INT32),
+        ("vocab_size", _MAX_INT32),
+        ("max_num_seqs", _MAX_INT32),
+        ("max_num_batched_tokens", _MAX_INT32),
+        ("bytes_per_block", _MAX_INT64),
+    ):
+        if getattr(hello, name) > most:
+            return f"its {name} is {getattr(hello, name)}, the most is {most}"
+    costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        return "its measured costs are no times"
+    return None
+
+
+def misfit(hello: Hello, others: list[Hello], fingerprint: str | None) -> str | None:
+    """Why an executor cannot join ``others``; None: it can. ``fingerprint``: of the fleet's model, if it is known."""
+    if len(others) >= MAX_EXECUTORS:
+        return f"there are {MAX_EXECUTORS} executors already"
+    blocks = sum(each.num_blocks + each.num_host_blocks for each in (hello, *others))
+    if blocks > MAX_FLEET_BLOCKS:
+        return f"the fleet would have {blocks} blocks, the most is {MAX_FLEET_BLOCKS}"
+    # A fleet that is empty may come back with another model; a live one is of one model.
+    if others and fingerprint != hello.model_fingerprint:
+        return f"its model {hello.model_fingerprint} is not the fleet's model {fingerprint}"
+    if any(other.vocab_size != hello.vocab_size for other in others):
+        return f"its vocabulary of {hello.vocab_size} is not the fleet's"
+    return None
+
+
+def costs_of(hello: Hello) -> Costs | None:
+    """What the executor has measured, in seconds."""
+    if hello.costs is None:
+        return None
+    measured = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
+    return Costs(**measured, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)

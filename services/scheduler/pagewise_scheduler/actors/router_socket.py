@@ -1,0 +1,159 @@
+"""A ROUTER socket that executors or gateways connect to: it receives, decodes and sends, and decides nothing.
+
+The socket is read by a callback of the event loop, without pyzmq's futures: those cost more than everything else that
+is done for a frame. ZeroMQ's file descriptor tells of changes only, so whoever has sent something has to look for
+frames afterwards (``zmq_getsockopt(3)``, ZMQ_FD).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+from pagewise_shared.connections import Connections, HandshakeFailure
+from pagewise_shared.curve import Gate, Keys
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog
+from pagewise_shared.protocol import Message, encode
+
+from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received
+from pagewise_scheduler.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+_FRAMES_AT_ONCE = 16
+"""Frames that are read before others have a turn: where frames never end, reading them would never end either."""
+_PING_MS = 2000
+
+
+class RouterSocket:
+    """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
+
+    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``queued_frames``: what one
+    sender may have queued here; what it sends beyond that waits on its own side. ``keys``: the allow-list, None: plain
+    text.
+    """
+
+    def __init__(
+        self,
+        kind: PeerKind,
+        endpoint: str,
+        decode: Callable[[bytes], Message],
+        mailbox: Mailbox,
+        metrics: Metrics,
+        *,
+        keys: Keys | None,
+        timeout: float,
+        queued_frames: int,
+    ) -> None:
+        """Bind.
+
+        Raises:
+            zmq.ZMQError: the endpoint cannot be bound.
+        """
+        self.kind = kind
+        self._decode = decode
+        self._mailbox = mailbox
+        self._handshakes = metrics.connections_refused("handshake")
+        self._complaints = BoundedLog(log)
+        self._context = zmq.asyncio.Context()
+        monitored = self._context.socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(monitored)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
+        self._socket.setsockopt(zmq.RCVHWM, queued_frames)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
+            self._gate.secure_server(self._socket)
+        self._connections = Connections(monitored)
+        self._monitored = monitored
+        self._socket.bind(endpoint)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._will_read = False
+
+    async def run(self) -> None:
+        """Receive until cancelled, then close."""
+        loop = self._loop = asyncio.get_running_loop()
+        descriptor = int(self._socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, self._read)
+        self._read_soon()
+        try:
+            while True:
+                event = await self._connections.next()
+                if not isinstance(event, HandshakeFailure):
+                    self._mailbox.put(ConnectionsBroke(self.kind))
+                elif not event.refused:  # those are counted by the gate
+                    self._handshakes.inc()
+                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+        finally:
+            self._loop = None
+            loop.remove_reader(descriptor)
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket; ``run`` does it when it ends."""
+        if self._gate is not None:
+            self._gate.close()
+        self._connections.close()
+        self._monitored.close()
+        self._context.term()
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Send one message; False if the connection is gone, or its other end does not read."""
+        return self.send_frame(identity, encode(message))
+
+    def send_frame(self, identity: bytes, frame: bytes) -> bool:
+        """The same, for a message that is encoded. Never waits: one that does not read must not hold up others."""
+        self._read_soon()
+        try:
+            self._socket.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
+            self._socket.send(frame, zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _read_soon(self) -> None:
+        if not self._will_read and self._loop is not None:
+            self._will_read = True
+            self._loop.call_soon(self._read_again)
+
+    def _read_again(self) -> None:
+        self._will_read = False
+        self._read()
+
+    def _read(self) -> None:
+        """Take in some of the frames that are there."""
+        if self._loop is None:
+            return
+        for _ in range(_FRAMES_AT_ONCE):
+            try:
+                # Only frames that are not copied know whose key they came with.
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=self._gate is None)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._read_soon()
+
+    def _take(self, frames: "list[bytes] | list[zmq.Frame]") -> None:
+        first, *rest = frames
+        key = ""
+        if isinstance(first, zmq.Frame):
+            key, first = str(first.get("User-Id")), first.bytes
+        # A message is one frame; another number of them is none.
+        content = rest[0] if len(rest) == 1 else b""
+        if isinstance(content, zmq.Frame):
+            content = content.bytes
+        message: Message | ProtocolError
+        try:
+            message = self._decode(content)
+        except ProtocolError as error:
+            message = error
+        self._mailbox.put(Received(self.kind, first, key, message))

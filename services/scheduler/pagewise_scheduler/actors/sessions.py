@@ -1,0 +1,224 @@
+"""Sessions: what executors and gateways have in common, from Hello until they leave or are given up."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+import msgspec
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog, printable
+from pagewise_shared.protocol import (
+    PROTOCOL_MAJOR,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAck,
+    Message,
+    Refused,
+    Rejoin,
+)
+
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.join_guard import JoinGuard
+from pagewise_scheduler.actors.mailbox import Received
+from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.metrics import Drop, Metrics
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 1000
+MAX_BAD_FRAMES = 8
+"""Undecodable frames after which a sender is ignored until it says Hello properly."""
+
+_MOST_SENDERS = 10_000
+_MISSED_HEARTBEATS = 1.5
+
+PeerT = TypeVar("PeerT")
+
+
+class Loss(Enum):
+    """How a process was lost.
+
+    LEFT: it said so, or is back in another session. DIED: it broke, fell silent, or makes no sense. FAILED: the
+    scheduler itself failed while it did something for it.
+    """
+
+    LEFT = auto()
+    DIED = auto()
+    FAILED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Session(Generic[PeerT]):
+    """A process that is in. Times are in seconds of ``clock``.
+
+    Fields:
+        identity: of its connection. key: its public key, "" without CURVE. name: for people.
+        peer: what the scheduler knows of it beside that.
+        epoch: fences its lives: what it sends under another one is not applied.
+    """
+
+    identity: bytes
+    key: str
+    name: str
+    peer: PeerT
+    epoch: int
+    joined: float
+    last_seen: float
+
+
+class Sessions(ABC, Generic[PeerT]):
+    """Who is in over one socket. Belongs to the coordinator; subclasses say what a Hello and a message mean.
+
+    This is the one place where epochs are checked: when a message is handled, after everything that came before it,
+    because handling one may begin a new epoch.
+    """
+
+    hello_type: type[Message]
+
+    def __init__(self, socket: RouterSocket, guard: JoinGuard, metrics: Metrics, timeout: float) -> None:
+        """``timeout``: seconds without a sign of life after which a process is given up."""
+        self.metrics = metrics
+        self.socket = socket
+        self.timeout = timeout
+        self.guard = guard
+        self._sessions: dict[bytes, Session[PeerT]] = {}
+        self._bad_frames: dict[bytes, int] = {}
+        self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session[PeerT]]:
+        return iter(list(self._sessions.values()))
+
+    # ---- what comes in -------------------------------------------------------------------------------
+
+    def take(self, received: Received) -> None:
+        """Apply a frame that has come, or drop and count it."""
+        identity, key, message, now = received.identity, received.key, received.message, clock()
+        session = self._sessions.get(identity)
+        if session is not None and session.key != key:
+            self.metrics.frames_dropped("wrong_key").inc()
+            self._complaints.warning("dropped a frame (wrong_key): not that of %s", session.name)
+        elif isinstance(message, ProtocolError):
+            self.drop(identity, "undecodable", str(message))
+        elif isinstance(message, self.hello_type):
+            if self.guard.in_time(key, session.joined if session is not None else None, now):
+                self._hello(identity, key, message, now)
+            else:
+                self.metrics.frames_dropped("too_many_hellos").inc()
+        elif session is None:
+            self.drop(identity, "unknown_sender", "its sender has not joined")
+            if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
+                self.socket.send(identity, Rejoin())
+        elif isinstance(message, Goodbye):
+            self.lose(session, f"it left ({printable(message.reason) or 'no reason given'})", Loss.LEFT)
+        else:
+            self._take_from(session, message, now)
+
+    def _take_from(self, session: Session[PeerT], message: Message, now: float) -> None:
+        """Apply a message of a process that is in, if it belongs to its present life."""
+        fresh = message.epoch == session.epoch  # type: ignore[attr-defined]  # all but Hellos have one
+        if fresh:
+            session.last_seen = now
+        else:  # of an earlier life: no sign of this one
+            self.metrics.frames_dropped("stale_epoch").inc()
+        if isinstance(message, Heartbeat):
+            self.socket.send(session.identity, HeartbeatAck(session.epoch))
+        if fresh:
+            self._apply(session, message)
+
+    def _hello(self, identity: bytes, key: str, hello: Message, now: float) -> None:
+        major: int = hello.protocol_major  # type: ignore[attr-defined]
+        if major != PROTOCOL_MAJOR:
+            self.refuse(identity, "", f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}")
+            return
+        self._admit(identity, key, hello, now)
+
+    def refuse(self, identity: bytes, name: str, reason: str) -> None:
+        """Turn away who has said Hello."""
+        self._refusals.warning("%s %s refused: %s", self.socket.kind, printable(name), reason)
+        self.metrics.frames_dropped("refused").inc()
+        self.socket.send(identity, Refused(reason))
+
+    def enter(self, session: Session[PeerT]) -> None:
+        """Let a process in; one of the same name that has fallen silent is its former life."""
+        if (before := self._sessions.get(session.identity)) is not None:
+            self.lose(before, "it said Hello again", Loss.LEFT)
+        for other in self:
+            # One that was started again under its old name: no need to wait until its old life times out. Two that
+            # are alive under one name are both kept: names are for people.
+            silent = session.joined - other.last_seen > _MISSED_HEARTBEATS * HEARTBEAT_MS / 1000
+            if other.name == session.name and silent:
+                self.lose(other, "it was started again")
+        self._bad_frames.pop(session.identity, None)
+        self._sessions[session.identity] = session
+
+    def others(self, identity: bytes) -> list[Session[PeerT]]:
+        """All sessions but that of a connection."""
+        return [session for session in self if session.identity != identity]
+
+    def drop(self, identity: bytes, reason: Drop, detail: str) -> None:
+        """Count a frame that is not applied; who sends too many of them is given up."""
+        self.metrics.frames_dropped(reason).inc()
+        seen = self._bad_frames.get(identity, 0) + 1
+        if len(self._bad_frames) > _MOST_SENDERS:  # identities are the sender's choice: keep the table bounded
+            self._bad_frames.clear()
+        self._bad_frames[identity] = seen
+        if seen == 1:
+            self._complaints.warning("dropped a frame (%s): %s", reason, detail)
+        if seen >= MAX_BAD_FRAMES and (session := self._sessions.get(identity)) is not None:
+            self.lose(session, "it keeps sending frames that cannot be decoded")
+
+    # ---- who is lost ---------------------------------------------------------------------------------
+
+    def lose(self, session: Session[PeerT], reason: str, loss: Loss = Loss.DIED) -> None:
+        """A process is gone, or given up; harmless the second time."""
+        if self._sessions.get(session.identity) is session:
+            del self._sessions[session.identity]
+            self._lost(session, reason, loss)
+
+    def watch(self, now: float, stood_still: float) -> None:
+        """Give up those that have fallen silent, or whose key was revoked.
+
+        ``stood_still``: seconds for which this process could hear nobody; they are nobody's silence.
+        """
+        revoked = self.guard.revoked(session.key for session in self._sessions.values())
+        for session in self:
+            session.last_seen = min(now, session.last_seen + max(0.0, stood_still))
+            if now - session.last_seen > self.timeout:
+                self.lose(session, f"no heartbeat for {now - session.last_seen:.1f} s")
+            elif session.key in revoked:
+                self.lose(session, "its key was revoked")
+
+    def probe(self) -> None:
+        """Connections have broken: give up those that cannot be reached, without waiting for their heartbeats."""
+        for session in self:
+            if not self.socket.send(session.identity, HeartbeatAck(session.epoch)):
+                self.lose(session, "its connection broke")
+
+    # ---- what it means -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _admit(self, identity: bytes, key: str, hello: Message, now: float) -> None:
+        """Somebody says Hello: ``enter`` or ``refuse``."""
+
+    @abstractmethod
+    def _apply(self, session: Session[PeerT], message: Message) -> None:
+        """A message of a process that is in, under its present epoch."""
+
+    @abstractmethod
+    def _lost(self, session: Session[PeerT], reason: str, loss: Loss) -> None:
+        """A process is not in any more."""
+
+
+def text_flaw(struct: msgspec.Struct, names: tuple[str, ...], most: int) -> str | None:
+    """Which of the texts of ``struct`` is too long, or would spoil a line of a log; None: none."""
+    for name in names:
+        text = getattr(struct, name)
+        if len(text) > most or not text.isprintable():
+            return f"its {name} is longer than {most} characters, or has some that cannot be printed"
+    return None

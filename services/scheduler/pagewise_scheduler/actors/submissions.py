@@ -1,0 +1,143 @@
+"""What gateways submit: checked beyond its types, and made into requests of the core."""
+
+from dataclasses import dataclass, field
+
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol import KeyLimits, PromptToGenerate, Submit, unpack_int32s
+
+from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.key_limits import KeyUsage
+from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+
+MAX_STREAM = 2**31 - 1
+"""The greatest stream number."""
+MAX_STREAMS = 1 << 16
+"""Sequences of one request, over all its prompts, whether they are outputs or only tried."""
+_MAX_BEAMS = 4096
+_MAX_LENGTH_PENALTY = 100.0
+_MAX_TEXT = 1024
+_MAX_TOKENS = 2**31 - 1
+_MAX_PRIORITY = 2**53
+_MAX_AGE_US = 24 * 3600 * 1_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """One client's request: what it counts against, and its prompts.
+
+    ``stream``: its first stream number, which names it at its gateway. ``began``: seconds of ``clock``. ``running``:
+    prompts of it that have not ended; a request without prompts runs until its gateway ends it.
+    """
+
+    stream: int
+    usage: KeyUsage
+    began: float
+    prompts: list[LiveRequest] = field(default_factory=list)
+    running: int = 0
+
+
+def is_resumed(submit: Submit) -> bool:
+    """Whether the request goes on from where another scheduler left it."""
+    return any(prompt.progress for prompt in submit.prompts)
+
+
+def num_streams(submit: Submit) -> int:
+    """Stream numbers that a request takes; one without prompts has a number to be named by."""
+    return max(1, len(submit.prompts) * submit.n)
+
+
+def names_of(request_id: str, num_prompts: int) -> list[str]:
+    """What the prompts of a request are called: the first one as the request, the others with a number behind it."""
+    return [f"{request_id}-{number}" if number else request_id for number in range(num_prompts)]
+
+
+def check(submit: Submit, vocab_size: int) -> None:
+    """Look at a request. ``vocab_size``: 0 if it is not known.
+
+    Raises:
+        ImpossibleError: something in it cannot be; the text says what.
+    """
+    if not (submit.n >= 1 and submit.best_of >= 0 and _width(submit) * len(submit.prompts) <= MAX_STREAMS):
+        raise ImpossibleError(f"{submit.n} outputs of {len(submit.prompts)} prompts, out of {_width(submit)} each")
+    if (beam := submit.beam) is not None and not (
+        1 <= beam.width <= _MAX_BEAMS and submit.n <= beam.width and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
+    ):
+        raise ImpossibleError(f"a beam search for {submit.n} outputs, {beam.width} wide")
+    if max(len(submit.request_id), len(submit.key)) > _MAX_TEXT:
+        raise ImpossibleError(f"a name of more than {_MAX_TEXT} characters")
+    if abs(submit.priority) > _MAX_PRIORITY:
+        raise ImpossibleError(f"priority {submit.priority}")
+    _check_limits(submit.limits)
+    for prompt in submit.prompts:
+        _check_prompt(prompt, submit.n, vocab_size)
+
+
+def _check_limits(limits: KeyLimits) -> None:
+    for limit in (limits.concurrent, limits.requests_per_minute, limits.tokens_per_minute):
+        if limit is not None and not 1 <= limit <= _MAX_PRIORITY:
+            raise ImpossibleError(f"a limit of {limit}")
+
+
+def _check_prompt(prompt: PromptToGenerate, n: int, vocab_size: int) -> None:
+    if not prompt.tokens:
+        raise ImpossibleError("a prompt of no tokens")
+    if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
+        raise ImpossibleError(f"{prompt.max_tokens} output tokens")
+    if prompt.progress and len(prompt.progress) != n:
+        raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {n}")
+    for packed in (prompt.tokens, *(one.tokens for one in prompt.progress)):
+        try:
+            tokens = unpack_int32s(packed)
+        except ProtocolError as error:
+            raise ImpossibleError(f"{len(packed)} bytes of tokens") from error
+        if tokens and not (min(tokens) >= 0 and (not vocab_size or max(tokens) < vocab_size)):
+            raise ImpossibleError(f"a token outside the vocabulary of {vocab_size}")
+        if packed is not prompt.tokens and len(tokens) > prompt.max_tokens:
+            raise ImpossibleError(f"{len(tokens)} output tokens of at most {prompt.max_tokens}")
+
+
+def _width(submit: Submit) -> int:
+    return max(submit.n, submit.best_of, submit.beam.width if submit.beam is not None else 0)
+
+
+def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
+    """The core's requests for the prompts of a request that was checked.
+
+    Those that go on from somewhere already have their sequences. ``request_id``: a name that is unique; ``now``:
+    seconds of ``clock``.
+    """
+    arrival = now - min(max(0, submit.age_us), _MAX_AGE_US) * 1e-6
+    requests = []
+    for name, prompt in zip(names_of(request_id, len(submit.prompts)), submit.prompts, strict=True):
+        request = Request(
+            request_id=name,
+            prompt_token_ids=unpack_int32s(prompt.tokens),
+            max_tokens=prompt.max_tokens,
+            sampling=submit.sampling,
+            n=submit.n,
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+            beam=submit.beam,
+            best_of=0 if submit.beam is not None else submit.best_of,
+            arrival_time=arrival,
+            key=submit.key,
+        )
+        if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
+            request.create_sequences()
+            for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
+                sequence.output_token_ids = unpack_int32s(progress.tokens).tolist()
+                if progress.finished:
+                    sequence.status = SequenceStatus.FINISHED
+        requests.append(request)
+    return requests
+
+
+def end_of(sequence: Sequence) -> tuple[FinishReason, int | None] | None:
+    """Why a sequence that comes with tokens takes no more, though its gateway has not been told; None: it does."""
+    tokens, request = sequence.output_token_ids, sequence.request
+    if tokens and tokens[-1] in sequence.stop_ids and len(tokens) > sequence.sampling.min_tokens:
+        return "stop", tokens[-1]
+    if len(tokens) >= request.max_tokens > 0:
+        return "length", None
+    return None
