@@ -2,18 +2,16 @@
 
 import asyncio
 import signal
+import statistics
+import time
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
-import httpx
 import openai
 
-from tests.chaos.processes import Cluster
-from tests.chaos.workload import Case, Outcome, client_of, stream
-
-AGAIN_SECONDS = 0.2
-"""How soon a client whose stream broke asks again. What cannot connect then is up to the client library."""
+from benchmarks.chaos.workload import Case, Outcome, client_of, stream
+from benchmarks.processes import Cluster, total
 
 
 class Return(NamedTuple):
@@ -25,16 +23,16 @@ class Return(NamedTuple):
 
 @dataclass
 class Restart:
-    """What was seen of one restart. ``broken``: streams that ended with the scheduler. ``failures``: wrong outputs.
+    """What was seen of one restart. ``pauses``: of each stream, in seconds. ``failures``: outputs that differ.
 
-    Shares of prompt tokens that were cached. ``before``, ``after``: of rounds of new questions. ``retried``: of what
-    clients asked again, the first that the new scheduler heard; ``after`` alone could live on what those have computed.
+    Shares of tokens that were cached. ``before``, ``after``: of the prompts of rounds of new questions. ``resumed``: of
+    what gateways submitted again to the new scheduler; ``after`` alone could live on what those have computed.
     """
 
     back: Return
-    broken: int
+    pauses: list[float]
     before: float
-    retried: float
+    resumed: float
     after: float
     failures: list[str] = field(default_factory=list)
 
@@ -43,8 +41,9 @@ class Restart:
         return {
             "rejoined": round(self.back.rejoined, 2),
             "away": round(self.back.away, 2),
-            "broken_streams": self.broken,
-            "hit_rate": {name: round(getattr(self, name), 4) for name in ("before", "retried", "after")},
+            "paused_streams": len(self.pauses),
+            "pause": {"median": round(statistics.median(self.pauses), 2), "worst": round(max(self.pauses), 2)},
+            "hit_rate": {name: round(getattr(self, name), 4) for name in ("before", "resumed", "after")},
             "failures": len(self.failures),
         }
 
@@ -56,15 +55,20 @@ class Rounds:
         self._client, self._clients, self._texts, self._max_tokens = client, clients, texts, max_tokens
         self._round = 0
 
-    async def run(self) -> float:
-        """One round in peace; the share of its prompt tokens that was cached."""
-        return hit_rate([attempts[-1] for attempts in await asyncio.gather(*self.start())])
-
-    def start(self, running: list[Outcome] | None = None) -> "list[asyncio.Task[list[Outcome]]]":
-        """Start a round; its tasks end with the attempts that each client needed. ``running``: every attempt so far."""
+    def questions(self) -> list[Outcome]:
+        """The questions of a new round, not asked yet."""
         self._round += 1
-        started = [] if running is None else running
-        return [asyncio.create_task(self._insist(self._case(number), started)) for number in range(self._clients)]
+        return [Outcome(self._case(number)) for number in range(self._clients)]
+
+    async def ask(self, outcomes: list[Outcome]) -> None:
+        """Ask all of them at once, until each has its whole answer."""
+        await asyncio.gather(*(stream(self._client, outcome.case, outcome) for outcome in outcomes))
+
+    async def hit_rate(self) -> float:
+        """The share of prompt tokens that is cached in a new round in peace."""
+        outcomes = self.questions()
+        await self.ask(outcomes)
+        return sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
 
     def _case(self, number: int) -> Case:
         text = number % self._texts
@@ -74,49 +78,33 @@ class Rounds:
         body = {"prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0, "extra_body": extra}
         return Case("shared text", body)
 
-    async def _insist(self, case: Case, started: list[Outcome]) -> list[Outcome]:
-        """Ask until there is a whole answer, as clients do whose stream breaks."""
-        attempts: list[Outcome] = []
-        while not attempts or not attempts[-1].done:
-            attempts.append(Outcome(case))
-            started.append(attempts[-1])
-            try:
-                await stream(self._client, case, attempts[-1])
-            except (openai.APIError, httpx.HTTPError):
-                await asyncio.sleep(AGAIN_SECONDS)
-        return attempts
-
-
-def hit_rate(outcomes: list[Outcome]) -> float:
-    """The share of their prompt tokens that was cached."""
-    return sum(one.cached_tokens for one in outcomes) / sum(one.prompt_tokens for one in outcomes)
-
 
 async def restarts_under_load(
     cluster: Cluster, count: int, *, clients: int = 16, texts: int = 8, max_tokens: int = 64
 ) -> tuple[float, list[Restart]]:
     """Restart the scheduler ``count`` times while every client has a stream; the first round's hit rate, and each."""
-    async with client_of(cluster.url, retries=12) as client:
+    async with client_of(cluster.url) as client:
         rounds = Rounds(client, clients, texts, max_tokens)
-        return await rounds.run(), [await _restart_under_load(cluster, rounds, clients) for _ in range(count)]
+        return await rounds.hit_rate(), [await _restart_under_load(cluster, rounds) for _ in range(count)]
 
 
-async def _restart_under_load(cluster: Cluster, rounds: Rounds, clients: int) -> Restart:
-    before = await rounds.run()
-    running: list[Outcome] = []
-    asking = rounds.start(running)
-    while len(running) < clients or not all(outcome.choices for outcome in running):  # each has tokens
+async def _restart_under_load(cluster: Cluster, rounds: Rounds) -> Restart:
+    before = await rounds.hit_rate()
+    outcomes = rounds.questions()
+    asking = asyncio.create_task(rounds.ask(outcomes))
+    while not all(outcome.choices for outcome in outcomes):  # each has tokens
         await asyncio.sleep(0.01)
+    killed = monotonic()
     back = await asyncio.to_thread(restart, cluster)
-    answers = [attempts for attempts in await asyncio.gather(*asking) if len(attempts) > 1]
-    failures = [
-        f"{last.request_id} brought {last.choices[0].tokens}, and {outcome.choices[0].tokens} before the restart"
-        for *broken, last in answers
-        for outcome in broken
-        if outcome.choices and last.choices[0].tokens[: len(outcome.choices[0].tokens)] != outcome.choices[0].tokens
-    ]
-    retried = hit_rate([attempts[-1] for attempts in answers]) if answers else 0.0
-    return Restart(back, len(answers), before, retried, await rounds.run(), failures)
+    await asking
+    # The new scheduler has counted nothing but what was submitted to it again.
+    samples = await asyncio.to_thread(cluster.scrape)
+    resumed = total(samples, "cached_tokens_total") / max(1.0, total(samples, "prefix_cache_queries_total"))
+    again = [Outcome(outcome.case) for outcome in outcomes]
+    await rounds.ask(again)
+    failures = [text for one, right in zip(outcomes, again, strict=True) for text in one.differences(right)]
+    gaps = [gap for outcome in outcomes if (gap := outcome.longest_gap(killed + 0.1, killed)) is not None]
+    return Restart(back, [end - begin for begin, end in gaps], before, resumed, await rounds.hit_rate(), failures)
 
 
 def restart(cluster: Cluster, down: float = 0.0) -> Return:
@@ -126,7 +114,7 @@ def restart(cluster: Cluster, down: float = 0.0) -> Return:
     cluster.scheduler.wait()
     while monotonic() < began + down:
         assert all(process.exit_code is None for process in cluster.executors)
-        asyncio.run(asyncio.sleep(0.1))
+        time.sleep(0.1)
     cluster.start_scheduler()
     rejoined = cluster.wait_ready(len(cluster.executors))
     return Return(rejoined, monotonic() - began)

@@ -43,7 +43,7 @@ async def one_stream(router: Router, rng: random.Random) -> None:
 
 
 async def drive(router: Router, executors: int, streams: int) -> None:
-    while (capacity := router.capacity()) is None or capacity.ready_executors < executors:  # noqa: ASYNC110
+    while (capacity := router.capacity()) is None or capacity.ready_executors < executors:
         await asyncio.sleep(0.05)
     rng = random.Random(streams)
     async with asyncio.TaskGroup() as tasks:
