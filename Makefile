@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { rm -rf $(VENV); echo "The venv module is missing: apt install python3-venv"; exit 1; }
 	@# torch first and by itself: TORCH_INDEX_URL then decides which build it is, for torch alone.
 	$(PY) -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[executor,dev]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[gateway,executor,dev]'
 	@touch $@
 
 serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."

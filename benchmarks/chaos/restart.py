@@ -1,9 +1,9 @@
-"""How soon are executors back, and how warm are their caches, when the scheduler is killed under load?
+"""How long do streams pause, and how warm are the caches, when the scheduler is killed under load?
 
-A scheduler and executors on this machine, with keys and a host tier; clients that each stream answers about one of
-a few long texts, through the real client. While all of them stream the scheduler is killed with SIGKILL and started
-again, and they ask again. Compares the share of prompt tokens that was cached before, in what was asked again, and in
-the next round. Prints the numbers and, with ``--json``, writes them.
+A scheduler, a gateway and executors on this machine, with keys and a host tier; clients that each stream answers about
+one of a few long texts, through the real client. While all of them stream the scheduler is killed with SIGKILL and
+started again; the streams go on. Compares the share of tokens that was cached before, in what the gateway submitted
+again, and in the next round. Prints the numbers and, with ``--json``, writes them.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.chaos.restarts import Restart, restarts_under_load
+from benchmarks.processes import HOST_MEMORY, Cluster, running
 from benchmarks.record import write_record
-from tests.chaos.processes import HOST_MEMORY, Cluster, running
-from tests.chaos.restart import Restart, restarts_under_load
 
 NUM_BLOCKS = 800
 
@@ -57,11 +57,12 @@ def main() -> int:
 
 
 def _worst(restarts: list[Restart]) -> dict[str, float]:
-    """The slowest return, and the least that was left of the hit rate before, as a share of it."""
+    """The longest pause, the slowest return, and the least that was left of the hit rate before, as a share of it."""
     return {
+        "pause": round(max(pause for one in restarts for pause in one.pauses), 2),
         "rejoined": round(max(one.back.rejoined for one in restarts), 2),
         "away": round(max(one.back.away for one in restarts), 2),
-        "retried_over_before": round(min(one.retried / one.before for one in restarts), 4),
+        "resumed_over_before": round(min(one.resumed / one.before for one in restarts), 4),
         "after_over_before": round(min(one.after / one.before for one in restarts), 4),
     }
 

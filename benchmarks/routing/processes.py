@@ -12,17 +12,14 @@ import asyncio
 import itertools
 import json
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import time
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from benchmarks.processes import Served
 from benchmarks.record import record_file, write_record
 
 POLICIES = ("ttft", "round-robin")
@@ -44,41 +41,20 @@ class Shape:
     at_once: int = 4
 
 
-class Server:
-    """``pagewise serve`` with one thread an executor."""
+def start(policy: str, executors: int, num_blocks: int) -> Served:
+    """``pagewise serve`` with one thread an executor, all of which have joined."""
+    options = {"device": "cpu", "threads": 1, "executors": executors, "num-blocks": num_blocks, "routing": policy}
+    server = Served(*(f"--{name}={value}" for name, value in options.items()), "--log-level=warning", ready_seconds=300)
+    server.wait_for_metric("executors_ready", executors, 300.0)
+    return server
 
-    def __init__(self, policy: str, executors: int, num_blocks: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pagewise.main", "serve", "--port", "0", "--device", "cpu", "--threads", "1",
-             "--executors", str(executors), "--num-blocks", str(num_blocks), "--routing", policy,
-             "--log-level", "warning"],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        line = next((line for line in self.process.stdout if line.startswith("Serving ")), None)
-        if line is None:
-            raise RuntimeError("pagewise serve did not start")
-        self.url = line.split(" at ")[1].split(" ")[0]
-        deadline = time.monotonic() + 300
-        while self.metrics()["executors_ready"] < executors:
-            if time.monotonic() > deadline:
-                raise RuntimeError("not all executors have joined within 300 s")
-            time.sleep(0.2)
 
-    def metrics(self) -> dict[str, float]:
-        """Sums by name, without the prefix."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        found: dict[str, float] = {}
-        for line in lines:
-            if line.startswith("pagewise_"):
-                name = line[len("pagewise_") :].split("{")[0].split(" ")[0]
-                found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-        return found
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=60)
+def sums(server: Served) -> dict[str, float]:
+    """Metrics summed over labels."""
+    found: dict[str, float] = {}
+    for sample in server.scrape():
+        found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
 
 
 async def session(
@@ -125,10 +101,10 @@ async def drive(url: str, shape: Shape, seed: int) -> list[list[float]]:
         return await asyncio.gather(*(one(number, group) for number, group in enumerate(order)))
 
 
-def measure(server: Server, shape: Shape, seed: int) -> dict[str, float]:
-    before, began = server.metrics(), time.perf_counter()
+def measure(server: Served, shape: Shape, seed: int) -> dict[str, float]:
+    before, began = sums(server), time.perf_counter()
     sessions = asyncio.run(drive(server.url, shape, seed))
-    seconds, after = time.perf_counter() - began, server.metrics()
+    seconds, after = time.perf_counter() - began, sums(server)
     first = sorted(itertools.chain.from_iterable(sessions))
 
     def grown(name: str) -> float:
@@ -157,10 +133,10 @@ def main() -> None:
     if args.smoke:
         shape, executors, rounds = Shape(groups=3, sessions=2, turns=2, system=256), 2, 1
     results: dict[str, list[dict[str, float]]] = {policy: [] for policy in POLICIES}
-    servers: dict[str, Server] = {}
+    servers: dict[str, Served] = {}
     try:
         for policy in POLICIES:
-            servers[policy] = Server(policy, executors, args.num_blocks)
+            servers[policy] = start(policy, executors, args.num_blocks)
         for number in range(rounds):
             for policy, server in servers.items():
                 results[policy].append(measure(server, shape, number))

@@ -1,36 +1,34 @@
-"""One scheduler and more and more executors: throughput, and what a token costs the scheduler's process.
+"""One scheduler, gateways, and more and more executors: throughput, and what a token costs each kind of process.
 
-    python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--json FILE] [--smoke]
+    python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--gateways 1 2] [--json FILE] [--smoke]
 
 Executors are processes (``pagewise-executor --simulate``) whose steps take a fixed time and cost next to nothing, so
 what is measured is everything else. Every executor gets the same load: so many streams in a closed loop, over HTTP as
-server-sent events (``stream``), over HTTP with one answer at the end (``answer``), or by tasks in the process of
-router, fleet and engines, without HTTP (``core``). At the end more is offered than can be had: what
-is reached then is the limit of one scheduler on this machine.
+server-sent events (``stream``), over HTTP with one answer at the end (``answer``), or by a gateway without HTTP and
+text (``wire``). At the end more is offered than can be had: what is reached then is the limit of one scheduler, or
+of its gateways, on this machine.
 """
 
 import argparse
 import asyncio
 import contextlib
-import signal
-import socket
 import statistics
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 
 import psutil
 import uvloop
 
+from benchmarks.processes import Cluster, total
 from benchmarks.record import record_file, write_record
 from benchmarks.scaling.load import Load
+from benchmarks.scaling.wire import WireLoad
 
-_TOKENS, _STEPS = "pagewise_generation_tokens_total", "pagewise_iteration_tokens_count"
-MODES = ("core", "answer", "stream")
+_TOKENS, _STEPS = "generation_tokens_total", "iteration_tokens_count"
+MODES = ("wire", "answer", "stream")
 
 _TOO_MUCH = (8, 128, 0.02)
 """Executors, streams of each and seconds of a step: 51,200 tokens per second are offered."""
@@ -38,9 +36,10 @@ _TOO_MUCH = (8, 128, 0.02)
 
 @dataclass(frozen=True)
 class Setup:
-    """``step``: seconds that a simulated step takes. ``streams``: per executor."""
+    """``step``: seconds that a simulated step takes. ``streams``: per executor. ``gateways``: 0 over the wire."""
 
     mode: str
+    gateways: int
     executors: int
     streams: int
     step: float
@@ -50,51 +49,47 @@ class Setup:
 class Row:
     """Medians over the windows. ``of_offered``: of the tokens that the executors would compute if nothing held them up.
 
-    ``scheduler_cpu``: CPU seconds of the scheduler's process per second. ``machine_busy``: of all cores, whoever it is.
+    ``..._us_per_token``: CPU time of the scheduler's process, of all gateways together, of the executors together.
+    ``..._cpu``: their CPU seconds per second. ``machine_busy``: of all cores, whoever it is.
     """
 
     mode: str
+    gateways: int
     executors: int
     streams: int
     step_ms: float
     tokens_per_s: float
     of_offered: float
     steps_per_s: float
-    cpu_us_per_token: float
-    cpu_us_per_token_windows: list[float]
+    scheduler_us_per_token: float
+    scheduler_us_per_token_windows: list[float]
+    gateway_us_per_token: float
+    gateway_us_per_token_windows: list[float]
+    executor_us_per_token: float
     scheduler_cpu: float
+    gateway_cpu: float
     machine_busy: float
 
 
 @dataclass(frozen=True)
-class Server:
-    """A scheduler under load: where its metrics are, and its process."""
+class UnderLoad:
+    """Processes under load by kind (process ids); ``counts``: tokens and steps so far."""
 
-    url: str
-    pid: int
+    pids: dict[str, list[int]]
+    counts: Callable[[], Awaitable[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Counts of a window, and its seconds."""
+class Window:
+    """What happened within ``seconds``: CPU seconds by kind of process."""
 
     tokens: float
     steps: float
-    cpu: float
+    cpu: dict[str, float]
     seconds: float
 
-
-def read(url: str) -> dict[str, float]:
-    """The scheduler's metrics, summed over labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if not line.startswith("#"):
-            name, value = line.rsplit(" ", 1)
-            name = name.split("{")[0]
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
+    def us_per_token(self, kind: str) -> float:
+        return self.cpu[kind] / self.tokens * 1e6
 
 
 def cpu_seconds(pid: int) -> float:
@@ -102,101 +97,113 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
 
 
-def window(server: Server, seconds: float) -> Reading:
-    """What has happened within ``seconds``; asking for it is not counted as CPU time."""
-    metrics, cpu, began = read(server.url), cpu_seconds(server.pid), time.perf_counter()
-    time.sleep(seconds)
-    cpu, taken = cpu_seconds(server.pid) - cpu, time.perf_counter() - began
-    now = read(server.url)
-    tokens, steps = (now[name] - metrics[name] for name in (_TOKENS, _STEPS))
-    return Reading(tokens, steps, cpu, taken)
+async def window(load: UnderLoad, seconds: float) -> Window:
+    """What happens within ``seconds``; asking for it is not counted as CPU time."""
 
+    def used() -> dict[str, float]:
+        return {kind: sum(map(cpu_seconds, pids)) for kind, pids in load.pids.items()}
 
-@contextlib.contextmanager
-def processes(commands: list[list[str]]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Start ``python -m`` commands; whatever happens, they end."""
-    started = [
-        subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True) for command in commands
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.send_signal(signal.SIGTERM)
-        for process in started:
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def scheduler_command(setup: Setup, endpoint: str) -> list[str]:
-    if setup.mode == "core":
-        count = setup.executors * setup.streams
-        limits = [f"--executors={setup.executors}", f"--streams={count}"]
-        return ["benchmarks.scaling.core", f"--listen={endpoint}", *limits]
-    options = ["--port=0", "--max-num-seqs=1024", "--max-waiting=100000", "--executor-timeout=60"]
-    return ["pagewise_scheduler.main", f"--listen={endpoint}", "--log-level=error", *options]
+    before, cpu, began = await load.counts(), used(), perf_counter()
+    await asyncio.sleep(seconds)
+    cpu, taken = {kind: now - cpu[kind] for kind, now in used().items()}, perf_counter() - began
+    tokens, steps = await load.counts()
+    return Window(tokens - before[0], steps - before[1], cpu, taken)
 
 
 @contextlib.asynccontextmanager
-async def under_load(setup: Setup) -> AsyncIterator[Server]:
-    """A scheduler with its executors, all streams begun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    executor = [
-        "pagewise_executor.main", "--simulate", f"--simulate-step={setup.step}", f"--scheduler={endpoint}",
-        "--max-num-seqs=1024", "--log-level=error", "--num-blocks=65536",
-    ]  # fmt: skip
-    with processes([scheduler_command(setup, endpoint)]) as (scheduler,):
-        assert scheduler.stdout is not None
-        url = scheduler.stdout.readline().removeprefix("listening ").strip()
-        with processes([[*executor, f"--executor-id=e{number}"] for number in range(setup.executors)]) as fleet:
-            while read(url)["pagewise_executors_ready"] < setup.executors:
-                assert all(process.poll() is None for process in fleet), "an executor did not start"
-                await asyncio.sleep(0.2)
-            if setup.mode == "core":
-                yield Server(url, scheduler.pid)
+async def under_load(setup: Setup) -> AsyncIterator[UnderLoad]:
+    """A scheduler with its gateways and executors, all streams begun."""
+    limits = ("--log-level=error", "--max-num-seqs=1024")
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(
+            Path(folder),
+            gateways=max(1, setup.gateways),
+            scheduler_options=(*limits, "--max-waiting=100000", "--executor-timeout=60", "--gateway-timeout=60"),
+            gateway_options=limits[:1],
+            executor_options=(*limits, "--num-blocks=65536"),
+            simulate=setup.step,
+        )
+        try:
+            await asyncio.to_thread(cluster.start if setup.gateways else cluster.start_scheduler)
+            for number in range(setup.executors):
+                cluster.start_executor(f"e{number}")
+            pids = {
+                "scheduler": [cluster.scheduler.pid],
+                "gateway": [process.pid for process in cluster.gateways.values()],
+                "executor": [process.pid for process in cluster.executors],
+            }
+            if not setup.gateways:
+                async with WireLoad(cluster.gateway_endpoint, setup.executors * setup.streams) as wire:
+                    await wire.start(setup.executors)
+                    yield UnderLoad(pids, lambda: _over_the_wire(wire))
+                assert not wire.failures, wire.failures[0]
                 return
-            host, port = url.removeprefix("http://").split(":")
-            async with Load(host, int(port), setup.executors * setup.streams, setup.mode == "stream") as load:
-                yield Server(url, scheduler.pid)
-            assert not load.failures, load.failures[0]
+            await asyncio.to_thread(cluster.wait_ready, setup.executors, 120.0)
+            async with contextlib.AsyncExitStack() as stack:
+                loads = [
+                    await stack.enter_async_context(Load("127.0.0.1", port, streams, setup.mode == "stream"))
+                    for port, streams in shares(cluster, setup.executors * setup.streams)
+                ]
+                yield UnderLoad(pids, lambda: _over_http(cluster))
+            for load in loads:
+                assert not load.failures, load.failures[0]
+        finally:
+            cluster.close()
+
+
+async def _over_the_wire(wire: WireLoad) -> tuple[float, float]:
+    samples = await wire.scrape()
+    return wire.tokens, total(samples, _STEPS)
+
+
+async def _over_http(cluster: Cluster) -> tuple[float, float]:
+    samples = await asyncio.to_thread(cluster.scrape)
+    return total(samples, _TOKENS), total(samples, _STEPS)
+
+
+def shares(cluster: Cluster, streams: int) -> list[tuple[int, int]]:
+    """The port of each gateway, and how many of the streams it gets."""
+    ports = [int(url.rsplit(":", 1)[1]) for url in cluster.urls.values()]
+    return [(port, len(range(number, streams, len(ports)))) for number, port in enumerate(ports)]
 
 
 async def measure(setup: Setup, seconds: float, windows: int) -> Row:
     """Let it settle for a whole request, then look at it ``windows`` times for ``seconds``."""
-    readings, busy = [], []
-    async with under_load(setup) as server:
+    found, busy = [], []
+    async with under_load(setup) as load:
         await asyncio.sleep(seconds)
         for _ in range(windows):
             psutil.cpu_percent()
-            readings.append(await asyncio.to_thread(window, server, seconds))
+            found.append(await window(load, seconds))
             busy.append(psutil.cpu_percent() / 100)
-    per_token = [reading.cpu / reading.tokens * 1e6 for reading in readings]
-    rate = statistics.median(reading.tokens / reading.seconds for reading in readings)
+    rate = statistics.median(one.tokens / one.seconds for one in found)
+    per_token = {kind: [round(one.us_per_token(kind), 2) for one in found] for kind in load.pids}
     return Row(
         setup.mode,
+        setup.gateways,
         setup.executors,
         setup.streams,
         setup.step * 1e3,
         round(rate),
         round(rate * setup.step / (setup.executors * setup.streams), 3),
-        round(statistics.median(reading.steps / reading.seconds for reading in readings), 1),
-        round(statistics.median(per_token), 1),
-        [round(value, 1) for value in per_token],
-        round(statistics.median(reading.cpu / reading.seconds for reading in readings), 3),
+        round(statistics.median(one.steps / one.seconds for one in found), 1),
+        round(statistics.median(per_token["scheduler"]), 2),
+        per_token["scheduler"],
+        round(statistics.median(per_token["gateway"]), 2),
+        per_token["gateway"],
+        round(statistics.median(per_token["executor"]), 2),
+        round(statistics.median(one.cpu["scheduler"] / one.seconds for one in found), 3),
+        round(statistics.median(one.cpu["gateway"] / one.seconds for one in found), 3),
         round(statistics.median(busy), 3),
     )
 
 
 def show(row: Row) -> None:
     print(
-        f"{row.mode:<8}{row.executors:>4} executors {row.streams:>4} streams each {row.step_ms:>6.0f} ms/step"
-        f"{row.tokens_per_s:>9.0f} tokens/s ({row.of_offered:>4.0%} of offered){row.steps_per_s:>8.0f} steps/s"
-        f"{row.cpu_us_per_token:>8.1f} µs CPU/token, scheduler {row.scheduler_cpu:>4.0%}, "
+        f"{row.mode:<7}{row.gateways:>2} gateways {row.executors:>3} executors {row.streams:>4} streams each"
+        f"{row.step_ms:>5.0f} ms/step{row.tokens_per_s:>8.0f} tokens/s ({row.of_offered:>4.0%} of offered)"
+        f"{row.scheduler_us_per_token:>7.1f} + {row.gateway_us_per_token:>5.1f} + {row.executor_us_per_token:>5.1f}"
+        f" µs CPU/token (scheduler {row.scheduler_cpu:>4.0%}, gateways {row.gateway_cpu:>4.0%}, executors), "
         f"machine {row.machine_busy:>4.0%}",
         flush=True,
     )
@@ -205,6 +212,7 @@ def show(row: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--executors", type=int, nargs="+", default=[1, 2, 4, 8, 64])
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--streams", type=int, default=16, help="per executor")
     parser.add_argument("--step", type=float, default=0.1, help="seconds of a simulated step")
@@ -214,10 +222,12 @@ def main() -> None:
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     if args.smoke:
-        args.executors, args.streams, args.step, args.seconds, args.windows = [1, 2], 4, 0.01, 0.5, 1
-    setups = [Setup(mode, count, args.streams, args.step) for mode in args.modes for count in args.executors]
-    if not args.smoke:
-        setups += [Setup(mode, *_TOO_MUCH) for mode in args.modes]
+        args.executors, args.streams, args.step, args.seconds, args.windows = [1, 2], 4, 0.01, 1.5, 1
+    setups = []
+    for mode in args.modes:
+        for gateways in [0] if mode == "wire" else args.gateways:
+            setups += [Setup(mode, gateways, count, args.streams, args.step) for count in args.executors]
+            setups += [] if args.smoke else [Setup(mode, gateways, *_TOO_MUCH)]
     rows = []
     for setup in setups:
         rows.append(uvloop.run(measure(setup, args.seconds, args.windows)))

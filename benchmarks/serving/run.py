@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from benchmarks.processes import Served
 from benchmarks.record import record_file, write_record
 
 VOCAB_SIZE = 4096  # that of the demo tokenizer, so that every token has text and streams at once
@@ -201,36 +201,25 @@ class Pagewise:
 
     def __init__(self, model_path: str, device: str, dtype: str) -> None:
         began = time.perf_counter()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pagewise.main", "serve", model_path, "--port", "0", "--device", device,
-             "--dtype", dtype, "--log-level", "warning"],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("Serving "):
-                self.url = line.split(" at ")[1].split(" ")[0]
-                break
-        else:
-            raise RuntimeError("pagewise serve did not start")
+        options = ("--device", device, "--dtype", dtype, "--log-level", "warning")
+        self._server = Served(model_path, *options, ready_seconds=3600)
         self.start_seconds = time.perf_counter() - began
-        asyncio.run(drive(self.url, [Work([11] * 8, 4)] * 4, None, 0))
+        asyncio.run(drive(self._server.url, [Work([11] * 8, 4)] * 4, None, 0))
 
     def round(self, works: list[Work], rate: float | None, seed: int) -> dict[str, object]:
-        cpu, began = cpu_seconds_of_tree(self.process.pid), time.perf_counter()
-        timings = asyncio.run(drive(self.url, works, rate, seed))
+        cpu, began = cpu_seconds_of_tree(self._server.process.pid), time.perf_counter()
+        timings = asyncio.run(drive(self._server.url, works, rate, seed))
         seconds = time.perf_counter() - began
         assert sum(t.tokens for t in timings) == sum(w.output for w in works)
         return {
             "seconds": seconds,
-            "cpu_seconds": cpu_seconds_of_tree(self.process.pid) - cpu,
+            "cpu_seconds": cpu_seconds_of_tree(self._server.process.pid) - cpu,
             "ttft": [t.first_token for t in timings],
             "itl": [gap for t in timings for gap in t.gaps],
         }
 
     def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=30)
+        self._server.close()
 
 
 class Transformers:

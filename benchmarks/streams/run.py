@@ -1,8 +1,8 @@
-"""Many streams at once through one scheduler: where its gateway saturates, and what a token costs it.
+"""Many streams at once: where gateways and the scheduler saturate, and what a token costs each of them.
 
-Starts a real scheduler and several simulated executors (they invent tokens and take no time) on loopback, opens N
-connections, asks for a stream on all of them at once, and reads. All processes share the cores of the machine, so the
-scheduler's CPU time per token says more than the throughput. Prints a table and, with ``--json``, writes the numbers.
+Starts a scheduler, gateways and several simulated executors (they invent tokens and take no time) on loopback, opens N
+connections, asks for a stream on all of them at once, and reads. All processes share the cores of the machine, so CPU
+time per token says more than the throughput. Prints a table and, with ``--json``, writes the numbers.
 """
 
 import argparse
@@ -11,13 +11,9 @@ import contextlib
 import json
 import os
 import resource
-import signal
-import socket
-import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +22,9 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.processes import Cluster
 from benchmarks.record import record_file, write_record
 
-ROOT = Path(__file__).parents[2]
 CONNECTING = 200
 
 
@@ -37,6 +33,7 @@ class Load:
     """What to ask for."""
 
     streams: list[int]
+    gateways: int
     executors: int
     tokens: int
     rows: int = 4096
@@ -104,99 +101,89 @@ class Stream(asyncio.Protocol):
 
 
 @contextlib.contextmanager
-def services(load: Load) -> Iterator[tuple[psutil.Process, int]]:
-    """A scheduler and its executors, ready; yields the scheduler's process and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    python, quiet = [sys.executable, "-m"], ["--log-level=error"]
-    rows = [f"--max-num-seqs={load.rows}", "--max-num-batched-tokens=16384"]
-    limits = ["--max-waiting=100000", *quiet]
-    started: list[subprocess.Popen[str]] = []
-    try:
-        scheduler = subprocess.Popen(
-            [*python, "pagewise_scheduler.main", "--port=0", f"--listen={endpoint}", *rows, *limits],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
+def services(load: Load) -> Iterator[Cluster]:
+    """A scheduler, its gateways and its executors, ready."""
+    quiet, rows = "--log-level=error", (f"--max-num-seqs={load.rows}", "--max-num-batched-tokens=16384")
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(
+            Path(folder),
+            gateways=load.gateways,
+            scheduler_options=(*rows, "--max-waiting=100000", quiet),
+            gateway_options=(quiet,),
+            executor_options=(*rows, "--num-blocks=65536", quiet),
+            simulate=0.0,
         )
-        started.append(scheduler)
-        assert scheduler.stdout is not None
-        port = int(scheduler.stdout.readline().strip().rsplit(":", 1)[1])
-        executor = [*python, "pagewise_executor.main", "--simulate", f"--scheduler={endpoint}", *rows, *quiet]
-        executor.append("--num-blocks=65536")
-        started += [
-            subprocess.Popen(
-                [*executor, f"--executor-id=e{number}"],
-                cwd=ROOT,
-                text=True,
-            )
-            for number in range(load.executors)
-        ]
-        deadline = time.monotonic() + 120
-        while ready(port) < load.executors:
-            assert time.monotonic() < deadline, "the executors do not join"
-            time.sleep(0.2)
-        yield psutil.Process(scheduler.pid), port
-    finally:
-        for process in reversed(started):
-            process.send_signal(signal.SIGTERM)
-        for process in reversed(started):
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        try:
+            cluster.start()
+            for number in range(load.executors):
+                cluster.start_executor(f"e{number}")
+            cluster.wait_ready(load.executors, 120.0)
+            yield cluster
+        finally:
+            cluster.close()
 
 
-def ready(port: int) -> int:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return int(json.loads(answer.read())["executors"])
-    except urllib.error.HTTPError:
-        return 0
+@dataclass(frozen=True)
+class Usage:
+    """Of processes of one kind together: CPU seconds, and resident bytes."""
+
+    cpu: float
+    rss: int
 
 
-async def measure(port: int, number: int, tokens: int, scheduler: psutil.Process) -> dict[str, Any]:
-    """Run ``number`` streams of ``tokens`` tokens each, all at once."""
+def usage(processes: list[psutil.Process]) -> Usage:
+    """What processes have used so far."""
+    times = [process.cpu_times() for process in processes]
+    return Usage(sum(one.user + one.system for one in times), sum(one.memory_info().rss for one in processes))
+
+
+async def measure(cluster: Cluster, number: int, tokens: int) -> dict[str, Any]:
+    """Run ``number`` streams of ``tokens`` tokens each, all at once, in turn over the gateways."""
     loop, measured = asyncio.get_running_loop(), Measured()
     connecting = asyncio.Semaphore(CONNECTING)
+    ports = [int(url.rsplit(":", 1)[1]) for url in cluster.urls.values()]
+    kinds = {
+        "scheduler": [psutil.Process(cluster.scheduler.pid)],
+        "gateway": [psutil.Process(process.pid) for process in cluster.gateways.values()],
+    }
 
     async def connect(index: int) -> Stream:
         async with connecting:
+            port = ports[index % len(ports)]
             return (await loop.create_connection(lambda: Stream(index, tokens, measured), "127.0.0.1", port))[1]
 
     streams = await asyncio.gather(*(connect(index) for index in range(number)))
-    before = scheduler.cpu_times()
+    before = {kind: usage(processes) for kind, processes in kinds.items()}
     began = time.perf_counter()
     for stream in streams:
         stream.send()
-    most = scheduler.memory_info().rss
+    most = {kind: one.rss for kind, one in before.items()}
     waiting = {stream.done for stream in streams}
     while waiting:
         _, waiting = await asyncio.wait(waiting, timeout=1.0)
-        most = max(most, scheduler.memory_info().rss)
+        most = {kind: max(most[kind], usage(processes).rss) for kind, processes in kinds.items()}
     seconds = time.perf_counter() - began
-    after = scheduler.cpu_times()
+    cpu = {kind: usage(processes).cpu - before[kind].cpu for kind, processes in kinds.items()}
     for stream in streams:
         stream._transport.close()
-    cpu = after.user + after.system - before.user - before.system
     produced = number * tokens
-    return {
+    row: dict[str, Any] = {
         "streams": number,
         "tokens_per_stream": tokens,
         "errors": len(measured.errors),
         "first_error": measured.errors[0] if measured.errors else None,
         "seconds": round(seconds, 2),
         "tokens_per_second": round(produced / seconds),
-        "scheduler_cpu_us_per_token": round(cpu / produced * 1e6, 1),
-        "scheduler_cpu_share": round(cpu / seconds, 2),
-        "scheduler_rss_mb": round(most / 1e6),
         "first_token_ms": percentiles(measured.first),
         "gap_ms": percentiles(measured.gaps),
     }
+    for kind in kinds:
+        row |= {
+            f"{kind}_cpu_us_per_token": round(cpu[kind] / produced * 1e6, 1),
+            f"{kind}_cpu_share": round(cpu[kind] / seconds, 2),
+            f"{kind}_rss_mb": round(most[kind] / 1e6),
+        }
+    return row
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
@@ -207,31 +194,40 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, nargs="+", default=[100, 1000, 5000])
+    parser.add_argument("--gateways", type=int, default=2)
     parser.add_argument("--executors", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
     parser.add_argument("--smoke", action="store_true", help="a few streams, to see that it works")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    load = Load([20], 2, 8, rows=64) if args.smoke else Load(args.streams, args.executors, args.tokens)
+    load = Load(args.streams, args.gateways, args.executors, args.tokens)
+    if args.smoke:
+        load = Load([20], 2, 2, 8, rows=64)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(f"{'streams':>8}{'errors':>8}{'tokens/s':>10}{'µs CPU/token':>14}{'cores':>7}{'RSS MB':>8}", end="")
-    print(f"{'first token p50/p99 ms':>26}{'gap p50/p99 ms':>20}")
+    print(f"{'':>24}|{'scheduler':^24}|{'gateways together':^24}|")
+    columns = f"{'µs/token':>10}{'cores':>7}{'MB':>7}|"
+    print(
+        f"{'streams':>8}{'errors':>7}{'tokens/s':>9}|{columns}{columns}{'first p50/p99 ms':>20}{'gap p50/p99 ms':>18}"
+    )
     rows = []
-    with services(load) as (scheduler, port):
+    with services(load) as cluster:
         for number in load.streams:
-            row = uvloop.run(measure(port, number, load.tokens, scheduler))
+            row = uvloop.run(measure(cluster, number, load.tokens))
             rows.append(row)
+            used = "".join(
+                f"{row[f'{kind}_cpu_us_per_token']:>10}{row[f'{kind}_cpu_share']:>7}{row[f'{kind}_rss_mb']:>7}|"
+                for kind in ("scheduler", "gateway")
+            )
             first, gap = row["first_token_ms"], row["gap_ms"]
             print(
-                f"{number:>8}{row['errors']:>8}{row['tokens_per_second']:>10}{row['scheduler_cpu_us_per_token']:>14}"
-                f"{row['scheduler_cpu_share']:>7}{row['scheduler_rss_mb']:>8}"
-                f"{first['p50']:>15} / {first['p99']:>8}{gap['p50']:>10} / {gap['p99']:>7}",
+                f"{number:>8}{row['errors']:>7}{row['tokens_per_second']:>9}|{used}"
+                f"{first['p50']:>11} /{first['p99']:>7}{gap['p50']:>9} /{gap['p99']:>7}",
                 flush=True,
             )
     if args.json:
-        load_average = round(os.getloadavg()[0], 1)
-        write_record(args.json, {"executors": load.executors, "load_average_at_end": load_average, "rows": rows})
+        numbers = {"gateways": load.gateways, "executors": load.executors}
+        write_record(args.json, {**numbers, "load_average_at_end": round(os.getloadavg()[0], 1), "rows": rows})
     if any(row["errors"] for row in rows):
         sys.exit(f"streams failed: {next(row['first_error'] for row in rows if row['errors'])}")
 

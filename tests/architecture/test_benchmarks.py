@@ -31,8 +31,14 @@ def test_the_scaling_benchmark_serves_in_all_modes(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(record.read_text())["rows"]
-    assert {(row["mode"], row["executors"]) for row in rows} == {
-        (mode, count) for mode in ("core", "answer", "stream") for count in (1, 2)
+    assert {(row["mode"], row["gateways"], row["executors"]) for row in rows} == {
+        (mode, gateways, count)
+        for mode, gateways in (
+            ("wire", 0),
+            *(("answer", count) for count in (1, 2)),
+            *(("stream", count) for count in (1, 2)),
+        )
+        for count in (1, 2)
     }
     assert all(row["tokens_per_s"] > 0 for row in rows)
 

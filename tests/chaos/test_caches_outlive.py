@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 
-from tests.chaos.processes import Cluster, running
-from tests.chaos.workload import client_of
+from benchmarks.chaos.workload import client_of
+from benchmarks.processes import Cluster, running
 
 OPTIONS = ("--executor-timeout=3", "--step-timeout=10")
 BLOCKS = ("--num-blocks=400",)

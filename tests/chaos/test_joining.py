@@ -10,23 +10,23 @@ from time import monotonic
 
 import pytest
 
-from tests.chaos.network import Namespace, namespace
-from tests.chaos.processes import SLOW_SIMULATED, Cluster, Process, running, wait_until
-from tests.chaos.workload import Outcome, client_of, make_cases, references, stream
+from benchmarks.chaos.network import Namespace, namespace
+from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
+from benchmarks.processes import Cluster, Process, running, wait_until
 
 OPTIONS = ("--executor-timeout=3",)
+STEP_SECONDS = 0.02
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running(Cluster(tmp_path, scheduler_options=OPTIONS, executor=SLOW_SIMULATED), 1) as one:
+    with running(Cluster(tmp_path, scheduler_options=OPTIONS, simulate=STEP_SECONDS), 1) as one:
         yield one
 
 
 def test_an_executor_with_another_model_is_refused_and_both_ends_say_why(cluster: Cluster) -> None:
     with_model = Cluster(cluster.folder)
-    with_model.endpoint = cluster.endpoint
-    other = with_model.start_executor("other-model", "--num-blocks=64")
+    other = with_model.start_executor("other-model", "--num-blocks=64", endpoint=cluster.endpoint)
     try:
         assert other.wait(90.0) == 2
     finally:
@@ -56,13 +56,13 @@ def test_an_executor_of_another_protocol_is_refused_and_both_ends_say_why(cluste
 
 
 async def test_executors_of_unequal_sizes_and_speeds_serve_side_by_side(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, scheduler_options=OPTIONS, executor=SLOW_SIMULATED)
+    cluster = Cluster(tmp_path, scheduler_options=OPTIONS, simulate=STEP_SECONDS)
     cases = make_cases(60, 60)
     try:
-        cluster.start_scheduler()
+        cluster.start()
         sizes = {"large-and-fast": (2000, 2), "small-and-slow": (40, 30), "middle": (300, 10)}
         for name, (blocks, milliseconds) in sizes.items():
-            cluster.start_executor(name, f"--num-blocks={blocks}", environment={"STEP_MS": f"{milliseconds}"})
+            cluster.start_executor(name, f"--num-blocks={blocks}", f"--simulate-step={milliseconds / 1000}")
         await asyncio.to_thread(cluster.wait_ready, 3)
         expected = await references(cluster.url, cases)
         async with client_of(cluster.url) as client:
@@ -105,10 +105,10 @@ async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_sche
     tmp_path: Path, network: Namespace, seconds: float, executor_timeout: float
 ) -> None:
     options = (f"--executor-timeout={executor_timeout:g}",)
-    cluster = Cluster(tmp_path, scheduler_options=options, executor=SLOW_SIMULATED, address=network.host)
+    cluster = Cluster(tmp_path, scheduler_options=options, simulate=STEP_SECONDS, address=network.host)
     cases = make_cases(20, 120)
     try:
-        cluster.start_scheduler()
+        cluster.start()
         cluster.start_executor("near")
         cluster.start_executor("far", prefix=network.prefix)
         await asyncio.to_thread(cluster.wait_ready, 2)

@@ -6,23 +6,32 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from pagewise.serve import StartError, gpu_variables, visible_gpus
-from pagewise_shared.config import ServeConfig
+from pagewise_shared.config import ExecutorConfig, ServeConfig
 
-from tests.e2e.server import Server, alive, serving
+from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, Served, serving
 
 
-def wait_for_another(server: Server, module: str, old: int, seconds: float = 30) -> int:
+def wait_for_another(server: Served, module: str, old: int, seconds: float = 30) -> int:
     deadline = time.monotonic() + seconds
-    while (found := server.pids(module)) in ([], [old]):
+    while not (found := [pid for pid in server.pids(module) if pid != old]):
         assert time.monotonic() < deadline, f"no other {module} was started"
         time.sleep(0.1)
     return found[0]
+
+
+def complete(server: Served, **fields: Any) -> str:
+    body = {"model": "pagewise-demo", "prompt": "import", "max_tokens": 4, "ignore_eos": True} | fields
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
 
 
 @pytest.mark.parametrize(
@@ -31,9 +40,13 @@ def wait_for_another(server: Server, module: str, old: int, seconds: float = 30)
         ({"executors": 3}, ["0", "1", "2", "3"], ["0", "1", "2"]),
         ({"executors": 3}, [], [None] * 3),
         ({"executors": 1}, ["0", "1"], [None]),
-        ({"executors": 2, "device": "cpu"}, ["0", "1"], [None] * 2),
-        ({"executors": 2, "simulate": True}, ["0", "1"], [None] * 2),
-        ({"executors": 4, "kv_memory": "8GiB"}, ["2", "GPU-5f"], ["2", "GPU-5f", "2", "GPU-5f"]),
+        ({"executors": 2, "executor": ExecutorConfig(device="cpu")}, ["0", "1"], [None] * 2),
+        ({"executors": 2, "executor": ExecutorConfig(simulate=True)}, ["0", "1"], [None] * 2),
+        (
+            {"executors": 4, "executor": ExecutorConfig(kv_memory="8GiB")},
+            ["2", "GPU-5f"],
+            ["2", "GPU-5f", "2", "GPU-5f"],
+        ),
         ({"executors": 2}, ["0"], ["0", "0"]),
     ],
 )
@@ -44,7 +57,7 @@ def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expe
 
 def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:
     with pytest.raises(StartError, match=r"3 executors share 2 GPUs: .*--kv-memory"):
-        gpu_variables(ServeConfig(executors=3, device="cuda"), ["0", "1"])
+        gpu_variables(ServeConfig(executors=3, executor=ExecutorConfig(device="cuda")), ["0", "1"])
 
 
 def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +70,49 @@ def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.Monke
 
 def test_an_executor_that_is_killed_is_started_again() -> None:
     with serving("--simulate", "--executor-timeout", "3") as server:
-        (old,) = server.pids("pagewise_executor.main")
+        (old,) = server.pids(EXECUTOR)
         os.kill(old, signal.SIGKILL)
-        wait_for_another(server, "pagewise_executor.main", old)
+        wait_for_another(server, EXECUTOR, old)
         server.wait_for_metric("executors_ready", 1)
-        body = {"model": "pagewise-demo", "prompt": "import", "max_tokens": 4}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        assert complete(server)
         assert any("executor-0 ended with code -9, starting it again" in line for line in server.output)
+
+
+def test_a_scheduler_that_is_killed_is_started_again_and_streams_go_on() -> None:
+    with serving("--simulate", "--simulate-step=0.02", "--executors", "2") as server:
+        server.wait_for_metric("executors_ready", 2)
+        expected = complete(server, max_tokens=200)
+        (old,) = server.pids(SCHEDULER)
+        executors = server.pids(EXECUTOR)
+        with ThreadPoolExecutor() as pool:
+            stream = pool.submit(complete, server, max_tokens=200)
+            time.sleep(1.0)
+            assert not stream.done()
+            os.kill(old, signal.SIGKILL)
+            assert stream.result(60) == expected
+        assert wait_for_another(server, SCHEDULER, old)
+        assert server.pids(EXECUTOR) == executors, "they have stayed"
+
+
+def test_gateways_share_a_port_and_one_that_is_killed_comes_back() -> None:
+    with serving("--simulate", "--gateways", "2") as server:
+        gateways = server.pids(GATEWAY)
+        assert len(gateways) == 2
+        # Connections of their own, which the kernel spreads over the gateways.
+        assert len({complete(server, temperature=0) for _ in range(16)}) == 1
+        os.kill(gateways[0], signal.SIGKILL)
+        wait_for_another(server, GATEWAY, gateways[0])
+        deadline = time.monotonic() + 30
+        while len(server.pids(GATEWAY)) < 2 or not all(listens(pid, server.url) for pid in server.pids(GATEWAY)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert complete(server)
+
+
+def listens(pid: int, url: str) -> bool:
+    """Whether a process listens on the port of ``url``."""
+    port = int(url.rsplit(":", 1)[1])
+    return any(one.laddr.port == port and one.status == "LISTEN" for one in psutil.Process(pid).net_connections())
 
 
 def test_the_line_it_prints_works() -> None:
@@ -75,15 +124,6 @@ def test_the_line_it_prints_works() -> None:
         done = subprocess.run(["bash", "-c", lines[0]], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0
         assert done.stdout.rstrip().endswith("data: [DONE]")
-
-
-def test_everything_ends_with_a_scheduler_that_dies() -> None:
-    with serving("--simulate", "--executors", "2") as server:
-        (scheduler,) = server.pids("pagewise_scheduler.main")
-        executors = server.pids("pagewise_executor.main")
-        os.kill(scheduler, signal.SIGKILL)
-        assert server.process.wait(timeout=30) == 1
-        assert not any(alive(pid) for pid in executors)
 
 
 def test_executors_from_elsewhere_can_join(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``docker compose up`` as a user runs it: build, scale, stream, lose an executor, tear down."""
+"""``docker compose up`` as a user runs it: build, scale, stream, lose an executor and the scheduler, tear down."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAX_TOKENS = 900
 """Enough for streams to run on for seconds."""
+
+SERVICES = {"scheduler", "gateway", "executor"}
+COUNT_GATEWAYS = """
+from pathlib import Path
+commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+print(sum(b"\\0pagewise_gateway.main\\0" in command for command in commands))
+"""
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
@@ -42,6 +49,7 @@ class Stack:
     def compose(self, *arguments: str) -> str:
         environ = {
             "PAGEWISE_HTTP_PORT": str(self.port),
+            "PAGEWISE_GATEWAYS": "2",
             "PAGEWISE_KV_MEMORY": "8MiB",
             "PAGEWISE_HOST_MEMORY": "32MiB",
             "PAGEWISE_RECOVERY": "swap",
@@ -108,22 +116,44 @@ def kill_processes(*containers: str) -> None:
     run("docker", "run", *options, inspect(containers[0], "{{.Image}}"), "-c", code)
 
 
-def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
-    stack.wait_for_executors(3)
+def stream_while(stack: Stack, disturb: Callable[[], None]) -> None:
+    """Streams that are disturbed end as those before them."""
     prompts = [f"import os\n\ndef function_{number}(" for number in range(6)]
-    victim = stack.compose("ps", "--quiet", "executor").split()[0]
     with ThreadPoolExecutor(len(prompts)) as pool:
         expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
         assert all(expected)
         streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
-        kill_processes(victim)
-        assert not all(stream.done() for stream in streams), "too fast: nothing ran when the executor was killed"
+        disturb()
+        assert not all(stream.done() for stream in streams), "too fast: nothing ran when it was disturbed"
         assert [stream.result() for stream in streams] == expected
+
+
+def wait_for_restart(container: str) -> None:
     deadline = time.monotonic() + 60
-    while inspect(victim, "{{.RestartCount}}") == "0":
-        assert time.monotonic() < deadline, "the executor was not started again"
+    while inspect(container, "{{.RestartCount}}") == "0":
+        assert time.monotonic() < deadline, "it was not started again"
         time.sleep(0.2)
+
+
+def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
     stack.wait_for_executors(3)
+    victim = stack.compose("ps", "--quiet", "executor").split()[0]
+    stream_while(stack, lambda: kill_processes(victim))
+    wait_for_restart(victim)
+    stack.wait_for_executors(3)
+
+
+def test_a_scheduler_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
+    victim = stack.compose("ps", "--quiet", "scheduler")
+    stream_while(stack, lambda: kill_processes(victim))
+    wait_for_restart(victim)
+    stack.wait_for_executors(3)
+
+
+def test_two_gateways_answer_on_the_port(stack: Stack) -> None:
+    found = stack.compose("exec", "-T", "gateway", "python", "-c", COUNT_GATEWAYS)
+    assert found == "2"
+    assert stack.stream("import os", 20)
 
 
 def test_executors_that_are_killed_at_once_find_what_they_had_in_host_memory(stack: Stack) -> None:
@@ -144,27 +174,34 @@ def test_executors_that_are_killed_at_once_find_what_they_had_in_host_memory(sta
     stack.wait_for_executors(3)
 
 
-def test_images_run_as_an_ordinary_user_and_the_scheduler_has_no_torch(stack: Stack) -> None:
-    for service in ("scheduler", "executor"):
+def test_images_run_as_an_ordinary_user_and_hold_no_more_than_they_need(stack: Stack) -> None:
+    for service in SERVICES:
         assert stack.compose("exec", "-T", service, "id", "-u") == "10001"
+    for service in ("gateway", "executor"):
         stack.compose("exec", "-T", service, "sh", "-c", "echo > /models/writable && rm /models/writable")
-    code = "import importlib.util as u; print(u.find_spec('torch'))"
-    assert stack.compose("exec", "-T", "scheduler", "python", "-c", code) == "None"
+    for service, absent in (("gateway", ["torch"]), ("scheduler", ["torch", "transformers", "tokenizers", "aiohttp"])):
+        code = f"import importlib.util as u; print([name for name in {absent} if u.find_spec(name)])"
+        assert stack.compose("exec", "-T", service, "python", "-c", code) == "[]"
 
 
-def test_an_executor_is_healthy_only_while_it_is_connected(stack: Stack) -> None:
-    stack.compose("exec", "-T", "executor", "python", "healthcheck.py")
-    with pytest.raises(AssertionError):
-        stack.compose(
-            "exec", "-T", "-e", "PAGEWISE_SCHEDULER=tcp://scheduler:1", "executor", "python", "healthcheck.py"
-        )
+def test_services_are_healthy_only_while_they_are_reached(stack: Stack) -> None:
+    check = ("python", "-m", "pagewise.healthcheck")
+    for service, variable, elsewhere in (
+        ("executor", "PAGEWISE_SCHEDULER", "tcp://scheduler:1"),
+        ("scheduler", "PAGEWISE_LISTEN", "tcp://0.0.0.0:1"),
+        ("gateway", "PAGEWISE_PORT", "1"),
+    ):
+        stack.compose("exec", "-T", service, *check, service)
+        with pytest.raises(AssertionError):
+            stack.compose("exec", "-T", "-e", f"{variable}={elsewhere}", service, *check, service)
 
 
 def test_each_service_holds_its_own_key_and_no_other(stack: Stack) -> None:
-    for service, own, other in (("scheduler", "scheduler", "executor"), ("executor", "executor", "scheduler")):
-        mode = stack.compose("exec", "-T", service, "stat", "-c", "%a %u", f"/keys/{own}/{own}.key_secret")
+    for service in SERVICES:
+        mode = stack.compose("exec", "-T", service, "stat", "-c", "%a %u", f"/keys/{service}/{service}.key_secret")
         assert mode == "600 10001"
-        stack.compose("exec", "-T", service, "test", "!", "-e", f"/keys/{other}/{other}.key_secret")
+        for other in SERVICES - {service}:
+            stack.compose("exec", "-T", service, "test", "!", "-e", f"/keys/{other}/{other}.key_secret")
 
 
 def test_an_executor_without_a_key_is_refused(stack: Stack) -> None:
@@ -177,4 +214,4 @@ def test_an_executor_without_a_key_is_refused(stack: Stack) -> None:
 def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
     containers = stack.compose("ps", "--quiet").split()
     stack.compose("stop", "--timeout", "20")
-    assert [inspect(container, "{{.State.ExitCode}}") for container in containers] == ["0"] * 4
+    assert [inspect(container, "{{.State.ExitCode}}") for container in containers] == ["0"] * 5

@@ -1,27 +1,58 @@
-"""The executor container's health check, outside a container."""
+"""The containers' health checks, outside a container."""
 
+import http.server
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-
-HEALTHCHECK = Path(__file__).parents[2] / "services" / "executor" / "healthcheck.py"
+import threading
 
 
-def check(endpoint: str) -> int:
-    return subprocess.run(
-        [sys.executable, HEALTHCHECK], env=os.environ | {"PAGEWISE_SCHEDULER": endpoint}, timeout=30
-    ).returncode
+def check(kind: str, **environ: str) -> int:
+    command = [sys.executable, "-m", "pagewise.healthcheck", kind]
+    return subprocess.run(command, env=os.environ | environ, timeout=30).returncode
 
 
-def test_healthy_is_while_a_connection_to_the_scheduler_stands() -> None:
+def test_an_executor_is_well_while_its_connection_to_the_scheduler_stands() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert check(f"tcp://127.0.0.1:{port}") == 1
+        endpoint = f"tcp://127.0.0.1:{port}"
+        assert check("executor", PAGEWISE_SCHEDULER=endpoint) == 1
         with socket.create_connection(("127.0.0.1", port)):
-            assert check(f"tcp://127.0.0.1:{port}") == 0
+            assert check("executor", PAGEWISE_SCHEDULER=endpoint) == 0
+
+
+def test_a_scheduler_is_well_while_it_listens_on_both_sides() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as executors:
+        one = {"PAGEWISE_LISTEN": f"tcp://0.0.0.0:{executors.getsockname()[1]}"}
+        with socket.create_server(("127.0.0.1", 0)) as gateways:
+            both = one | {"PAGEWISE_LISTEN_GATEWAYS": f"tcp://0.0.0.0:{gateways.getsockname()[1]}"}
+            assert check("scheduler", **both) == 0
+        assert check("scheduler", **both) == 1
+
+
+def test_a_gateway_is_well_while_it_answers() -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/version" else 503)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert check("gateway", PAGEWISE_PORT=str(server.server_port)) == 0
+            assert check("gateway", PAGEWISE_PORT=str(server.server_port), PAGEWISE_SSL_CERTFILE="x") == 1
+        finally:
+            server.shutdown()
+            thread.join()
+    assert check("gateway", PAGEWISE_PORT=str(server.server_port)) == 1
 
 
 def test_other_endpoints_are_not_judged() -> None:
-    assert check("ipc:///tmp/scheduler") == 0
+    assert check("executor", PAGEWISE_SCHEDULER="ipc:///tmp/scheduler") == 0
+    ipc = {"PAGEWISE_LISTEN": "ipc:///tmp/a", "PAGEWISE_LISTEN_GATEWAYS": "ipc:///tmp/b"}
+    assert check("scheduler", **ipc) == 0

@@ -11,13 +11,7 @@ import httpx
 import pytest
 from pagewise.keys import keys
 
-from tests.e2e.server import serving
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, answers, free_port, serving
 
 
 @pytest.fixture
@@ -58,8 +52,10 @@ def test_executors_join_with_a_key_and_not_without(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("module", "option"),
     [
-        ("pagewise_scheduler.main", "--listen=tcp://0.0.0.0:5757"),
-        ("pagewise_executor.main", "--scheduler=tcp://scheduler.invalid:5757"),
+        (SCHEDULER, "--listen=tcp://0.0.0.0:5757"),
+        (SCHEDULER, "--listen-gateways=tcp://0.0.0.0:5758"),
+        (EXECUTOR, "--scheduler=tcp://scheduler.invalid:5757"),
+        (GATEWAY, "--scheduler=tcp://scheduler.invalid:5758"),
     ],
 )
 def test_nothing_leaves_the_host_in_plain_text_unasked(module: str, option: str) -> None:
@@ -69,12 +65,36 @@ def test_nothing_leaves_the_host_in_plain_text_unasked(module: str, option: str)
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_ends_a_scheduler_with_keys_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "pagewise_scheduler.main", f"--keys={folder}"]
+@pytest.mark.parametrize("option", ["--listen", "--listen-gateways"])
+def test_a_port_that_is_taken_ends_a_scheduler_with_keys_too(folder: Path, option: str) -> None:
+    anywhere = ["--listen=tcp://127.0.0.1:*", "--listen-gateways=tcp://127.0.0.1:*"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for options in ([f"--port={port}", "--listen=tcp://127.0.0.1:*"], [f"--listen=tcp://127.0.0.1:{port}"]):
-            done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2, done.stderr
-            assert "Traceback" not in done.stderr
-            assert "in use" in done.stderr
+        command = [sys.executable, "-m", SCHEDULER, f"--keys={folder}", *anywhere]
+        command.append(f"{option}=tcp://127.0.0.1:{taken.getsockname()[1]}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "in use" in done.stderr
+
+
+def test_gateways_join_with_a_key_of_their_own_kind_and_not_with_an_executor_s(folder: Path) -> None:
+    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    options = ["--simulate", f"--keys={folder}", f"--listen={endpoints[0]}", f"--listen-gateways={endpoints[1]}"]
+    with serving(*options) as server:
+        port = free_port()
+        command = [sys.executable, "-m", GATEWAY, f"--port={port}", f"--keys={folder}", f"--scheduler={endpoints[1]}"]
+        for key, let_in in (("executor", False), ("gateway", True)):
+            with subprocess.Popen([*command, f"--key-name={key}"], stderr=subprocess.DEVNULL) as other:
+                try:
+                    deadline = time.monotonic() + 20
+                    refused = "wrong kind (executor, not gateway)"
+                    while not (
+                        answers(f"http://127.0.0.1:{port}/health")
+                        if let_in
+                        else any(refused in line for line in server.output)
+                    ):
+                        assert time.monotonic() < deadline
+                        time.sleep(0.1)
+                    assert answers(f"http://127.0.0.1:{port}/health") is let_in
+                finally:
+                    other.terminate()

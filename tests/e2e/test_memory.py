@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, serving
+from benchmarks.processes import Served, serving
 
 PROMPTS = [
     f"# part {number}\n" + "import os\nclass Point:\n    def __init__(self, x, y):\n" * 14 for number in range(6)
@@ -18,14 +18,14 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Served]:
     # Each prompt takes most of the pool, so every one pushes out the one before.
     options = ("--num-blocks", "40", "--host-memory", "32MiB", "--verify-copies", "--log-level", "debug")
     with serving(*options) as running:
         yield running
 
 
-def post(server: Server, prompt: str, **fields: object) -> dict[str, Any]:
+def post(server: Served, prompt: str, **fields: object) -> dict[str, Any]:
     body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 12, "temperature": 0} | fields)
     request = urllib.request.Request(
         f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
@@ -35,18 +35,18 @@ def post(server: Server, prompt: str, **fields: object) -> dict[str, Any]:
         return result
 
 
-def get(server: Server, path: str) -> dict[str, Any]:
+def get(server: Served, path: str) -> dict[str, Any]:
     with urllib.request.urlopen(server.url + path, timeout=10) as answer:
         result: dict[str, Any] = json.loads(answer.read())
         return result
 
 
-def command(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(server: Served, *arguments: str) -> subprocess.CompletedProcess[str]:
     whole = [sys.executable, "-m", "pagewise.main", *arguments, "--url", server.url]
     return subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Server) -> None:
+def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Served) -> None:
     first = [post(server, prompt) for prompt in PROMPTS]
     again = [post(server, prompt) for prompt in PROMPTS]
     assert [a["choices"] for a in again] == [f["choices"] for f in first]
@@ -68,7 +68,7 @@ def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Ser
     assert "took" in shown.stdout
 
 
-def test_debug_memory_adds_up_and_is_bounded(server: Server) -> None:
+def test_debug_memory_adds_up_and_is_bounded(server: Served) -> None:
     post(server, PROMPTS[0])
     (executor,) = get(server, "/debug/memory?limit=2")["executors"]
     device, host = executor["device"], executor["host"]
@@ -93,7 +93,7 @@ def test_debug_memory_adds_up_and_is_bounded(server: Server) -> None:
         assert json.loads(raised.value.read())["error"]["message"]
 
 
-def test_a_running_request_shows_what_it_shares(server: Server) -> None:
+def test_a_running_request_shows_what_it_shares(server: Served) -> None:
     body = {"model": "pagewise-demo", "prompt": PROMPTS[1][:300], "max_tokens": 180, "n": 3, "ignore_eos": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
@@ -113,7 +113,7 @@ def test_a_running_request_shows_what_it_shares(server: Server) -> None:
     assert "sequence 2: " in shown
 
 
-def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Server) -> None:
+def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Served) -> None:
     shown = command(server, "vmstat", "0.1", "3")
     lines = shown.stdout.splitlines()
     assert shown.returncode == 0

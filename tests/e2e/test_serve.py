@@ -17,7 +17,7 @@ import torch
 import transformers
 from pagewise_shared.model_files import resolve_model
 
-from tests.e2e.server import Server, alive, serving
+from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, Served, alive, serving
 
 TEXTS = [
     "import os",
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Served]:
     # A small pool: 64 streams do not fit at once, so sequences are preempted while this runs.
     with serving("--num-blocks", "26", "--max-num-seqs", "48", "--executor-timeout", "5") as running:
         yield running
@@ -87,7 +87,7 @@ async def run_all(url: str, requests: list[tuple[str, int]], hang_up: bool) -> l
 
 
 async def test_64_streams_equal_their_references_while_a_third_hang_up(
-    server: Server, requests: list[tuple[str, int]], references: list[str]
+    server: Served, requests: list[tuple[str, int]], references: list[str]
 ) -> None:
     texts = await run_all(server.url, requests, hang_up=True)
     for number, (text, reference) in enumerate(zip(texts, references, strict=True)):
@@ -102,18 +102,30 @@ async def test_64_streams_equal_their_references_while_a_third_hang_up(
 
 
 async def test_an_executor_that_is_killed_costs_nobody_a_token(
-    server: Server, requests: list[tuple[str, int]], references: list[str]
+    server: Served, requests: list[tuple[str, int]], references: list[str]
 ) -> None:
     async def kill() -> None:
         await asyncio.sleep(0.7)
-        os.kill(server.pids("pagewise_executor.main")[0], signal.SIGKILL)
+        os.kill(server.pids(EXECUTOR)[0], signal.SIGKILL)
 
     texts, _ = await asyncio.gather(run_all(server.url, requests[:24], hang_up=False), kill())
     assert texts == references[:24]
     server.wait_for_metric("kv_cache_usage_perc", 0)
 
 
-def test_sampling_with_a_seed_is_reproducible_and_without_one_is_not(server: Server) -> None:
+async def test_a_scheduler_that_is_killed_costs_nobody_a_token(
+    server: Served, requests: list[tuple[str, int]], references: list[str]
+) -> None:
+    async def kill() -> None:
+        await asyncio.sleep(0.7)
+        os.kill(server.pids(SCHEDULER)[0], signal.SIGKILL)
+
+    texts, _ = await asyncio.gather(run_all(server.url, requests[:24], hang_up=False), kill())
+    assert texts == references[:24]
+    server.wait_for_metric("kv_cache_usage_perc", 0)
+
+
+def test_sampling_with_a_seed_is_reproducible_and_without_one_is_not(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
         def sample(seed: int | None) -> str:
@@ -132,7 +144,7 @@ def test_sampling_with_a_seed_is_reproducible_and_without_one_is_not(server: Ser
         assert len({sample(None) for _ in range(3)} | {sample(8)}) > 1
 
 
-def test_a_conversation_is_not_computed_twice(server: Server) -> None:
+def test_a_conversation_is_not_computed_twice(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
         def cached(prompt: str, **extra: object) -> int:
@@ -156,7 +168,7 @@ def test_a_conversation_is_not_computed_twice(server: Server) -> None:
         assert 0 < hits < queries
 
 
-def test_beam_search_finds_what_transformers_finds(server: Server) -> None:
+def test_beam_search_finds_what_transformers_finds(server: Served) -> None:
     path = resolve_model("pagewise-demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -197,8 +209,9 @@ def test_beam_search_finds_what_transformers_finds(server: Server) -> None:
     server.wait_for_metric("kv_cache_usage_perc", 0)
 
 
-def test_the_scheduler_process_never_loads_torch(server: Server) -> None:
-    (pid,) = server.pids("pagewise_scheduler.main")
+@pytest.mark.parametrize("module", [SCHEDULER, GATEWAY])
+def test_only_executors_load_torch(server: Served, module: str) -> None:
+    (pid,) = server.pids(module)
     with open(f"/proc/{pid}/maps") as maps:
         assert "torch" not in maps.read()
 
@@ -206,16 +219,17 @@ def test_the_scheduler_process_never_loads_torch(server: Server) -> None:
 def test_health_turns_good_when_an_executor_joins_and_ctrl_c_stops_everything() -> None:
     with serving("--simulate", "--executors", "2") as simulated:
         simulated.wait_for_metric("executors_ready", 2)
-        assert httpx.get(f"{simulated.url}/health").json() == {"status": "ok", "executors": 2}
-        pids = [*simulated.pids("pagewise_executor.main"), *simulated.pids("pagewise_scheduler.main")]
-        assert len(pids) == 3
+        assert httpx.get(f"{simulated.url}/health").json() == {"status": "ok", "executors": 2, "scheduler": True}
+        pids = [pid for module in (EXECUTOR, SCHEDULER, GATEWAY) for pid in simulated.pids(module)]
+        assert len(pids) == 4
         assert simulated.interrupt() == 0
         assert not any(alive(pid) for pid in pids)
 
 
 def test_services_die_with_a_serve_that_is_killed() -> None:
     with serving("--simulate") as simulated:
-        pids = [*simulated.pids("pagewise_executor.main"), *simulated.pids("pagewise_scheduler.main")]
+        pids = [pid for module in (EXECUTOR, SCHEDULER, GATEWAY) for pid in simulated.pids(module)]
+        assert len(pids) == 3
         simulated.process.kill()
         deadline = time.monotonic() + 10
         while any(alive(pid) for pid in pids):

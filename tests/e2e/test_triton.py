@@ -5,12 +5,12 @@ import urllib.request
 
 import pytest
 
-from tests.e2e.server import Server, serving
+from benchmarks.processes import Served, serving
 
 PROMPTS = ["def fibonacci(n):\n    ", "import os\n\nclass "]
 
 
-def complete(server: Server, prompt: str, **fields: object) -> str:
+def complete(server: Served, prompt: str, **fields: object) -> str:
     body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 5, "temperature": 0} | fields)
     request = urllib.request.Request(
         f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}

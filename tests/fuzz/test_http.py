@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.e2e.server import Server, serving
+from benchmarks.processes import GATEWAY, SCHEDULER, Served, serving
 from tests.fuzz.effort import EFFORT, examples
 from tests.fuzz.narrowed import narrowed
 
@@ -29,17 +30,17 @@ REFUSED_GROWTH = 16 * 2**20
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Served]:
     with serving("--simulate", "--executors", "2", "--max-model-len", "512") as server:
         yield server
 
 
-def get(server: Server, path: str) -> Any:
+def get(server: Served, path: str) -> Any:
     with urllib.request.urlopen(server.url + path, timeout=20) as answer:
         return json.load(answer)
 
 
-def check_rest(server: Server, memory: float, growth: float = GROWTH) -> None:
+def check_rest(server: Served, memory: float, growth: float = GROWTH) -> None:
     """Nothing of the fuzzing is left: no request, no block, no memory, and no failure of ours in the log."""
     server.wait_for_metric("http_requests_in_progress", 1)  # the one that asks
     server.wait_for_metric("num_requests_running", 0)
@@ -51,15 +52,13 @@ def check_rest(server: Server, memory: float, growth: float = GROWTH) -> None:
     assert [line for line in server.output if "Traceback" in line or " ERROR " in line] == []
 
 
-def resident(server: Server) -> float:
-    with urllib.request.urlopen(server.url + "/metrics", timeout=20) as answer:
-        (line,) = [
-            one for one in answer.read().decode().splitlines() if one.startswith("process_resident_memory_bytes")
-        ]
-    return float(line.split()[1])
+def resident(server: Served) -> float:
+    """Bytes of the gateway and the scheduler together."""
+    pids = [pid for module in (GATEWAY, SCHEDULER) for pid in server.pids(module)]
+    return float(sum(psutil.Process(pid).memory_info().rss for pid in pids))
 
 
-def schemathesis(server: Server, document: Any, directory: Path, *options: str) -> None:
+def schemathesis(server: Served, document: Any, directory: Path, *options: str) -> None:
     (directory / "openapi.json").write_text(json.dumps(document))
     seed = "1" if EFFORT == 1 else str(random.randrange(2**31))  # the suite tries the same each time
     command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url, "--seed", seed]
@@ -70,7 +69,7 @@ def schemathesis(server: Server, document: Any, directory: Path, *options: str) 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_requests_made_from_the_document(server: Server, tmp_path: Path) -> None:
+def test_requests_made_from_the_document(server: Served, tmp_path: Path) -> None:
     memory = resident(server)
     document = get(server, "/openapi.json")
     schemathesis(server, document, tmp_path, "--phases", "coverage", "--max-time", str(15 * EFFORT))
@@ -79,7 +78,7 @@ def test_requests_made_from_the_document(server: Server, tmp_path: Path) -> None
     check_rest(server, memory)
 
 
-def test_requests_that_get_past_the_first_checks(server: Server, tmp_path: Path) -> None:
+def test_requests_that_get_past_the_first_checks(server: Served, tmp_path: Path) -> None:
     memory = resident(server)
     document = narrowed(get(server, "/openapi.json"), MODEL, VOCAB_SIZE)
     options = ["--mode", "positive", "-n", str(30 * EFFORT), "--max-time", str(12 * EFFORT)]
@@ -136,7 +135,7 @@ def nearly_http(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-def talk(server: Server, data: bytes, seconds: float) -> bytes:
+def talk(server: Served, data: bytes, seconds: float) -> bytes:
     """What comes back first for these bytes within so many seconds; nothing if the rest of them is waited for."""
     target = urlsplit(server.url)
     with socket.create_connection((target.hostname, target.port), timeout=seconds) as connection:
@@ -148,7 +147,7 @@ def talk(server: Server, data: bytes, seconds: float) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def resident_before_bytes(server: Server) -> float:
+def resident_before_bytes(server: Served) -> float:
     """What the scheduler takes once it has met all that is no HTTP, and has loaded what it answers that with."""
     for data in (*PIECES, *NO_HTTP):
         talk(server, data + b"\r\n\r\n", 0.1)
@@ -157,13 +156,13 @@ def resident_before_bytes(server: Server) -> float:
 
 @examples(100)
 @given(st.one_of(nearly_http(), nearly_http(), st.binary(max_size=200)))
-def test_bytes_that_are_hardly_http(server: Server, resident_before_bytes: float, data: bytes) -> None:
+def test_bytes_that_are_hardly_http(server: Served, resident_before_bytes: float, data: bytes) -> None:
     answer = talk(server, data, 0.1)
     statuses = [line.split(b" ")[1] for line in answer.split(b"\r\n") if line.startswith((b"HTTP/1.0 ", b"HTTP/1.1 "))]
     assert not [status for status in statuses if status.startswith(b"5")], answer
 
 
-def test_nothing_is_left_of_them(server: Server, resident_before_bytes: float) -> None:
+def test_nothing_is_left_of_them(server: Served, resident_before_bytes: float) -> None:
     # Sixty megabytes of them: what is kept of each connection, or of what it sent, would be seen.
     for _ in range(400):
         for data in NO_HTTP:
@@ -173,7 +172,7 @@ def test_nothing_is_left_of_them(server: Server, resident_before_bytes: float) -
 
 
 @pytest.mark.parametrize("data", NO_HTTP, ids=["nul", "url", "length", "gzip", "chunk"])
-def test_what_is_no_http_is_a_400_and_no_traceback(server: Server, data: bytes) -> None:
+def test_what_is_no_http_is_a_400_and_no_traceback(server: Served, data: bytes) -> None:
     answer = talk(server, data, 20)
     assert answer.split(b" ")[1] == b"400", answer
     assert [line for line in server.output if "Traceback" in line] == []

@@ -1,20 +1,28 @@
 """Options: command line, environment, defaults, and errors that name their source."""
 
-from typing import get_type_hints
+from typing import Annotated
 
-import msgspec
 import pytest
+from msgspec import Struct
 from pagewise_shared.config import (
     ExecutorConfig,
+    GatewayConfig,
+    GatewaysConfig,
     SchedulerConfig,
     ServeConfig,
     build_config,
+    options_of,
     parse_config,
     parse_size,
     secret_variables,
     to_argv,
 )
+from pagewise_shared.config.options import without
 from pagewise_shared.errors import ConfigError
+
+COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
+SET_BY_SERVE = {"scheduler", "executor_id", "gateway_id", "key_name", "reuse_port"}
+"""What ``pagewise serve`` decides for the services it starts."""
 
 
 def parse(*argv: str, **environ: str) -> ServeConfig:
@@ -22,15 +30,15 @@ def parse(*argv: str, **environ: str) -> ServeConfig:
 
 
 def test_command_line_wins_over_environment_over_default() -> None:
-    assert parse().max_num_seqs == 256
-    assert parse(PAGEWISE_MAX_NUM_SEQS="7").max_num_seqs == 7
-    assert parse("--max-num-seqs", "9", PAGEWISE_MAX_NUM_SEQS="7").max_num_seqs == 9
+    assert parse().executor.max_num_seqs == 256
+    assert parse(PAGEWISE_MAX_NUM_SEQS="7").executor.max_num_seqs == 7
+    assert parse("--max-num-seqs", "9", PAGEWISE_MAX_NUM_SEQS="7").executor.max_num_seqs == 9
 
 
 def test_the_model_is_positional_or_from_the_environment() -> None:
-    assert parse("some/model").model == "some/model"
-    assert parse(PAGEWISE_MODEL="other/model").model == "other/model"
-    assert parse().model == "pagewise-demo"
+    assert parse("some/model").gateway.model == "some/model"
+    assert parse(PAGEWISE_MODEL="other/model").scheduler.model == "other/model"
+    assert parse().executor.model == "pagewise-demo"
 
 
 @pytest.mark.parametrize(
@@ -57,20 +65,65 @@ def test_errors_name_their_source(
 
 
 def test_options_travel_to_child_processes() -> None:
-    config = parse("m", "--device", "cpu", "--num-blocks", "12", "--port", "1", "--trust-remote-code", "--max-n", "3")
-    assert parse_config(ExecutorConfig, to_argv(config, ExecutorConfig), prog="", description="", environ={}) == (
-        ExecutorConfig(model="m", device="cpu", num_blocks=12, trust_remote_code=True)
+    config = parse(
+        "m", "--device", "cpu", "--num-blocks", "12", "--port", "1", "--trust-remote-code", "--max-waiting=3"
     )
-    assert parse_config(SchedulerConfig, to_argv(config, SchedulerConfig), prog="", description="", environ={}) == (
-        SchedulerConfig(model="m", port=1, max_n=3)
+    parts: list[tuple[Struct, Struct]] = [
+        (config.executor, ExecutorConfig(model="m", device="cpu", num_blocks=12, trust_remote_code=True)),
+        (config.gateway, GatewayConfig(model="m", port=1)),
+        (config.scheduler, SchedulerConfig(model="m", max_waiting=3)),
+    ]
+    for part, expected in parts:
+        assert part == expected
+        assert parse_config(type(part), to_argv(part), prog="", description="", environ={}) == expected
+
+
+def test_serve_has_every_option_of_the_services_but_those_that_it_sets() -> None:
+    of_services = {name for kind in (SchedulerConfig, GatewayConfig, ExecutorConfig) for name in options_of(kind)}
+    assert options_of(ServeConfig).keys() == of_services - SET_BY_SERVE | {"gateways", "executors"}
+    assert parse("--listen=ipc:///x", PAGEWISE_SCHEDULER="ipc:///y", PAGEWISE_KEY_NAME="z") == ServeConfig(
+        listen="ipc:///x"
     )
+
+
+def test_what_several_commands_have_is_the_same_option_in_all_of_them() -> None:
+    differ = {
+        name
+        for one in COMMANDS
+        for another in COMMANDS
+        for name in options_of(one).keys() & options_of(another).keys()
+        if options_of(one)[name] != options_of(another)[name]
+    }
+    # Where the scheduler is and whose key it is depend on who asks; serve listens on private sockets by default.
+    assert differ == {"scheduler", "key_name", "listen", "listen_gateways"}
+
+
+def test_parts_that_disagree_about_an_option_are_noticed() -> None:
+    class One(Struct, frozen=True, kw_only=True):
+        limit: int = 1
+        own: int = 0
+
+    class Two(Struct, frozen=True, kw_only=True):
+        limit: int = 2
+
+    class Torn(Struct, frozen=True, kw_only=True):
+        one: One = One()
+        two: Two = Two()
+
+    class Whole(Struct, frozen=True, kw_only=True):
+        one: Annotated[One, without("limit")] = One()
+        two: Two = Two()
+
+    with pytest.raises(AssertionError, match="disagree about limit"):
+        options_of(Torn)
+    assert build_config(Whole, {"limit": "3", "own": "4"}, {}) == Whole(one=One(own=4), two=Two(limit=3))
 
 
 def test_every_option_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    for name in ServeConfig.__struct_fields__:
+    for name in options_of(ServeConfig).keys() - {"api_keys"}:
         assert name == "model" or "--" + name.replace("_", "-") in text
 
 
@@ -94,10 +147,8 @@ def test_values_can_come_without_a_parser() -> None:
         build_config(ExecutorConfig, {"block_size": "-1"}, {})
 
 
-@pytest.mark.parametrize("config_type", [SchedulerConfig, ExecutorConfig, ServeConfig])
-def test_every_option_has_its_place_in_the_help(
-    config_type: type[SchedulerConfig | ExecutorConfig | ServeConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("config_type", COMMANDS)
+def test_every_option_has_its_place_in_the_help(config_type: type[Struct], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_config(config_type, ["--help"], prog="p", description="", environ={})
     ungrouped = capsys.readouterr().out.partition("\nmodel:\n")[0]
@@ -105,27 +156,11 @@ def test_every_option_has_its_place_in_the_help(
     assert ungrouped.count("--") == 1
 
 
-@pytest.mark.parametrize(("kind", "differ"), [(ExecutorConfig, set()), (SchedulerConfig, {"listen"})])
-def test_an_option_of_serve_is_the_service_s(
-    kind: type[ExecutorConfig] | type[SchedulerConfig], differ: set[str]
-) -> None:
-    of_serve, of_service = (
-        {
-            field.name: (get_type_hints(one, include_extras=True)[field.name], field.default, field.default_factory)
-            for field in msgspec.structs.fields(one)
-        }
-        for one in (ServeConfig, kind)
-    )
-    both = of_serve.keys() & of_service.keys()
-    assert len(both) > 20
-    assert {name for name in both if of_serve[name] != of_service[name]} == differ
-
-
 def test_secrets_come_from_the_environment_alone_and_stay_off_command_lines() -> None:
     config = parse("m", PAGEWISE_API_KEYS="alice: sk-1")
-    assert config.api_keys == "alice: sk-1"
-    assert "sk-1" not in " ".join(to_argv(config, SchedulerConfig))
-    assert secret_variables(config, SchedulerConfig) == {"PAGEWISE_API_KEYS": "alice: sk-1"}
-    assert secret_variables(config, ExecutorConfig) == {}
+    assert config.gateway.api_keys == "alice: sk-1"
+    assert "sk-1" not in " ".join(to_argv(config.gateway))
+    assert secret_variables(config.gateway) == {"PAGEWISE_API_KEYS": "alice: sk-1"}
+    assert secret_variables(config.executor) == {}
     with pytest.raises(SystemExit):
         parse("--api-keys", "alice: sk-1")

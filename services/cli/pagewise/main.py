@@ -5,9 +5,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from pagewise_shared.config import ServeConfig, parse_config
+from pagewise_shared.config import GatewaysConfig, ServeConfig, parse_config
 from pagewise_shared.logs import configure_logging
 
+from pagewise.gateways import gateways
 from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
 from pagewise.serve import serve
@@ -15,11 +16,12 @@ from pagewise.serve import serve
 USAGE = """usage: pagewise COMMAND [OPTIONS]
 
 commands:
-  serve [MODEL]   start a scheduler and executors on this machine and serve MODEL over HTTP
-  vmstat [S]      print what KV memory is doing, every S seconds
-  pmap REQUEST    print the blocks of a request and what happened to them
-  keys VERB       make, list and revoke the keys of the scheduler and its executors
-  replay TRACE    run a request trace through the scheduler under a virtual clock
+  serve [MODEL]     start a scheduler, gateways and executors on this machine and serve MODEL over HTTP
+  gateways [MODEL]  start gateways alone, on one port, for a scheduler that runs already
+  vmstat [S]        print what KV memory is doing, every S seconds
+  pmap REQUEST      print the blocks of a request and what happened to them
+  keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
+  replay TRACE      run a request trace through the scheduler under a virtual clock
 
 `pagewise COMMAND --help` tells a command's options."""
 
@@ -45,10 +47,21 @@ def _serve(arguments: Sequence[str]) -> int:
         ServeConfig,
         arguments,
         prog="pagewise serve",
-        description="Start a scheduler and executors as separate processes, and serve a model over HTTP.",
+        description="Start a scheduler, gateways and executors as separate processes, and serve a model over HTTP.",
     )
-    configure_logging(config.log_level, "serve")
+    configure_logging(config.scheduler.log_level, "serve")
     return asyncio.run(serve(config))
+
+
+def _gateways(arguments: Sequence[str]) -> int:
+    config = parse_config(
+        GatewaysConfig,
+        arguments,
+        prog="pagewise gateways",
+        description="Start gateways that serve HTTP on one port, for a scheduler that runs already.",
+    )
+    configure_logging(config.gateway.log_level, "gateways")
+    return asyncio.run(gateways(config))
 
 
 def _replay(arguments: Sequence[str]) -> int:
@@ -58,6 +71,7 @@ def _replay(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
+    "gateways": _gateways,
     "vmstat": vmstat,
     "pmap": pmap,
     "keys": keys,

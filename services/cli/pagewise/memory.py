@@ -18,7 +18,7 @@ _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "cop
 
 
 class UnreachableError(Exception):
-    """The scheduler does not answer; the text says how."""
+    """Nobody answers at the URL, or with an error; the text says how."""
 
 
 def vmstat(arguments: Sequence[str]) -> int:
@@ -161,7 +161,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UnreachableError(f"{url} does not answer: {error}") from error
     if not isinstance(result, dict) or not result.keys() & {"executors", "sequences"}:
-        raise UnreachableError(f"{url} answers, but it is no Pagewise scheduler")
+        raise UnreachableError(f"{url} answers, but it is no Pagewise gateway")
     return result
 
 

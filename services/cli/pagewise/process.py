@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None)
 class Service:
     """One child process, its output relayed line by line behind its name.
 
-    ``on_line`` sees each line of its standard output. ``variables``: of its environment.
+    ``variables``: of its environment. ``on_line`` sees each line of its standard output.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Service:
         name: str,
         module: str,
         argv: Sequence[str],
-        on_line: Callable[[str], None],
+        on_line: Callable[[str], None] = lambda line: None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -35,19 +35,21 @@ class Service:
         self._on_line = on_line
         self._variables = dict(variables or {})
         self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
 
     async def run(self) -> int:
         """Start the process and wait for its end; returns its exit code, negative for a signal."""
-        process = self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment() | self._variables,
-            # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        async with self._starting:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment() | self._variables,
+                # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         assert process.stdout is not None
         assert process.stderr is not None
         await asyncio.gather(self._relay(process.stdout, self._on_line), self._relay(process.stderr, None))
@@ -58,20 +60,26 @@ class Service:
         """Process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask it to stop by a signal, and kill it if it does not within ``STOP_SECONDS``."""
-        process = self._process
+    async def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float | None = None) -> None:
+        """Ask it to stop by a signal, and kill it if it does not within ``seconds`` (``STOP_SECONDS``)."""
+        async with self._starting:  # one that is being started has no process yet
+            process = self._process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
         try:
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS if seconds is None else seconds):
                 await process.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self.kill()
             await process.wait()
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None] | None) -> None:
         while True:
@@ -94,6 +102,6 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 
-def _die_with_parent() -> None:
-    """Runs in the child before it becomes the service: a parent that is killed takes its services along (Linux)."""
+def die_with_parent() -> None:
+    """As ``preexec_fn``: a parent that is killed takes its children along (Linux)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,16 +11,18 @@ from pagewise_shared.config.options import (
     Device,
     ExecutorConfig,
     GatewayConfig,
+    GatewaysConfig,
     SchedulerConfig,
     ServeConfig,
 )
 from pagewise_shared.config.reading import (
     VARIABLE_PREFIX,
+    Option,
     build_config,
+    options_of,
     parse_config,
     parse_size,
     secret_variables,
-    secrets,
     to_argv,
 )
 
@@ -30,12 +32,14 @@ __all__ = [
     "Device",
     "ExecutorConfig",
     "GatewayConfig",
+    "GatewaysConfig",
+    "Option",
     "SchedulerConfig",
     "ServeConfig",
     "build_config",
+    "options_of",
     "parse_config",
     "parse_size",
     "secret_variables",
-    "secrets",
     "to_argv",
 ]

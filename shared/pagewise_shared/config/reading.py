@@ -1,10 +1,14 @@
-"""Reads options from the command line, the environment and the defaults."""
+"""Reads options from the command line, the environment and the defaults.
+
+A configuration may be composed of others (``ServeConfig`` is, of those of the services): their options are options of
+the whole. What several parts have is given once and goes to all of them.
+"""
 
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,6 +22,30 @@ VARIABLE_PREFIX = "PAGEWISE_"
 """What the names of all environment variables begin with."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class Option(NamedTuple):
+    """One option of a command. ``hint``: its type with the constraints on it; ``meta``: what the help says of it."""
+
+    name: str
+    hint: Any
+    default: Any
+    meta: Mapping[str, Any]
+
+    @property
+    def secret(self) -> bool:
+        """Whether it is read from the environment alone."""
+        return bool(self.meta.get("secret"))
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return _flag(self.name)
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return VARIABLE_PREFIX + self.name.upper()
 
 
 def parse_config(
@@ -39,14 +67,13 @@ def parse_config(
         epilog="Every option can be set by an environment variable too: --max-num-seqs is PAGEWISE_MAX_NUM_SEQS.",
         allow_abbrev=False,
     )
-    hints = get_type_hints(config_type, include_extras=True)
-    fields = {field.name: field for field in msgspec.structs.fields(config_type)}
-    grouped = [(title, name) for title, names in GROUPS.items() for name in names if name in fields]
+    found = options_of(config_type)
+    grouped = [(title, name) for title, names in GROUPS.items() for name in names if name in found]
     groups = {title: parser.add_argument_group(title) for title, _ in grouped}
     titles = {name: title for title, name in grouped}
     # In the order of the groups; what is in none (the model) stands at the top.
-    for name in [*(name for name in fields if name not in titles and name not in secrets(config_type)), *titles]:
-        _add_argument(groups[titles[name]] if name in titles else parser, name, hints[name], fields[name].default)
+    for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
+        _add_argument(groups[titles[name]] if name in titles else parser, found[name])
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if (model := given.pop("model_argument", None)) is not None:
         given["model"] = model
@@ -63,46 +90,55 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         ConfigError: a value is unusable; the text names the option or variable it came from.
     """
     values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(config_type):
-        variable = VARIABLE_PREFIX + field.name.upper()
-        if field.name in given:
-            values[field.name] = _convert(given[field.name], field.type, _flag(field.name))
-        elif environ.get(variable) and field.name in secrets(config_type):
-            values[field.name] = environ[variable]
-        elif environ.get(variable):
-            values[field.name] = _convert(environ[variable], field.type, variable)
+    for option in options_of(config_type).values():
+        if option.name in given:
+            values[option.name] = _convert(given[option.name], option.hint, option.flag)
+        elif environ.get(option.variable) and option.secret:
+            values[option.name] = environ[option.variable]
+        elif environ.get(option.variable):
+            values[option.name] = _convert(environ[option.variable], option.hint, option.variable)
     if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
         raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
     for name in ("kv_memory", "host_memory", "host_bandwidth"):
         if values.get(name) is not None:
             parse_size(values[name])
-    return config_type(**values)
+    return _compose(config_type, values)
 
 
-def to_argv(config: Struct, target: type[Struct]) -> list[str]:
-    """The options of ``config`` that ``target`` has too and that differ from its defaults, as arguments."""
+def options_of(config_type: type[Struct]) -> dict[str, Option]:
+    """The options of a configuration by name, those of the parts that it is composed of among them."""
+    found: dict[str, Option] = {}
+    for name, hint, default in _fields(config_type):
+        if (part := _part(hint)) is None:
+            found[name] = Option(name, hint, default, _meta(hint))
+            continue
+        for option in options_of(part).values():
+            if option.name not in _meta(hint).get("without", ()):
+                same = found.setdefault(option.name, option)
+                assert same == option, f"parts of {config_type.__name__} disagree about {option.name}"
+    return found
+
+
+def to_argv(config: Struct) -> list[str]:
+    """The options of ``config`` (of one service) that differ from the defaults, as arguments; no secrets."""
     argv = []
-    for field in msgspec.structs.fields(target):
-        value = getattr(config, field.name, None)
-        if value is None or value == field.default or field.name in secrets(target):
+    for option in options_of(type(config)).values():
+        value = getattr(config, option.name)
+        if value is None or value == option.default or option.secret:
             continue
         if isinstance(value, bool):
-            argv.append(_flag(field.name) if value else "--no-" + _flag(field.name)[2:])
+            argv.append(option.flag if value else "--no-" + option.flag[2:])
         else:
-            argv.append(f"{_flag(field.name)}={value}")
+            argv.append(f"{option.flag}={value}")
     return argv
 
 
-def secrets(config_type: type[Struct]) -> list[str]:
-    """Fields that are read from the environment alone."""
-    hints = get_type_hints(config_type, include_extras=True)
-    return [name for name, hint in hints.items() if any((meta.extra or {}).get("secret") for meta in _metas(hint))]
-
-
-def secret_variables(config: Struct, target: type[Struct]) -> dict[str, str]:
-    """The environment that tells ``target`` the secrets of ``config``; ``to_argv`` leaves them out."""
-    values = {name: getattr(config, name, None) for name in secrets(target)}
-    return {VARIABLE_PREFIX + name.upper(): value for name, value in values.items() if value is not None}
+def secret_variables(config: Struct) -> dict[str, str]:
+    """The environment that tells a service the secrets of its ``config``; ``to_argv`` leaves them out."""
+    values = {
+        option.variable: getattr(config, option.name) for option in options_of(type(config)).values() if option.secret
+    }
+    return {variable: value for variable, value in values.items() if value is not None}
 
 
 def parse_size(text: str) -> int:
@@ -128,29 +164,54 @@ def _convert(value: Any, kind: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {error} (got {value!r})") from error
 
 
-def _add_argument(parser: argparse._ActionsContainer, name: str, hint: Any, default: Any) -> None:
-    help_text, metavar, choices = "", None, None
-    for meta in _metas(hint):
-        help_text = meta.description or help_text
-        metavar = (meta.extra or {}).get("metavar", metavar)
+def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """A configuration of option values; each part gets those that are its own."""
+    own: dict[str, Any] = {}
+    for name, hint, _ in _fields(config_type):
+        if (part := _part(hint)) is None:
+            own |= {name: values[name]} if name in values else {}
+        else:
+            taken = options_of(part).keys() - set(_meta(hint).get("without", ()))
+            own[name] = _compose(part, {option: value for option, value in values.items() if option in taken})
+    return config_type(**own)
+
+
+def _fields(config_type: type[Struct]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, annotated type and default of each field."""
+    hints = get_type_hints(config_type, include_extras=True)
+    for field in msgspec.structs.fields(config_type):
+        yield field.name, hints[field.name], field.default
+
+
+def _part(hint: Any) -> type[Struct] | None:
+    """The configuration that a field holds, if it is no option."""
     base = _base(hint)
-    if get_origin(base) is Literal:
-        choices = get_args(base)
-    if default is not None and default is not False and "(default" not in help_text:
-        help_text += f" (default: {default})"
-    if name == "model":
+    return base if isinstance(base, type) and issubclass(base, Struct) else None
+
+
+def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
+    help_text, metavar, base = option.meta.get("text", ""), option.meta.get("metavar"), _base(option.hint)
+    choices = get_args(base) if get_origin(base) is Literal else None
+    if option.default is not None and option.default is not False and "(default" not in help_text:
+        help_text += f" (default: {option.default})"
+    if option.name == "model":
         parser.add_argument("model_argument", nargs="?", metavar=metavar, help=help_text)
         parser.add_argument("--model", help=argparse.SUPPRESS)
     elif base is bool:
-        parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
+        parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
     else:
-        parser.add_argument(_flag(name), metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+        parser.add_argument(option.flag, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
 
 
-def _metas(hint: Any) -> list[Meta]:
-    if get_origin(hint) is Annotated:
-        return [*_metas(get_args(hint)[0]), *(meta for meta in hint.__metadata__ if isinstance(meta, Meta))]
-    return []
+def _meta(hint: Any) -> dict[str, Any]:
+    """What the annotations of a type say beside its constraints; ``text`` is the help."""
+    if get_origin(hint) is not Annotated:
+        return {}
+    found = _meta(get_args(hint)[0])
+    for meta in hint.__metadata__:
+        if isinstance(meta, Meta):
+            found |= (meta.extra or {}) | ({"text": meta.description} if meta.description else {})
+    return found
 
 
 def _base(hint: Any) -> Any:

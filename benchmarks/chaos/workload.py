@@ -46,10 +46,11 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What a stream brought. ``request_id``: the server's, known from the first chunk on."""
+    """What a stream brought. ``request_id``: the server's, known from the first chunk on. ``gateway``: who it asked."""
 
     case: Case
     request_id: str = ""
+    gateway: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
     completion_tokens: int = 0
     prompt_tokens: int = 0
@@ -74,15 +75,22 @@ class Outcome:
             found.append(f"{self.completion_tokens} and {other.completion_tokens} completion tokens")
         return [f"{self.case.kind}: {difference}" for difference in found]
 
-    def longest_gap(self, begins_before: float, ends_after: float) -> float | None:
+    def begins(self, whole: "Outcome") -> bool:
+        """Whether what came before it was cut off is the beginning of ``whole``."""
+        return all(
+            index in whole.choices and whole.choices[index].tokens[: len(choice.tokens)] == choice.tokens
+            for index, choice in self.choices.items()
+        )
+
+    def longest_gap(self, begins_before: float, ends_after: float) -> tuple[float, float] | None:
         """The longest wait for a token of a running output around some moment; None: nothing of it ran then."""
         gaps = [
-            after - before
+            (before, after)
             for choice in self.choices.values()
             for before, after in zip(choice.times, choice.times[1:], strict=False)
             if before < begins_before and after > ends_after
         ]
-        return max(gaps, default=None)
+        return max(gaps, key=lambda gap: gap[1] - gap[0], default=None)
 
 
 def _close(mine: list[float | None], theirs: list[float | None]) -> bool:

@@ -1,0 +1,256 @@
+"""A hundred streams while processes come and go: drives both, and says what was seen."""
+
+import asyncio
+import contextlib
+import statistics
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NamedTuple
+
+import openai
+import psutil
+
+from benchmarks.chaos.disturbances import Disturbance, Monkey
+from benchmarks.chaos.workload import Case, Outcome, client_of, references, stream
+from benchmarks.processes import Cluster, Process, total
+
+START_SECONDS = 180.0
+"""Most that executors may take to start: loading torch three times on two cores that have other work."""
+
+SETTLE_SECONDS = 120.0
+"""Most that streams may take to end once nothing is disturbed any more."""
+
+COPIES = ("stored", "loaded", "spoiled", "fetched", "fetch_failed", "copied")
+"""Events of blocks that go to the host and to other executors, and come back."""
+
+
+MOST_PAUSES = 10
+"""How many of the longest pauses are told one by one."""
+
+
+class Pause(NamedTuple):
+    """Seconds that a stream waited for a token, around what was done to a process.
+
+    ``during``: all that was going on then, in order.
+    """
+
+    seconds: float
+    cause: str
+    stream: str
+    during: tuple[str, ...]
+
+
+@dataclass
+class Report:
+    """What was seen. ``failures``: requests that failed, outputs that differ, processes that did not behave.
+
+    ``cut``: streams that ended with their gateway, which was killed or told to leave: they alone may. ``pauses``: one
+    for each stream and disturbance that it was touched by. ``blocks``: how many were copied, and where to, over all
+    lives of the scheduler. ``rss``: of the scheduler and of the gateway that lives on, in MiB, each second. ``load``:
+    how many wanted a core then, on the mean over a minute.
+    """
+
+    seconds: float = 0.0
+    streams: int = 0
+    cut: int = 0
+    tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
+    blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES, 0))
+    rss: dict[str, list[float]] = field(default_factory=lambda: {"scheduler": [], "gateway": []})
+    load: list[float] = field(default_factory=list)
+
+    def numbers(self) -> dict[str, Any]:
+        """For a result file: times in seconds."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "streams": self.streams,
+            "streams_cut_with_their_gateway": self.cut,
+            "tokens": self.tokens,
+            "failures": len(self.failures),
+            "pause": _spread([pause.seconds for pause in self.pauses]),
+            "by_kind": {kind: self._of_kind(kind) for kind in sorted({event.kind for event in self.disturbances})},
+            "longest_pauses": [
+                {"seconds": round(one.seconds, 2), "cause": one.cause, "stream": one.stream, "during": list(one.during)}
+                for one in sorted(self.pauses, reverse=True)[:MOST_PAUSES]
+            ],
+            "blocks": self.blocks,
+            "load_average": {"median": round(statistics.median(self.load), 1), "worst": round(max(self.load), 1)},
+            "rss_mib": {
+                name: {"start": round(rss[0], 1), "middle": round(rss[len(rss) // 2], 1), "end": round(rss[-1], 1)}
+                for name, rss in self.rss.items()
+                if rss
+            },
+        }
+
+    def _of_kind(self, kind: str) -> dict[str, Any]:
+        events = [event for event in self.disturbances if event.kind == kind]
+        pauses = [pause.seconds for pause in self.pauses if pause.cause == kind]
+        return {
+            "times": len(events),
+            "streams_paused": len(pauses),
+            "pause": _spread(pauses),
+            "rejoined": _spread([event.rejoined for event in events if event.rejoined is not None]),
+        }
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"median": round(statistics.median(values), 2), "worst": round(max(values), 2)}
+
+
+async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
+    """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left."""
+    try:
+        await asyncio.to_thread(cluster.start)
+        monkey.start()
+        await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
+        report = await _disturb(cluster, monkey, cases, seconds)
+        report.failures += await _settled(cluster)
+        if report.blocks["spoiled"]:
+            report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
+    finally:
+        cluster.close()
+    return report
+
+
+async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
+    report = Report()
+    expected = await references(cluster.url, cases)
+    outcomes: list[Outcome] = []
+    until = monotonic() + seconds
+    watching = [asyncio.create_task(watch(cluster, report)) for watch in (_watch_machine, _watch_blocks)]
+    began = monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [(name, await stack.enter_async_context(client_of(url))) for name, url in cluster.urls.items()]
+        streams = [
+            asyncio.create_task(
+                _keep_asking(*clients[number % len(clients)], case, right, until, outcomes, monkey, report)
+            )
+            for number, (case, right) in enumerate(zip(cases, expected, strict=True))
+        ]
+        await monkey.run(until)
+        _, hanging = await asyncio.wait(streams, timeout=SETTLE_SECONDS)
+        report.failures += [f"a stream does not end: {task.get_name()}" for task in hanging]
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    report.seconds = monotonic() - began
+    for task in watching:
+        task.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)
+    report.failures += monkey.failures
+    report.disturbances = monkey.done
+    report.streams, report.tokens = len(outcomes), sum(outcome.completion_tokens for outcome in outcomes)
+    report.pauses = _pauses(outcomes, monkey.done)
+    return report
+
+
+async def _keep_asking(
+    gateway: str,
+    client: openai.AsyncOpenAI,
+    case: Case,
+    right: Outcome,
+    until: float,
+    outcomes: list[Outcome],
+    monkey: Monkey,
+    report: Report,
+) -> None:
+    while monotonic() < until:
+        outcome, began = Outcome(case, gateway=gateway), monotonic()
+        outcomes.append(outcome)
+        try:
+            await stream(client, case, outcome)
+        except Exception as error:
+            if monkey.excuses(gateway, began, monotonic()):
+                report.cut += 1
+                if not outcome.begins(right):
+                    report.failures.append(f"{outcome.request_id} {case.kind}: what came before it was cut off differs")
+            else:
+                said = f"{type(error).__name__}: {error}"
+                report.failures.append(f"{case.kind} {outcome.request_id} through {gateway} failed: {said}")
+            await asyncio.sleep(0.5)
+        else:
+            report.failures += [f"{outcome.request_id} {one}" for one in outcome.differences(right)]
+
+
+async def _watch_machine(cluster: Cluster, report: Report) -> None:
+    while True:
+        first = cluster.gateways["gateway-0"]
+        for name, process in (("scheduler", cluster.scheduler), ("gateway", first)):
+            if (memory := _memory(process)) is not None:
+                report.rss[name].append(memory)
+        report.load.append(psutil.getloadavg()[0])
+        await asyncio.sleep(1.0)
+
+
+def _memory(process: Process) -> float | None:
+    """MiB of a process; None: it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process.exit_code is None:
+            return float(psutil.Process(process.pid).memory_info().rss) / 2**20
+    return None
+
+
+async def _watch_blocks(cluster: Cluster, report: Report) -> None:
+    """Add up what each life of the scheduler counts: with it, its counters begin anew."""
+    before = dict.fromkeys(COPIES, 0)
+    while True:
+        with contextlib.suppress(OSError):
+            samples = await asyncio.to_thread(cluster.scrape)
+            for event in COPIES:
+                now = int(total(samples, "kv_block_events_total", event=event))
+                report.blocks[event] += now - before[event] if now >= before[event] else now
+                before[event] = now
+        await asyncio.sleep(1.0)
+
+
+def _pauses(outcomes: list[Outcome], events: list[Disturbance]) -> list[Pause]:
+    """The longest gap of each stream around each disturbance that it was touched by."""
+    found = []
+    for event in events:
+        for outcome in outcomes:
+            if outcome.case.told_at_end or not _touched(outcome, event):
+                continue
+            # Tokens that are in transit from an executor still come after it.
+            gap = outcome.longest_gap(event.time + 1.0, event.time)
+            if gap is not None:
+                during = tuple(f"{one.kind} {one.victim}" for one in events if one.overlaps(*gap))
+                found.append(Pause(gap[1] - gap[0], event.kind, outcome.case.kind, during))
+    return found
+
+
+def _touched(outcome: Outcome, event: Disturbance) -> bool:
+    match event.target:
+        case "executor":
+            return outcome.request_id in event.request_ids
+        case "gateway":
+            return outcome.gateway == event.victim
+        case "scheduler":
+            return True
+
+
+async def _settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
+    """What is not as it should be once all streams have ended: everything returned, nothing runs, nothing waits."""
+    deadline = monotonic() + seconds
+    while (wrong := await asyncio.to_thread(_unsettled, cluster)) and monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    return wrong
+
+
+def _unsettled(cluster: Cluster) -> list[str]:
+    wrong = [
+        f"{name} is {value:g}"
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        if (value := cluster.metric(name))
+    ]
+    for name, report in cluster.members().items():
+        device = report["device"]
+        if device["free"] + device["cached"] + device["in_use"] != device["num_blocks"]:
+            wrong.append(f"{name}: the blocks do not add up: {device}")
+        held = {key: report[key] for key in ("running", "waiting", "steps_in_flight", "requests")}
+        if device["in_use"] or device["retiring"] or any(held.values()):
+            wrong.append(f"{name} holds something: {device} {held}")
+    return wrong

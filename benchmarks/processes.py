@@ -1,0 +1,395 @@
+"""Pagewise's processes for tests and benchmarks: a ``Cluster`` of single ones, or all that ``pagewise serve`` starts.
+
+Real processes and real sockets on free ports of this machine. Everything that is started ends with whoever has started
+it, whatever happens.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagewise.keys import keys
+from pagewise.process import die_with_parent
+
+SCHEDULER, GATEWAY, EXECUTOR = (f"pagewise_{name}.main" for name in ("scheduler", "gateway", "executor"))
+"""The modules of the three kinds of process."""
+
+HOST_MEMORY = "16MiB"
+"""Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Sample(NamedTuple):
+    """One line of ``/metrics``; the name is without ``pagewise_``, labels are as in ``kind="prompt",...``."""
+
+    name: str
+    labels: str
+    value: float
+
+
+def scrape(url: str, seconds: float = 30.0) -> list[Sample]:
+    """All samples that a server's ``/metrics`` shows."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
+        return parse_metrics(answer.read().decode())
+
+
+def parse_metrics(text: str) -> list[Sample]:
+    """The samples in Prometheus' text format, those of Pagewise."""
+    found = re.findall(r"^pagewise_(\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+    return [Sample(name, labels, float(value)) for name, labels, value in found]
+
+
+def total(samples: list[Sample], name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels.
+
+    Raises:
+        AssertionError: there is no such metric.
+    """
+    values = [sample for sample in samples if sample.name == name]
+    assert values, f"there is no metric {name}"
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(sample.value for sample in values if all(label in sample.labels for label in wanted))
+
+
+def get(url: str, seconds: float = 10.0) -> Any:
+    """A JSON answer."""
+    with urllib.request.urlopen(url, timeout=seconds) as answer:
+        return json.load(answer)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET brings a 200 now."""
+    try:
+        get(url)
+    except OSError:
+        return False
+    return True
+
+
+def free_port(address: str = _LOOPBACK) -> int:
+    """A TCP port that nobody listens on."""
+    with socket.create_server((address, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Process:
+    """One process; what it prints goes to a file under ``folder``, behind what its predecessors have printed."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.frozen = False
+        with self.log.open("ab") as log:
+            self._begin = log.tell()
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | (environment or {}) | {"PYTHONUNBUFFERED": "1"},
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._popen.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            self.frozen = number == signal.SIGSTOP
+        self._popen.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """Its exit code; fails if it does not end in time."""
+        try:
+            return self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} does not end:\n{self.tail()}") from None
+
+    def close(self) -> None:
+        """No process is left behind, frozen ones neither."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+        self._popen.wait()
+
+    def listening(self) -> list[str]:
+        """The addresses that it has printed once it could be reached; none before that."""
+        own = self.log.read_bytes()[self._begin :].decode(errors="replace")
+        found = re.search(r"^listening (.+)\n", own, re.MULTILINE)
+        return found[1].split() if found else []
+
+    def output(self) -> str:
+        """What it and its predecessors have printed."""
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.output().splitlines()[-lines:])
+
+
+class Cluster:
+    """A scheduler, gateways and executors, each of which comes and goes by itself, on ports that stay.
+
+    ``gateways``: how many there may be, each on a port of its own, so that it is known which one a client talks to.
+    ``..._options``: of every process of a kind. ``simulate``: executors invent their tokens, and a step takes so many
+    seconds. ``address``: where the scheduler listens for executors. ``as_shipped``: what compose and the manifests
+    start: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the host,
+    whose copies are verified here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "pagewise-demo",
+        gateways: int = 1,
+        scheduler_options: tuple[str, ...] = (),
+        gateway_options: tuple[str, ...] = (),
+        executor_options: tuple[str, ...] = (),
+        simulate: float | None = None,
+        address: str = _LOOPBACK,
+        as_shipped: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.endpoint = f"tcp://{address}:{free_port(address)}"
+        self.gateway_endpoint = f"tcp://{_LOOPBACK}:{free_port()}"
+        self.urls = {f"gateway-{number}": f"http://{_LOOPBACK}:{free_port()}" for number in range(gateways)}
+        self.url = self.urls["gateway-0"]
+        self.scheduler: Process
+        self.gateways: dict[str, Process] = {}
+        self.executors: list[Process] = []
+        self._model = model
+        # Network namespaces of its own: nobody else can reach them.
+        plaintext = () if address == _LOOPBACK else ("--plaintext",)
+        security, costs = (self._make_keys(), self._host_memory()) if as_shipped else (plaintext, ("--no-profile",))
+        invented = () if simulate is None else ("--simulate", f"--simulate-step={simulate}")
+        self._scheduler_options = (*security, *scheduler_options)
+        self._gateway_options = (*(security if as_shipped else ()), *gateway_options)
+        self._executor_options = (*security, *costs, *invented, *executor_options)
+
+    def start_scheduler(self, seconds: float = 60.0) -> None:
+        """Start it, under the same endpoints each time, and wait until it can be reached."""
+        options = [f"--listen={self.endpoint}", f"--listen-gateways={self.gateway_endpoint}", *self._scheduler_options]
+        self.scheduler = Process("scheduler", self._command(SCHEDULER, options), self.folder)
+        wait_until(lambda: bool(self.scheduler.listening()), seconds, "the scheduler listens", self.scheduler)
+
+    def start_gateway(self, name: str = "gateway-0", *options: str, seconds: float = 60.0) -> Process:
+        """Start one, under the same port each time, and wait until HTTP answers."""
+        port = self.urls[name].rsplit(":", 1)[1]
+        own = [f"--port={port}", f"--scheduler={self.gateway_endpoint}", f"--gateway-id={name}"]
+        process = Process(name, self._command(GATEWAY, [*own, *self._gateway_options, *options]), self.folder)
+        self.gateways[name] = process
+        wait_until(lambda: answers(f"{self.urls[name]}/version"), seconds, f"{name} answers", process)
+        return process
+
+    def start(self) -> None:
+        """Start the scheduler and every gateway."""
+        self.start_scheduler()
+        for name in self.urls:
+            self.start_gateway(name)
+
+    def start_executor(
+        self,
+        name: str,
+        *options: str,
+        prefix: tuple[str, ...] = (),
+        endpoint: str | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Process:
+        """Start one; ``prefix``: what goes in front of its command."""
+        own = [f"--scheduler={endpoint or self.endpoint}", f"--executor-id={name}", "--threads=1"]
+        command = [*prefix, *self._command(EXECUTOR, [*own, *self._executor_options, *options])]
+        process = Process(name, command, self.folder, environment)
+        self.executors.append(process)
+        return process
+
+    def get(self, path: str) -> Any:
+        """A JSON answer of a gateway that is able to give one."""
+        return get(self._able() + path)
+
+    def scrape(self) -> list[Sample]:
+        """All metrics."""
+        return scrape(self._able())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples, of those that have these labels."""
+        return total(self.scrape(), name, **labels)
+
+    def members(self) -> dict[str, dict[str, Any]]:
+        """Memory reports of the executors that are in, by name; none while no scheduler answers."""
+        try:
+            return {report["executor_id"]: report for report in self.get("/debug/memory?limit=1000")["executors"]}
+        except OSError:
+            return {}
+
+    def executors_ready(self) -> int:
+        """How many executors take work; none while no scheduler answers."""
+        try:
+            return int(self.metric("executors_ready"))
+        except OSError:
+            return 0
+
+    def wait_ready(self, count: int, seconds: float = 60.0) -> float:
+        """Wait for that many executors; returns how long it took, in seconds."""
+        began = time.monotonic()
+        wait_until(lambda: self.executors_ready() >= count, seconds, f"{count} executors", self.scheduler)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        """End everything at once."""
+        scheduler = [self.scheduler] if hasattr(self, "scheduler") else []
+        for process in [*self.gateways.values(), *self.executors, *scheduler]:
+            process.close()
+
+    def _able(self) -> str:
+        """Where a gateway is that neither has ended nor hangs."""
+        able = [name for name, process in self.gateways.items() if process.exit_code is None and not process.frozen]
+        return self.urls[able[0]] if able else self.url
+
+    def _command(self, module: str, options: list[str]) -> list[str]:
+        return [sys.executable, "-m", module, self._model, *options]
+
+    def _make_keys(self) -> tuple[str, ...]:
+        folder = self.folder / "keys"
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the numbers
+            assert keys(["--keys", str(folder), "init"]) == 0
+        return (f"--keys={folder}",)
+
+    def _host_memory(self) -> tuple[str, ...]:
+        # Not /dev/shm: what executors that are killed leave there would stay.
+        folder = self.folder / "memory"
+        folder.mkdir(exist_ok=True)
+        return f"--host-memory={HOST_MEMORY}", f"--host-memory-dir={folder}", "--verify-copies"
+
+
+@contextlib.contextmanager
+def running(cluster: Cluster, executors: int) -> Iterator[Cluster]:
+    """The cluster with its scheduler, its gateways and so many executors, all ready."""
+    try:
+        cluster.start()
+        for number in range(executors):
+            cluster.start_executor(f"first-{number}")
+        cluster.wait_ready(executors, 90.0)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str, process: Process) -> None:
+    """Wait for something that ``process`` is to bring about; fails if it does not in time, or ends."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.exit_code is None, f"{process.name} ended with {process.exit_code}:\n{process.tail()}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}\n{process.tail()}"
+        time.sleep(0.05)
+
+
+class Served:
+    """A running ``pagewise serve`` that has said that it serves; ``output`` collects every line it prints."""
+
+    def __init__(self, *arguments: str, ready_seconds: float = 90.0) -> None:
+        self.output: list[str] = []
+        self.url = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pagewise.main", "serve", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            preexec_fn=die_with_parent,
+        )
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(ready_seconds) or not self.url:
+            self.close()
+            raise RuntimeError("pagewise serve did not become ready:\n" + "".join(self.output))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if line.startswith("Serving "):
+                self.url = line.split(" at ")[1].split(" ")[0]
+                self._ready.set()
+        self._ready.set()
+
+    def pids(self, module: str) -> list[int]:
+        """Its children that run ``module``."""
+        return [pid for pid, command in children(self.process.pid) if module.encode() in command]
+
+    def scrape(self) -> list[Sample]:
+        """All metrics."""
+        return scrape(self.url)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples."""
+        return total(self.scrape(), name, **labels)
+
+    def wait_for_metric(self, name: str, value: float, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while (now := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+            time.sleep(0.2)
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(timeout=10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, ready_seconds: float = 90.0) -> Iterator[Served]:
+    """``pagewise serve`` on a free port, ready."""
+    server = Served(*arguments, ready_seconds=ready_seconds)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def children(parent: int) -> list[tuple[int, list[bytes]]]:
+    """Process id and command line of the children of a process."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
+                found.append((int(entry.name), command))
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False

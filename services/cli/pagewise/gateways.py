@@ -1,0 +1,94 @@
+"""Several gateways on one port of this machine; ``pagewise gateways`` starts nothing else."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import urllib.request
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+from pagewise_shared.config import GatewayConfig, GatewaysConfig, secret_variables, to_argv
+
+from pagewise.process import STOP_SECONDS, Service
+from pagewise.supervisor import Group, StartError, Supervisor
+
+log = logging.getLogger(__name__)
+
+_MODULE = "pagewise_gateway.main"
+
+
+async def gateways(config: GatewaysConfig) -> int:
+    """Run gateways until Ctrl-C or SIGTERM, or until one cannot start; returns the exit code."""
+    try:
+        with reserved_port(config.gateway) as port:
+            gateway = replace(config.gateway, port=port, gateway_id=socket.gethostname())
+            return await Supervisor([gateway_group(gateway, config.gateways)]).run(_announce(gateway))
+    except StartError as error:
+        log.error("%s", error)
+        return 1
+
+
+def gateway_group(config: GatewayConfig, count: int) -> Group:
+    """``count`` gateways that share the port of ``config``, and call themselves by its ``gateway_id`` and a number.
+
+    Asked to stop, they let streams go on for a while.
+    """
+    services = []
+    for number in range(count):
+        one = replace(config, reuse_port=count > 1, gateway_id=f"{config.gateway_id}-{number}")
+        services.append(Service(f"gateway-{number}", _MODULE, to_argv(one), variables=secret_variables(one)))
+    return Group(services, signal.SIGTERM, max(STOP_SECONDS, config.shutdown_timeout + STOP_SECONDS / 2))
+
+
+@contextlib.contextmanager
+def reserved_port(config: GatewayConfig) -> Iterator[int]:
+    """The port that gateways are to listen on, for as long as the context lasts: with 0 a free one is chosen.
+
+    It is bound here without ever listening, which lets gateways come and go on it. Sockets of gateways that share a
+    port would share it with anybody of the same user as well: that somebody else listens there is found out here.
+
+    Raises:
+        StartError: the address cannot be had.
+    """
+    with contextlib.ExitStack() as stack:
+        port = config.port
+        try:
+            for family, kind, protocol, _, address in socket.getaddrinfo(
+                config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                holder = stack.enter_context(socket.socket(family, kind, protocol))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                holder.bind((address[0], port, *address[2:]))
+                port = holder.getsockname()[1]
+        except OSError as error:
+            raise StartError(f"cannot serve HTTP on {config.host} port {port}: {error.strerror}") from error
+        yield port
+
+
+def url_of(config: GatewayConfig) -> str:
+    """Where gateways with this configuration answer."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{'https' if config.ssl_certfile else 'http'}://{host}:{config.port}"
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of ``url``, on a gateway that was started here, brings a 200."""
+    trusting = ssl.create_default_context()
+    trusting.check_hostname = False  # the certificate is for the name that clients know
+    trusting.verify_mode = ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=2, context=trusting) as answer:  # noqa: S310  # nosec B310 # our own server
+            return bool(answer.status == 200)
+    except OSError:  # not there yet, or 503: URLError and HTTPError are OSErrors
+        return False
+
+
+async def _announce(config: GatewayConfig) -> None:
+    while not await asyncio.to_thread(answers, f"{url_of(config)}/version"):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    log.info("%s is up", url_of(config))

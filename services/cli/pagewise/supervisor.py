@@ -1,0 +1,104 @@
+"""Keeps the processes of one command running: starts again what dies, and stops everything in order."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from pagewise.process import STOP_SECONDS, Service
+
+log = logging.getLogger(__name__)
+
+CANNOT_START = 2
+"""A service's exit code when starting it again would fail the same way."""
+
+_RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
+_SETTLED_SECONDS = 30.0
+_INTERRUPTED = 130
+
+
+class StartError(Exception):
+    """A service cannot be started; the text says which."""
+
+
+class Group(NamedTuple):
+    """Services that stop together: what they are told by, and the seconds after which they are killed."""
+
+    services: Sequence[Service]
+    signal: signal.Signals
+    seconds: float = STOP_SECONDS
+
+
+class Supervisor:
+    """Runs groups of services, which stop one group after the other."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._services = [service for group in groups for service in group.services]
+        self._stopping = asyncio.Event()
+        self._killed = False
+
+    async def run(self, announcement: Coroutine[None, None, None]) -> int:
+        """Run until Ctrl-C or SIGTERM, or until a service cannot start; returns the exit code.
+
+        ``announcement`` runs beside the services and may end at any time. A second signal kills everything at once.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        stop: asyncio.Task[Any] = asyncio.create_task(self._stopping.wait())
+        beside = asyncio.create_task(announcement)
+        keepers = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks = {stop, beside, *keepers}
+        try:
+            while not stop.done():
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            log.info("stopping")
+        except StartError as error:
+            log.error("%s", error)
+            return 1
+        finally:
+            await self._stop()
+            beside.cancel()
+            await asyncio.gather(stop, beside, *keepers, return_exceptions=True)
+        return _INTERRUPTED if self._killed else 0
+
+    def _interrupt(self) -> None:
+        """Stop in order; when asked again, kill everything."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            return
+        self._killed = True
+        for service in self._services:
+            service.kill()
+
+    async def _stop(self) -> None:
+        self._stopping.set()
+        for group in self._groups:
+            await asyncio.gather(*(service.stop(group.signal, group.seconds) for service in group.services))
+
+    async def _keep(self, service: Service) -> None:
+        """Start a service again and again, ever more slowly while it dies soon.
+
+        Raises:
+            StartError: it cannot start, or has died too often.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code = await service.run()
+            if self._stopping.is_set():
+                return
+            if code == CANNOT_START:
+                raise StartError(f"{service.name} cannot start, its last lines say why: stopping")
+            failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
+            if failures > len(_RESTART_PAUSES):
+                raise StartError(f"{service.name} ended {failures} times in a row right after its start: stopping")
+            pause = _RESTART_PAUSES[max(0, failures - 1)]
+            log.warning("%s ended with code %d, starting it again in %g s", service.name, code, pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
