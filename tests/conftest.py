@@ -12,7 +12,7 @@ from pagewise_shared.cpu_threads import wait_variables
 # As executors do, before torch is imported. Otherwise tests that run beside others take several times as long.
 os.environ.update(wait_variables(os.environ))
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # In Triton's interpreter; it has to be known before anything imports Triton.
