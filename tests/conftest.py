@@ -1,4 +1,4 @@
-"""For all tests: how kernels run. Each room has its own builders and fakes.
+"""For all tests: how kernels and CPU threads run. Each room has its own builders and fakes.
 
 With a GPU the kernels run there, so tests that take the ``device`` count as ``gpu`` tests, and those that need the
 interpreter, marked ``interpreted``, are skipped.
@@ -7,6 +7,11 @@ interpreter, marked ``interpreted``, are skipped.
 import os
 
 import pytest
+from pagewise_shared.cpu_threads import wait_variables
+
+# As executors do, before torch is imported. Otherwise tests that run beside others take several times as long.
+os.environ.update(wait_variables(os.environ))
+
 import torch
 
 if not torch.cuda.is_available():

@@ -53,6 +53,18 @@ def test_streams(tmp_path: Path) -> None:
     assert (row["streams"], row["errors"]) == (20, 0)
 
 
+@pytest.mark.timeout(180)
+def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
+    record = tmp_path / "cpu-threads.json"
+    command = [sys.executable, "-m", "benchmarks.cpu_threads.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert {(row["setting"], row["beside"]) for row in rows} == {
+        (setting, beside) for setting in ("unset", "GOMP_SPINCOUNT=0") for beside in ("nothing", "a busy process")
+    }
+
+
 @pytest.mark.timeout(300)
 def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
     record = tmp_path / "routing.json"

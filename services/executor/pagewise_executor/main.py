@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
+from pagewise_shared.cpu_threads import CpuTimes, choose_threads, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Hold a KV pool and run the step plans that a pagewise-scheduler sends.",
     )
     configure_logging(config.log_level, "executor")
+    os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     try:
         # Before the worker, which takes its time to load a model.
         endpoint = next(
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
-    """The runner that ``config`` asks for. Torch is imported only if a model is run.
+    """Make the runner that ``config`` asks for. Torch is imported only if a model is run.
 
     Raises:
         ModelError: the model cannot be served.
@@ -74,10 +77,14 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
 
         return SimulatedRunner(config, config.simulate_step)
     log.info("starting torch")
+    began = CpuTimes.now()
     from pagewise_executor.kv.block_endpoint import block_listener
     from pagewise_executor.kv.peers import Peers
     from pagewise_executor.model_runner import ModelRunner
 
+    if config.threads is None:
+        config = msgspec.structs.replace(config, threads=choose_threads(began))
+        log.info("using %d CPU threads (set --threads for another number)", config.threads)
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     if not config.lend_blocks:
         return ModelRunner(config, host_folder=folder)

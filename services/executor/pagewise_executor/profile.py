@@ -1,10 +1,14 @@
-"""What steps and copies cost on this machine, measured once when the executor starts, in about a second."""
+"""Measures what steps and copies cost on this machine, once when the executor starts, in about a second.
+
+Another process on the same cores makes a run slower, never faster. So of several runs the fastest counts, and if the
+results do not fit together, everything is measured again, for a limited time.
+"""
 
 import logging
 import queue
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from pagewise_shared.errors import ModelError
@@ -18,27 +22,71 @@ log = logging.getLogger(__name__)
 
 _SMALL, _LARGE, _CONTEXT = 16, 256, 2048
 _REPEATS = 3
-_PATIENCE = 0.5
+_LONGEST_RUN = 0.5
 """Seconds after which nothing larger is tried: a slow machine or link is profiled by what it has done so far."""
+_MOST_SECONDS = 2.0
+"""Seconds of steps, or of copies in one direction, after which nothing is measured again."""
+_SPREAD, _SLACK = 1.25, 50.0
+"""The two fastest of several runs agree if they differ by no more than this factor and these microseconds."""
+_TOLERANCE = 0.1
+"""The share of a measured time by which the fitted costs may miss it."""
 _COPY_TIMEOUT = 60
+
+Timer = Callable[[int, int], float]
+"""Times a step that computes ``count`` tokens after ``start`` others: (start, count) to microseconds."""
+
+
+class StepCosts(NamedTuple):
+    """Microseconds of a step, of each token, of one token attending to one, and of each token of context."""
+
+    step: float
+    token: float
+    attention: float = 0.0
+    context: float = 0.0
+
+
+class _Fastest:
+    """The fastest of the runs of one measurement, in microseconds."""
+
+    def __init__(self, run: Callable[[], float]) -> None:
+        self._run = run
+        self._runs: list[float] = []
+
+    def run(self) -> None:
+        """Measure once more."""
+        self._runs.append(self._run())
+
+    @property
+    def time(self) -> float:
+        """The fastest run."""
+        return min(self._runs)
+
+    @property
+    def steady(self) -> bool:
+        """Whether the two fastest runs agree."""
+        fastest, second = sorted(self._runs)[:2]
+        return second <= _SPREAD * fastest + _SLACK
 
 
 def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | None) -> MeasuredCosts:
-    """Time prefill chunks, and copies between ``host`` and the device. The runner's rows are in disorder afterwards.
+    """Time prefill chunks, and copies between ``host`` and the device. The runner must be reset afterwards.
 
-    It writes over blocks of the device pool, which is new, and over no named block of the host, which may be inherited.
+    It writes over blocks of the device pool, which is new, and over no hashed block of the host tier, which may be
+    inherited from another process.
 
     Raises:
         ModelError: copies fail, or take forever.
     """
     began = time.perf_counter()
     room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
-    steps = _measure_steps(runner, min(room, max_num_batched_tokens), room)
+    steps = measure_steps(
+        lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room
+    )
     costs = MeasuredCosts(*steps)
     if host is not None:
         load = _measure_copies(host, "load", runner.info.num_blocks, range(host.num_blocks))
         unnamed = host.unnamed()
-        # Where every block is worth something a store is taken to cost what a load does.
+        # If no block may be written over, a store is taken to cost what a load costs.
         store = _measure_copies(host, "store", runner.info.num_blocks, unnamed) if unnamed else load
         costs = MeasuredCosts(*steps, *load, *store)
     log.info(
@@ -52,31 +100,92 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
     return costs
 
 
-def _measure_steps(runner: Runner, largest: int, room: int) -> tuple[float, float, float, float]:
-    """Microseconds of a step, of a token, of one token attending to one, and of each token of context."""
-    small = max(1, min(_SMALL, largest // 2))
-    dummy_prefill(runner, 0, small)  # warms up
-    few = _median(lambda: dummy_prefill(runner, 0, small))
-    large = min(_LARGE, largest)
-    if few * (large / small) > _PATIENCE * 1e6 or large <= small:
-        return 0.0, few / small, 0.0, 0.0
-    many = _median(lambda: dummy_prefill(runner, 0, large))
-    token = max(0.0, (many - few) / (large - small))
-    step = max(0.0, few - token * small)
+def measure_steps(timer: Timer, largest: int, room: int) -> StepCosts:
+    """Fit the costs of steps to chunks of two sizes, each with and without a context before it.
+
+    ``largest``: tokens of the largest chunk, ``room``: of the longest sequence. A token always costs something, and a
+    step never less than nothing, whatever is measured.
+    """
+    small, large = max(1, min(_SMALL, largest // 2)), min(_LARGE, largest)
+    timer(0, small)  # warms up
+    few = _Fastest(lambda: timer(0, small))
+    _repeat([few])
+    if few.time * (large / small) > _LONGEST_RUN * 1e6 or large <= small:
+        return StepCosts(0.0, few.time / small)
+    many = _Fastest(lambda: timer(0, large))
     context = min(_CONTEXT, room - large - 1)
     if context < large:
-        return step, token, 0.0, 0.0
+        _measure_until(lambda: _doubt_about_chunks(few, many, small, large), [few, many], "steps")
+        return StepCosts(*_line(few.time, many.time, small, large))
+    far_few, far_many = _Fastest(lambda: timer(context, small)), _Fastest(lambda: timer(context, large))
+
+    def doubt() -> str:
+        if far_few.time < (1 - _TOLERANCE) * few.time or far_many.time < (1 - _TOLERANCE) * many.time:
+            return f"a chunk takes less time with a context of {context} tokens than without"
+        return _doubt_about_chunks(few, many, small, large)
+
+    _measure_until(doubt, [few, many, far_few, far_many], "steps")
     # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
-    far_small = max(0.0, _median(lambda: dummy_prefill(runner, context, small)) - few) / context
-    far_large = max(0.0, _median(lambda: dummy_prefill(runner, context, large)) - many) / context
-    attention = max(0.0, (far_large - far_small) / (large - small))
-    return step, token, attention, max(0.0, far_small - attention * small)
+    per_few = max(0.0, far_few.time - few.time) / context
+    per_many = max(0.0, far_many.time - many.time) / context
+    attention = max(0.0, (per_many - per_few) / (large - small))
+    step, token = _line(few.time, many.time, small, large)
+    return StepCosts(step, token, attention, max(0.0, per_few - attention * small))
+
+
+def _doubt_about_chunks(few: _Fastest, many: _Fastest, small: int, large: int) -> str:
+    """Return why the times of chunks without context cannot be right; empty if they can."""
+    if many.time <= few.time:
+        return f"{large} tokens take {many.time:.0f} µs and {small} tokens {few.time:.0f} µs"
+    if few.time * (1 + _TOLERANCE) < many.time * (small / large):
+        return f"a token costs more among {large} than among {small}"
+    return ""
+
+
+def _line(few: float, many: float, small: int, large: int) -> tuple[float, float]:
+    """Return what does not depend on the size, never negative, and what each unit of the size costs, always positive.
+
+    ``few`` and ``many``: the times for sizes ``small`` and ``large``.
+    """
+    unit = (many - few) / (large - small)
+    if unit <= 0 or few < unit * small:
+        return 0.0, many / large
+    return few - unit * small, unit
+
+
+def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], what: str) -> None:
+    """Repeat the measurements in turn until nothing speaks against them, or for as long as there is time.
+
+    ``doubt`` returns what does not fit together. If something is left at the end, the log says so.
+    """
+    until = time.perf_counter() + _MOST_SECONDS
+    while True:
+        _repeat(measurements)
+        reason = doubt()
+        if not reason and not all(each.steady for each in measurements):
+            reason = "the times of equal runs differ"
+        if not reason:
+            return
+        if time.perf_counter() > until:
+            log.warning(
+                "the measured costs of %s are not to be trusted (%s): is something else using this machine? They are "
+                "corrected while requests run",
+                what,
+                reason,
+            )
+            return
+
+
+def _repeat(measurements: Sequence[_Fastest]) -> None:
+    for _ in range(_REPEATS):
+        for each in measurements:
+            each.run()
 
 
 def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
-    What it computes is of no interest, only what memory it takes. The runner's rows are in disorder afterwards.
+    The result does not matter, only the memory that the step takes. The runner must be reset afterwards.
     """
     info = runner.info
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
@@ -91,14 +200,12 @@ def profile_run(runner: Runner, num_tokens: int) -> None:
     runner.execute(plan).result()
 
 
-def _median(measure: Callable[[], float]) -> float:
-    return statistics.median(measure() for _ in range(_REPEATS))
-
-
 def dummy_prefill(runner: Runner, start: int, count: int) -> float:
-    """Microseconds of a step that computes ``count`` tokens after ``start`` others, whose K and V are whatever lies
-    there."""
-    runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # a former process may have left blocks on the host
+    """Return the microseconds of a step that computes ``count`` tokens after ``start`` others.
+
+    The K and V of these others are whatever lies in the pool. The runner must be reset afterwards.
+    """
+    runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # another process may have left blocks on the host
     total = start + count
     blocks = np.arange(-(-total // runner.info.block_size), dtype=np.int32)
     new = NewSequence(
@@ -117,13 +224,13 @@ def dummy_prefill(runner: Runner, start: int, count: int) -> float:
 def _measure_copies(
     host: HostTier, direction: Direction, num_blocks: int, host_blocks: Sequence[int]
 ) -> tuple[float, float]:
-    """Microseconds of a list of copies between ``host_blocks`` and the first of ``num_blocks`` on the device, and of
-    each block in it."""
+    """Return the microseconds of a list of copies between ``host_blocks`` and the first of ``num_blocks`` on the
+    device, and of each block in it."""
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     host.report = done.put
     begin = host.load if direction == "load" else host.store
 
-    def measure(count: int) -> float:
+    def copy(count: int) -> float:
         pairs = np.stack([np.arange(count), host_blocks[:count]], axis=1).astype(np.int32)
         begin(StepPlan(epoch=0, step=1), pairs if direction == "store" else pairs[:, ::-1])
         try:
@@ -137,11 +244,23 @@ def _measure_copies(
             raise ModelError(f"copies to or from the host fail: {copied.error.message}")
         return float(copied.elapsed_us)
 
-    first = measure(1)
-    affordable = int(_PATIENCE * 1e6 / max(1.0, first)) // _REPEATS
+    first = copy(1)
+    affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
     largest = min(64, num_blocks, len(host_blocks), affordable)
     if largest < 2:
         return 0.0, first
-    one = _median(lambda: measure(1))
-    block = max(0.0, _median(lambda: measure(largest)) - one) / (largest - 1)
-    return max(0.0, one - block), block
+    return measure_copies(copy, largest, direction)
+
+
+def measure_copies(copy: Callable[[int], float], largest: int, direction: str) -> tuple[float, float]:
+    """Fit the costs of copies to lists of one block and of ``largest`` blocks: of the list, and of each block.
+
+    ``copy``: from a number of blocks to the microseconds that their copy takes.
+    """
+    one, many = _Fastest(lambda: copy(1)), _Fastest(lambda: copy(largest))
+
+    def doubt() -> str:
+        return "" if many.time > one.time else f"{largest} blocks take no longer than one"
+
+    _measure_until(doubt, [one, many], f"copies ({direction})")
+    return _line(one.time, many.time, 1, largest)

@@ -1,0 +1,149 @@
+"""The CPU threads of an executor: how many there are, and how they wait for each other.
+
+torch runs every operation on a team of OpenMP threads, which meet at a barrier behind it. A thread that arrives early
+spins there before it sleeps: for some milliseconds, unless the OpenMP runtime is told otherwise. Between the short
+operations of a decode step these threads mostly spin. That costs CPU time, and it becomes a disaster as soon as another
+process needs one of the cores: the spinning threads then keep the core from the one thread that they wait for.
+``docs/performance.md`` has the measurements. The variables are read when the runtime is loaded with torch, so they must
+be in the environment before that.
+
+This module does not import torch: the command line uses it too, for the executors that it starts.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_WAIT_VARIABLES = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Threads sleep at once: in GNU's runtime, which torch brings along, and in Intel's, which some builds use instead."""
+_CHOSEN_BY_USER = ("OMP_WAIT_POLICY", *_WAIT_VARIABLES)
+
+_ROOT = Path("/")
+
+
+def wait_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that keep an executor's threads from spinning.
+
+    They are to be added to ``environ``, the environment of an executor, before it imports torch. Nothing is returned if
+    the user has chosen a way to wait there: whoever sets one of these variables knows why.
+    """
+    if any(name in environ for name in _CHOSEN_BY_USER):
+        return {}
+    return dict(_WAIT_VARIABLES)
+
+
+def available_cores(root: Path = _ROOT) -> int:
+    """Return the number of physical cores that this process may use, at least 1.
+
+    A CPU quota of the cgroup limits the result, rounded down: with more threads than the quota has cores, the kernel
+    would stop all of them for a part of every period. ``root``: where /proc and /sys are.
+    """
+    return _within_quota(_physical_cores(root), root)
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Return the CPU quota of this process in cores; None if it has none.
+
+    The quotas of its cgroup and of all cgroups above apply, so the smallest counts. cgroup v2 has them in ``cpu.max``,
+    v1 in ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``.
+    """
+    quotas = [quota for folder in _cpu_cgroups(root) if (quota := _quota_of(folder)) is not None]
+    return min(quotas, default=None)
+
+
+class CpuTimes(NamedTuple):
+    """CPU time up to a moment: ``everybody``'s on the CPUs that this process may use, and ``own``, in seconds."""
+
+    at: float
+    everybody: float
+    own: float
+
+    @classmethod
+    def now(cls, root: Path = _ROOT) -> "CpuTimes":
+        """Read the times of this moment; without /proc, as on macOS, others seem to use nothing."""
+        stat = root / "proc/stat"
+        busy = 0
+        allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        for line in stat.read_text().splitlines() if stat.exists() else ():
+            name, *ticks = line.split()
+            if name in allowed:
+                # user, nice, system, idle, iowait, irq, softirq, steal
+                busy += sum(map(int, ticks[:8])) - int(ticks[3]) - int(ticks[4])
+        return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+    def used_by_others(self, since: "CpuTimes") -> float:
+        """Return how many CPUs others have used on average since an earlier moment."""
+        elapsed = self.at - since.at
+        others = (self.everybody - since.everybody) - (self.own - since.own)
+        return max(0.0, others / elapsed) if elapsed > 0 else 0.0
+
+
+def choose_threads(since: CpuTimes, root: Path = _ROOT) -> int:
+    """Return the number of threads for an executor: the cores it may use, without those that others keep busy.
+
+    A core counts as busy if others have used it since ``since`` and over the last minute as well. So what ended shortly
+    ago does not count, such as an executor that this one replaces, nor does what has only begun, such as the services
+    that start beside this executor. If half of the cores or more are busy, they are used all the same: the kernel then
+    gives a team on all cores at least as much time as a team on the others would have.
+    """
+    cores = _physical_cores(root)
+    load = root / "proc/loadavg"
+    last_minute = float(load.read_text().split()[0]) if load.exists() else 0.0
+    free = cores - round(min(CpuTimes.now(root).used_by_others(since), last_minute))
+    return _within_quota(free if 2 * free > cores else cores, root)
+
+
+def share_of_cores(executors: int, root: Path = _ROOT) -> int:
+    """Return the number of threads for each of several executors that are started together, at least 1."""
+    return max(1, available_cores(root) // max(1, executors))
+
+
+def _physical_cores(root: Path) -> int:
+    """Return the physical cores this process may run on: hyper-threads of a core share its arithmetic units."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def _within_quota(cores: int, root: Path) -> int:
+    quota = cpu_quota(root)
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def _cpu_cgroups(root: Path) -> Iterator[Path]:
+    """Yield the folders of the cgroups that may limit the CPU time of this process, for cgroup v1 and v2.
+
+    A container often sees the path of its cgroup on the host, but has the cgroup itself mounted as the top: folders
+    that do not exist are passed over by the caller.
+    """
+    own, mounts = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            tops = [mounts, mounts / "unified"]
+        elif "cpu" in controllers.split(","):
+            tops = [mounts / controllers, mounts / "cpu"]
+        else:
+            continue
+        for top in tops:
+            folder = top / path.strip("/")
+            while folder != top:
+                yield folder
+                folder = folder.parent
+            yield top
+
+
+def _quota_of(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None

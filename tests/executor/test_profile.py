@@ -1,0 +1,108 @@
+"""What is made of the times of steps and copies: of exact ones, disturbed ones, and such as make no sense."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from pagewise_executor import profile
+from pagewise_executor.profile import measure_copies, measure_steps
+
+STEP, TOKEN, ATTENTION, CONTEXT = 900.0, 40.0, 0.02, 0.5
+LARGEST, ROOM = 2048, 8192
+
+
+def exact(start: int, count: int) -> float:
+    """A step whose costs are just those."""
+    return STEP + TOKEN * count + start * (CONTEXT + ATTENTION * count)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_MOST_SECONDS", 0.2)
+
+
+def test_costs_are_found_again(caplog: pytest.LogCaptureFixture) -> None:
+    assert measure_steps(exact, LARGEST, ROOM) == pytest.approx((STEP, TOKEN, ATTENTION, CONTEXT))
+    assert measure_copies(lambda count: 30.0 + 7.0 * count, 64, "load") == pytest.approx((30.0, 7.0))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_were_disturbed_do_not_count(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(seed)
+
+    def disturbed(time: float) -> float:
+        return time * rng.choice([1.0, 1.0, 1.01, rng.uniform(1.5, 20.0)])
+
+    found = measure_steps(lambda start, count: disturbed(exact(start, count)), LARGEST, ROOM)
+    assert found == pytest.approx((STEP, TOKEN, ATTENTION, CONTEXT), rel=0.15, abs=0.05)
+    setup, block = measure_copies(lambda count: disturbed(1000.0 + 700.0 * count), 64, "store")
+    assert setup == pytest.approx(1000.0, rel=0.2)
+    assert block == pytest.approx(700.0, rel=0.05)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "slower",
+    [
+        lambda start, count: 16.0 if count == 16 else 1.0,  # as if a token cost less than nothing
+        lambda start, count: 10.0 if count == 256 else 1.0,  # as if a step did
+        lambda start, count: 1.0 if start else 10.0,  # as if a context saved time
+    ],
+)
+def test_it_measures_again_when_what_it_sees_makes_no_sense(
+    slower: Callable[[int, int], float], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = itertools.count()
+
+    def timer(start: int, count: int) -> float:
+        disturbed = next(calls) < 16  # all runs of the first turn
+        return exact(start, count) * (slower(start, count) if disturbed else 1.0)
+
+    found = measure_steps(timer, LARGEST, ROOM)
+    assert found == pytest.approx((STEP, TOKEN, ATTENTION, CONTEXT))
+    assert next(calls) > 16
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        lambda start, count: 10_000.0 - 10 * count,
+        lambda start, count: count**2.0,
+        lambda start, count: 5_000.0,
+        lambda start, count: exact(0, count) * (0.5 if start else 1.0),
+    ],
+)
+def test_what_stays_nonsense_is_bounded_and_said(
+    nonsense: Callable[[int, int], float], caplog: pytest.LogCaptureFixture
+) -> None:
+    costs = measure_steps(nonsense, LARGEST, ROOM)
+    assert costs.token > 0
+    assert min(costs) >= 0
+    assert "the measured costs of steps are not to be trusted" in caplog.text
+
+
+def test_copies_that_take_no_time_are_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert measure_copies(lambda count: 640.0, 64, "load") == (0.0, 10.0)
+    assert (
+        "the measured costs of copies (load) are not to be trusted (64 blocks take no longer than one)" in caplog.text
+    )
+
+
+def test_a_slow_machine_is_profiled_by_small_steps() -> None:
+    sizes = []
+
+    def slow(start: int, count: int) -> float:
+        sizes.append(count)
+        return 1e6 * count
+
+    assert measure_steps(slow, LARGEST, ROOM) == (0.0, 1e6, 0.0, 0.0)
+    assert set(sizes) == {16}
+
+
+def test_a_short_pool_is_profiled_without_context(caplog: pytest.LogCaptureFixture) -> None:
+    assert measure_steps(exact, 128, 128) == pytest.approx((STEP, TOKEN, 0.0, 0.0))
+    assert measure_steps(exact, 1, 1) == (0.0, exact(0, 1), 0.0, 0.0)
+    assert not caplog.text
