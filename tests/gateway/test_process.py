@@ -120,24 +120,27 @@ async def test_streams_go_on_after_sigterm() -> None:
 
 
 async def test_streams_that_take_too_long_after_sigterm_are_ended_properly() -> None:
-    async with scheduler().listening() as fake, aiohttp.ClientSession() as http:
-        async with started("--scheduler", fake.endpoint, "--shutdown-timeout", "0.5") as gateway:
-            await gateway.until_ready(http)
-            body = {**BODY, "max_tokens": 50_000}
-            whole = asyncio.create_task(answer_of(http, gateway.url, {**body, "stream": False}))
-            async with http.post(gateway.url + "/v1/completions", json=body) as response:
-                await response.content.readuntil(b"\n\n")
-                gateway.process.send_signal(signal.SIGTERM)
-                await asyncio.sleep(0.2)
-                with pytest.raises(aiohttp.ClientConnectionError):
-                    await http.get(gateway.url + "/version", headers={"Connection": "close"})
-                events = (await response.text()).strip().split("\n\n")  # its end is marked: it was not cut
-            error = json.loads(events[-1].removeprefix("data: "))["error"]
-            assert (error["code"], error["message"]) == ("service_unavailable", "the gateway is shutting down")
-            assert (await whole)[0] == 503
-            assert await stopped(gateway) == 0
-            assert len(fake.aborts) == 2
-            assert fake.goodbyes == ["stopped"]
+    async with (
+        scheduler().listening() as fake,
+        aiohttp.ClientSession() as http,
+        started("--scheduler", fake.endpoint, "--shutdown-timeout", "0.5") as gateway,
+    ):
+        await gateway.until_ready(http)
+        body = {**BODY, "max_tokens": 50_000}
+        whole = asyncio.create_task(answer_of(http, gateway.url, {**body, "stream": False}))
+        async with http.post(gateway.url + "/v1/completions", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            gateway.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await http.get(gateway.url + "/version", headers={"Connection": "close"})
+            events = (await response.text()).strip().split("\n\n")  # its end is marked: it was not cut
+        error = json.loads(events[-1].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == ("service_unavailable", "the gateway is shutting down")
+        assert (await whole)[0] == 503
+        assert await stopped(gateway) == 0
+        await fake.until(lambda: fake.goodbyes == ["stopped"])
+        assert len(fake.aborts) == 2
 
 
 async def answer_of(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, Any]:
