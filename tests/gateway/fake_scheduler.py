@@ -97,6 +97,7 @@ class FakeScheduler:
         heartbeat_ms: as in the welcome.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument.
+        keys: public and secret key, if connections are encrypted.
     """
 
     ready: int = 1
@@ -120,6 +121,7 @@ class FakeScheduler:
     snapshots: dict[str, MetricsSnapshot] = field(default_factory=dict)
     reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
     members: dict[bytes, Member] = field(default_factory=dict)
+    keys: tuple[bytes, bytes] | None = None
     endpoint: str = ""
 
     @property
@@ -158,6 +160,9 @@ class FakeScheduler:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self.keys is not None:  # whoever knows its public key may come in
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = self.keys
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._generate())]

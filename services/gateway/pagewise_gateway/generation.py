@@ -10,9 +10,10 @@ SequenceDeltas. Errors::
 """
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
 from pagewise_shared.protocol import FinishReason, KeyLimits, TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
@@ -77,8 +78,7 @@ class GenerationRequest:
         return self.beam is not None or self.best_of > 0
 
 
-@dataclass(slots=True)
-class SequenceDelta:
+class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
     """What is new in one sequence: text that is final (never taken back), and the tokens behind it.
 
     ``index``: of the sequence among all of its request, prompt by prompt, n each. ``text`` lags behind the tokens
@@ -89,8 +89,8 @@ class SequenceDelta:
 
     index: int
     text: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -81,6 +81,8 @@ class _Completion:
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """The events that tell the news."""
+        if len(news) == 1:
+            return self._event(news[0])
         return b"".join([self._event(delta) for delta in news])
 
     def last(self) -> bytes:

@@ -44,6 +44,8 @@ class Output:
         "_logprobs",
         "_parts",
         "_pending",
+        "_push",
+        "_stops",
         "_text",
         "_told",
         "finished",
@@ -69,6 +71,8 @@ class Output:
             include_stop_str_in_output=request.include_stop_str_in_output,
             min_tokens=request.sampling.min_tokens,
         )
+        self._push = self._text.push_one
+        self._stops = bool(request.stop)
         self._hides_stop = not request.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
         self._last_time = 0.0
@@ -90,14 +94,14 @@ class Output:
         else:
             self._first(now)
         self.tokens.append(token)
-        if token != self.hidden and (fresh := self._text.push((token,))):
+        if token != self.hidden and (fresh := self._push(token)):
             self._parts.append(fresh)
         if self._pending:
             self._live.count_unread()
         else:
             self._pending = True
             self._live.changed(self)
-        return self._text.stopped_by is not None
+        return self._stops and self._text.stopped_by is not None
 
     def take_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the token that came last."""

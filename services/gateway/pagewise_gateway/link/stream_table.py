@@ -115,8 +115,7 @@ class StreamTable:
         gaps: dict[float, int] = {}
         known = {entry.index: entry for entry in logprobs}
         for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
-            output = outputs.get(stream)
-            if output is None:
+            if (output := outputs.get(stream)) is None:
                 continue
             if output.take(token, now, gaps):
                 stopped[stream] = outputs.pop(stream)

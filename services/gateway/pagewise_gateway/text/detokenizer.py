@@ -1,7 +1,7 @@
 """Text from tokens as they come, for one sequence."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagewise_gateway.text.stop_matcher import StopMatcher
 from pagewise_gateway.text.token_bytes import TokenBytes
@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
     ``min_tokens``: stop strings are not looked for in the text of that many first tokens.
     """
 
-    __slots__ = ("_decoder", "_matcher", "_unchecked")
+    __slots__ = ("_decoder", "_matcher", "_unchecked", "push_one")
 
     def __init__(
         self,
@@ -45,6 +45,9 @@ class IncrementalDetokenizer:
             self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
         self._unchecked = min_tokens if stop else 0
+        # Called for every token that is served: no layers between it and the decoder where nothing is looked for.
+        self.push_one: Callable[[int], str] = self._push_one if stop else self._decoder.push_one
+        """Take the next token, return the text that is final now."""
 
     @property
     def stopped_by(self) -> str | None:
@@ -65,6 +68,9 @@ class IncrementalDetokenizer:
             fresh = self._matcher.push(fresh)
         return text + fresh if text else fresh
 
+    def _push_one(self, token_id: int) -> str:
+        return self.push((token_id,))
+
     def finish(self) -> str:
         """No more tokens come: the text that was held back (an incomplete character as U+FFFD)."""
         rest = self._decoder.finish()
@@ -76,7 +82,7 @@ class IncrementalDetokenizer:
 class _ByteDecoder:
     """Decodes vocabularies whose tokens have fixed bytes: exact, and each token is looked at once."""
 
-    __slots__ = ("_skipped", "_strip_space", "_token_bytes", "_utf8")
+    __slots__ = ("_open", "_skipped", "_strip_space", "_texts", "_token_bytes", "_utf8")
 
     def __init__(
         self, tokenizer: Tokenizer, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], skip_special: bool
@@ -87,6 +93,8 @@ class _ByteDecoder:
         self._utf8 = _UTF8("replace")
         context = self._bytes(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._utf8.decode(context)  # keeps the bytes of an incomplete last character
+        self._texts = token_bytes.texts
+        self._open = self._is_open()
 
     def push(self, token_ids: Sequence[int]) -> str:
         data = self._bytes(token_ids)
@@ -95,11 +103,21 @@ class _ByteDecoder:
         text = self._utf8.decode(data)
         if self._strip_space and text:
             self._strip_space = False
-            return text.removeprefix(" ")
+            text = text.removeprefix(" ")
+        self._open = self._is_open()
         return text
+
+    def push_one(self, token_id: int) -> str:
+        if not self._open and (text := self._texts.get(token_id)) is not None and token_id not in self._skipped:
+            return text
+        return self.push((token_id,))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
+
+    def _is_open(self) -> bool:
+        """Whether the text of a token depends on what came before it."""
+        return self._strip_space or bool(self._utf8.getstate()[0])
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
         skipped, table = self._skipped, self._token_bytes
@@ -133,6 +151,9 @@ class _WindowDecoder:
         if window.endswith("\ufffd") and len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
             return ""
         return self._take(window)
+
+    def push_one(self, token_id: int) -> str:
+        return self.push((token_id,))
 
     def finish(self) -> str:
         return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""

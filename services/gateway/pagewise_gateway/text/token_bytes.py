@@ -5,6 +5,7 @@ Mistral, Gemma, Phi-3): nearly every model. Text can then be decoded exactly, to
 a token twice. WordPiece and other decoders that look at neighbouring tokens have no such table.
 """
 
+import contextlib
 import re
 from typing import Any
 
@@ -27,7 +28,8 @@ _ALPHABET = _byte_level_alphabet()
 class TokenBytes:
     """Maps token ids to bytes, lazily.
 
-    ``strips_first_space``: the decoder drops one space at the very beginning of a text.
+    ``strips_first_space``: the decoder drops one space at the very beginning of a text. ``texts``: of the tokens looked
+    up so far, the texts of those that are whole characters.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, strips_first_space: bool) -> None:
@@ -35,6 +37,7 @@ class TokenBytes:
         self._backend = backend
         self._convert = _from_byte_level if byte_level else _from_sentencepiece
         self._known: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> "TokenBytes | None":
@@ -59,6 +62,8 @@ class TokenBytes:
         if known is None:
             token = self._backend.id_to_token(token_id)
             known = self._known[token_id] = b"" if token is None else self._convert(token)
+            with contextlib.suppress(UnicodeDecodeError):
+                self.texts[token_id] = known.decode()
         return known
 
 
