@@ -213,7 +213,8 @@ class PlayedGateway:
         for failed in outputs.failed:
             if (request := self._of(failed.stream)) is not None:
                 request.error = FailedPromptError(failed)
-        for request in set(self.requests.values()):
+        in_order = [self._of(finished.stream) for finished in outputs.finished] + list(self.requests.values())
+        for request in dict.fromkeys(request for request in in_order if request is not None):
             request.changed.set()
             if request.done:
                 self._forget(request)
