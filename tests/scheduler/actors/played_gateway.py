@@ -260,7 +260,7 @@ class PlayedGateway:
         submit = Submit(self.epoch, self._next, *list(tuple_of(submit))[2:])
         outputs = len(submit.prompts) * submit.n
         known = [
-            unpack_int32s(progress.tokens).tolist()
+            unpack_int32s(progress.tokens[: len(progress.tokens) // 4 * 4]).tolist()
             for prompt in submit.prompts
             for progress in (prompt.progress or [StreamProgress()] * submit.n)
         ]
