@@ -43,6 +43,14 @@ def test_only_the_executor_loads_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_scheduler_loads_neither_text_nor_http() -> None:
+    # Its memory is one of the reasons why gateways are processes of their own.
+    kept_out = {"aiohttp", "transformers", "tokenizers", "jinja2", "huggingface_hub"}
+    code = f"import sys, pagewise_scheduler.main; loaded = {kept_out} & set(sys.modules); assert not loaded, loaded"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_and_simulation_do_not_load_torch() -> None:
     code = (
         "import sys; from pagewise_executor.main import build_runner; "

@@ -229,7 +229,6 @@ class Metrics:
             "block_transfer_seconds", "What fetching KV from other executors took, transfer by transfer."
         )
         self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")

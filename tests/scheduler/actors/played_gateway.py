@@ -213,7 +213,8 @@ class PlayedGateway:
         for failed in outputs.failed:
             if (request := self._of(failed.stream)) is not None:
                 request.error = FailedPromptError(failed)
-        for request in set(self.requests.values()):
+        in_order = [self._of(finished.stream) for finished in outputs.finished] + list(self.requests.values())
+        for request in dict.fromkeys(request for request in in_order if request is not None):
             request.changed.set()
             if request.done:
                 self._forget(request)
@@ -259,7 +260,7 @@ class PlayedGateway:
         submit = Submit(self.epoch, self._next, *list(tuple_of(submit))[2:])
         outputs = len(submit.prompts) * submit.n
         known = [
-            unpack_int32s(progress.tokens).tolist()
+            unpack_int32s(progress.tokens[: len(progress.tokens) // 4 * 4]).tolist()
             for prompt in submit.prompts
             for progress in (prompt.progress or [StreamProgress()] * submit.n)
         ]

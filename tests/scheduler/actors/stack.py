@@ -47,7 +47,14 @@ def gateways_of(path: Path) -> str:
 class Stack:
     """A coordinator, a gateway that is played, and what a test wants to know of them."""
 
-    def __init__(self, path: Path, unplaced_timeout: float = 5.0, keys: Keys | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        unplaced_timeout: float = 5.0,
+        keys: Keys | None = None,
+        gateway_keys: Keys | None = None,
+        **options: Any,
+    ) -> None:
         self.path = path
         self.metrics = Metrics("m")
         given = {
@@ -65,7 +72,7 @@ class Stack:
             SchedulerConfig(**(given | options)),
             self.metrics,
             executor_keys=keys,
-            gateway_keys=None,
+            gateway_keys=gateway_keys,
             unplaced_timeout=unplaced_timeout,
         )
         self.fleet, self.gateways = self.coordinator.fleet, self.coordinator.gateways
@@ -113,15 +120,22 @@ async def until(holds: Any, seconds: float = 10.0) -> None:
 
 @asynccontextmanager
 async def running(
-    path: Path, unplaced_timeout: float = 5.0, keys: Keys | None = None, **options: Any
+    path: Path,
+    unplaced_timeout: float = 5.0,
+    keys: Keys | None = None,
+    gateway_keys: Keys | None = None,
+    **options: Any,
 ) -> AsyncIterator[Stack]:
-    """A scheduler that runs, and a gateway that has joined it.
+    """A scheduler that runs, and a gateway that has joined it, unless gateways need keys.
 
     ``unplaced_timeout``: seconds that requests wait for an executor.
     """
-    stack = Stack(path, unplaced_timeout, keys, **options)
+    stack = Stack(path, unplaced_timeout, keys, gateway_keys, **options)
     task = asyncio.create_task(stack.coordinator.run())
     try:
+        if gateway_keys is not None:
+            yield stack
+            return
         async with gateway(path) as stack.gateway:
             yield stack
     finally:

@@ -1,26 +1,17 @@
 """How much may wait, what those are told that may not, and in which order the others go."""
 
 import asyncio
-import json
-import socket
-from array import array
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_executor.simulated import SimulatedRunner
+from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.backlog import Backlog, Load
-from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.generation import AdmissionError, GenerationRequest, SlowReaderError
-from pagewise_scheduler.http import create_app, listening
-from pagewise_shared.config import ExecutorConfig, SchedulerConfig
-from pagewise_shared.sampling import SamplingParams
 
-from tests.scheduler.actors.test_fleet import TOKENIZER, Stack, executor, running
+from tests.scheduler.actors.played_gateway import PlayedRequest, RefusedRequestError
+from tests.scheduler.actors.stack import Stack, executor, running, until
 
 
 def refused(backlog: Backlog, new: Load, waiting: Load, now: float) -> AdmissionError:
@@ -95,20 +86,12 @@ def test_a_sole_key_may_fill_the_queue() -> None:
     assert refused(backlog, Load(1, 1), Load(4, 4), 0.0).reason == "max_waiting"
 
 
-def generation(
-    name: str, prompt: list[int], max_tokens: int = 4, priority: int = 0, key: str = ""
-) -> GenerationRequest:
-    tokens, sampling = array("i", prompt), SamplingParams(temperature=0)
-    return GenerationRequest(name, tokens, max_tokens, sampling, priority=priority, arrival_time=monotonic(), key=key)
-
-
-async def finished_in_order(stack: Stack, requests: list[GenerationRequest]) -> list[str]:
+async def finished_in_order(stack: Stack, requests: list[PlayedRequest]) -> list[str]:
     order: list[str] = []
 
-    async def read(request: GenerationRequest) -> None:
-        async for _ in stack.router.submit(request):
-            pass
-        order.append(request.request_id)
+    async def read(request: PlayedRequest) -> None:
+        await request.result()
+        order.append(request.submit.request_id)
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         for request in requests:
@@ -116,115 +99,88 @@ async def finished_in_order(stack: Stack, requests: list[GenerationRequest]) -> 
     return order
 
 
-async def test_a_burst_in_one_round_of_the_event_loop_is_bounded(tmp_path: Path) -> None:
+async def test_a_burst_in_one_round_is_bounded(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
         await stack.ready(1)
-        streams = [stack.router.submit(generation(f"r{number}", [number, 1, 2])) for number in range(8)]
-        with pytest.raises(AdmissionError) as error:
-            stack.router.submit(generation("over", [1]))
-        assert (error.value.kind, error.value.reason) == ("overloaded", "max_waiting")
-        assert stack.router.waiting == Load(8, 24)
-        for stream in streams:
-            async for _ in stream:
-                pass
+        requests = [await stack.gateway.submit([number, 1, 2]) for number in range(20)]
+        await until(lambda: all(request.error or request.started for request in requests))
+        errors = [request.error for request in requests if isinstance(request.error, RefusedRequestError)]
+        assert {(error.kind, error.reason) for error in errors} == {("overloaded", "max_waiting")}
+        # Four run at a time: between eight and twelve have come in, by how many have begun before the last came.
+        assert 8 <= len(errors) <= 12
+        for request in requests:
+            if request.error is None:
+                await request.result()
         assert stack.router.waiting == Load()
-        stack.router.submit(generation("long", [1] * 200))
-        assert b'requests_refused_total{model_name="m",reason="max_waiting"} 1.0' in stack.metrics.render()
+        request = await stack.gateway.submit([1] * 200, max_tokens=1)
+        await request.result()
+        assert stack.metric("requests_refused_total", reason="max_waiting") == len(errors)
 
 
-@pytest.mark.parametrize("where", ["router", "engine"])
-async def test_a_key_that_floods_leaves_room_for_others(tmp_path: Path, where: str) -> None:
+async def test_a_request_is_taken_as_a_whole_or_refused_as_a_whole(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
         await stack.ready(1)
-        # Four run, if they are let to the engine first.
-        running_now = [stack.router.submit(generation(f"r{number}", [number], 50, key="bob")) for number in range(4)]
-        engine = stack.router.engines[0]
-        async with asyncio.timeout(5):
-            while engine.scheduler.num_running < 4:
-                await asyncio.sleep(0.005)
-        streams, errors = [], []
-        for number in range(8):
-            try:
-                streams.append(stack.router.submit(generation(f"a{number}", [number, 1, 2], key="alice")))
-            except AdmissionError as error:
-                errors.append(error)
-            if where == "engine":
-                await asyncio.sleep(0.02)
+        request = await stack.gateway.submit(*([number] for number in range(5)), n=2)
+        with pytest.raises(RefusedRequestError, match="waiting already"):
+            await request.result()
+        assert stack.router.waiting == Load()
+        request = await stack.gateway.submit([1], [1] * 5, [2], [3] * 9000)
+        with pytest.raises(RefusedRequestError, match="the request may reach 9008 tokens") as error:
+            await request.result()
+        assert error.value.kind == "never_fits"
+        await stack.all_free()
+        request = await stack.gateway.submit([1], [2], [1], n=2)
+        outputs = await request.result()
+        assert outputs[0] == outputs[4]
+        assert outputs[0] != outputs[2]
+        assert [len(tokens) for tokens in outputs] == [8] * 6
+
+
+async def test_a_key_that_floods_leaves_room_for_others(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        running_now = [await stack.gateway.submit([number], max_tokens=50, key="bob") for number in range(4)]
+        engine = stack.engines[0]
+        await until(lambda: engine.scheduler.num_running == 4)
+        floods = [await stack.gateway.submit([number, 1, 2], max_tokens=4, key="alice") for number in range(8)]
+        await until(lambda: sum(request.error is not None for request in floods) == 4)
+        errors = [request.error for request in floods if isinstance(request.error, RefusedRequestError)]
         assert [error.reason for error in errors] == ["max_waiting_share"] * 4
         assert all(error.kind == "overloaded" and error.retry_after for error in errors)
-        assert len(engine.scheduler.waiting) == (4 if where == "engine" else 0)
-        streams.append(stack.router.submit(generation("b", [7, 8, 9], key="bob")))
-        for stream in running_now:
-            stream.abort()
-        for stream in streams:
-            async for _ in stream:
-                pass
+        assert len(engine.scheduler.waiting) == 4
+        last = await stack.gateway.submit([7, 8, 9], max_tokens=4, key="bob")
+        for request in running_now:
+            await stack.gateway.abort(request)
+        for request in [*(request for request in floods if request.error is None), last]:
+            assert len((await request.result())[0]) == 4
         assert stack.router.waiting == Load()
         assert engine.scheduler.waiting.account("alice").num_prompt_tokens == 0
 
 
 async def test_priorities_at_the_router_and_at_the_engine(tmp_path: Path) -> None:
-    def requests(name: str) -> list[GenerationRequest]:
-        return [generation(f"{name}{priority}", [priority + 3] * 30, 20, priority) for priority in (3, 1, 2, 0)]
+    async def requests(stack: Stack, name: str) -> list[PlayedRequest]:
+        return [
+            await stack.gateway.submit(
+                [priority + 3] * 30, max_tokens=20, priority=priority, request_id=f"{name}{priority}"
+            )
+            for priority in (3, 1, 2, 0)
+        ]
 
     wanted = ["0", "1", "2", "3"]
     async with running(tmp_path) as stack:
         async with executor(tmp_path, step_seconds=0.002):
             await stack.ready(1)
-            # The pool has 256 tokens and the budget is 64: at most two prefills begin in a step.
-            order = await finished_in_order(stack, requests("engine"))
+            # Four run at a time, and when those end the others are all there; the budget of a step is 64 tokens: at
+            # most two prefills begin in one.
+            fillers = [await stack.gateway.submit([9, number], max_tokens=60) for number in range(4)]
+            await until(lambda: stack.engines[0].scheduler.num_running == 4)
+            waiting = asyncio.create_task(finished_in_order(stack, await requests(stack, "engine")))
+            await until(lambda: stack.router.waiting.sequences == 4)
+            assert not any(filler.done for filler in fillers)
+            order = await waiting
             assert order == ["engine" + name for name in wanted]
         await stack.ready(0)
-        waiting = asyncio.create_task(finished_in_order(stack, requests("router")))
-        await asyncio.sleep(0.1)
-        assert stack.router.waiting.sequences == 4
+        waiting = asyncio.create_task(finished_in_order(stack, await requests(stack, "router")))
+        await until(lambda: stack.router.waiting.sequences == 4)
         async with executor(tmp_path, "other", step_seconds=0.002):
             assert await waiting == ["router" + name for name in wanted]
-
-
-async def until_free(scheduler: Scheduler) -> None:
-    """Until no block is in use; the steps in flight may still touch some."""
-    async with asyncio.timeout(5):
-        while scheduler.kv.pool.num_in_use:
-            await asyncio.sleep(0.001)
-
-
-async def test_a_socket_that_is_not_read_from_holds_no_blocks(tmp_path: Path) -> None:
-    request = {"prompt": [1, 2, 3], "max_tokens": 6000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
-    body = json.dumps(request).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    config = ExecutorConfig(num_blocks=4096)
-    async with running(tmp_path) as stack, executor(tmp_path, runner=SimulatedRunner(config)):
-        await stack.ready(1)
-        app = create_app(stack.router, TOKENIZER, SchedulerConfig(write_timeout=0.5), stack.metrics)
-        limits: dict[str, float] = {"keepalive_timeout": 75.0, "shutdown_timeout": 1.0}
-        async with listening(app, stack.metrics, host="127.0.0.1", port=0, max_connections=9, **limits) as address:
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect(address)
-                client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-                engine = stack.router.engines[0]
-                async with asyncio.timeout(60):
-                    while engine.scheduler.num_prefix_queries == 0 or stack.router.placing.load(engine):
-                        await asyncio.sleep(0.01)
-                await until_free(engine.scheduler)
-                assert b'http_slow_readers_total{model_name="m"} 1.0' in stack.metrics.render()
-                assert b'finished_reason="abort",model_name="m"} 8.0' in stack.metrics.render()
-
-
-async def test_a_client_that_leaves_too_much_unread_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewise_scheduler.actors.live_request.MOST_UNREAD", 20)
-    async with running(tmp_path) as stack, executor(tmp_path):
-        await stack.ready(1)
-        stream = stack.router.submit(generation("slow", [1, 2, 3], 200))
-        assert isinstance(stream, LiveRequest)
-        engine = stack.router.engines[0]
-        async with asyncio.timeout(10):
-            while not stream.done:
-                await asyncio.sleep(0.001)
-        assert 20 < stream.stats.output_tokens < 60, "stopped within a few steps"
-        await until_free(engine.scheduler)
-        with pytest.raises(SlowReaderError):
-            async for _ in stream:
-                pass
-        assert b'http_slow_readers_total{model_name="m"} 1.0' in stack.metrics.render()

@@ -61,42 +61,8 @@ class Coordinator:
         self.metrics = metrics
         self._mailbox = Mailbox()
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
-        epochs = count(time.time_ns() // 1_000_000)
-        self._executor_socket = RouterSocket(
-            "executor",
-            config.listen,
-            decode_from_executor,
-            self._mailbox,
-            metrics,
-            keys=executor_keys,
-            timeout=config.executor_timeout,
-            queued_frames=_QUEUED_FRAMES_OF_EXECUTOR,
-        )
-        self._gateway_socket = RouterSocket(
-            "gateway",
-            config.listen_gateways,
-            decode_from_gateway,
-            self._mailbox,
-            metrics,
-            keys=gateway_keys,
-            timeout=config.gateway_timeout,
-            queued_frames=_QUEUED_FRAMES_OF_GATEWAY,
-        )
-        self.fleet = Fleet(
-            self._executor_socket,
-            JoinGuard("executor", executor_keys),
-            metrics,
-            config.executor_timeout,
-            FleetOptions(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                step_timeout=config.step_timeout,
-                recovery=config.recovery,
-                eviction=config.eviction,
-            ),
-            lambda: next(epochs),
-        )
+        self._epochs = count(time.time_ns() // 1_000_000)
+        self.fleet = self._make_fleet(config, executor_keys)
         self.router = self.fleet.router = Router(
             metrics,
             self.fleet.guarded,
@@ -105,44 +71,76 @@ class Coordinator:
             timeout=unplaced_timeout,
             routing=config.routing,
         )
-        self.gateways = Gateways(
-            self._gateway_socket,
-            JoinGuard("gateway", gateway_keys),
-            metrics,
-            config.gateway_timeout,
-            self.router,
-            lambda: next(epochs),
-            self._answer,
-        )
+        self.gateways = self._make_gateways(config, gateway_keys)
         self.draining = Draining(self.fleet, self.router, metrics)
         self.fleet.on_leaving = self.draining.begin
         self._gauges = Gauges(self.router, metrics)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
 
+    def _make_fleet(self, config: SchedulerConfig, keys: Keys | None) -> Fleet:
+        socket = RouterSocket(
+            "executor",
+            config.listen,
+            decode_from_executor,
+            self._mailbox,
+            self.metrics,
+            keys=keys,
+            timeout=config.executor_timeout,
+            queued_frames=_QUEUED_FRAMES_OF_EXECUTOR,
+        )
+        options = FleetOptions(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            step_timeout=config.step_timeout,
+            recovery=config.recovery,
+            eviction=config.eviction,
+        )
+        guard = JoinGuard("executor", keys)
+        return Fleet(socket, guard, self.metrics, config.executor_timeout, options, self._next_epoch)
+
+    def _make_gateways(self, config: SchedulerConfig, keys: Keys | None) -> Gateways:
+        socket = RouterSocket(
+            "gateway",
+            config.listen_gateways,
+            decode_from_gateway,
+            self._mailbox,
+            self.metrics,
+            keys=keys,
+            timeout=config.gateway_timeout,
+            queued_frames=_QUEUED_FRAMES_OF_GATEWAY,
+        )
+        guard = JoinGuard("gateway", keys)
+        timeout = config.gateway_timeout
+        return Gateways(socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer)
+
+    def _next_epoch(self) -> int:
+        return next(self._epochs)
+
     @property
     def executor_endpoint(self) -> str:
         """Where executors connect to."""
-        return self._executor_socket.endpoint
+        return self.fleet.socket.endpoint
 
     @property
     def gateway_endpoint(self) -> str:
         """Where gateways connect to."""
-        return self._gateway_socket.endpoint
+        return self.gateways.socket.endpoint
 
     async def run(self) -> None:
         """Serve until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._executor_socket.run(), name="executors' socket")
-            tasks.create_task(self._gateway_socket.run(), name="gateways' socket")
+            tasks.create_task(self.fleet.socket.run(), name="executors' socket")
+            tasks.create_task(self.gateways.socket.run(), name="gateways' socket")
             tasks.create_task(self._tick(), name="ticks")
             while True:
                 self._round(await self._mailbox.take_all())
 
     def close(self) -> None:
         """Close the sockets of a coordinator that was never run."""
-        self._executor_socket.close()
-        self._gateway_socket.close()
+        self.fleet.socket.close()
+        self.gateways.socket.close()
 
     def _round(self, messages: list[MailboxMessage]) -> None:
         for message in messages:

@@ -40,6 +40,7 @@ from pagewise_scheduler.actors.submissions import (
     is_resumed,
     names_of,
     num_streams,
+    num_unfinished,
     requests_of,
 )
 from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
@@ -159,7 +160,9 @@ class Gateways(Sessions[Gateway]):
                 self._send(session, QueryAnswer(message.number, body is not None, body or b""))
             case MetricsSnapshot(families=families):
                 if not self.metrics.gateways.take(session.identity, session.name, families):
-                    self.drop(session.identity, "impossible", "metrics that are none")
+                    # No reason to give it up, and all its requests with it.
+                    self.metrics.frames_dropped("impossible").inc()
+                    self._complaints.warning("gateway %s tells metrics that are none", session.name)
 
     def _submit(self, session: Session[Gateway], submit: Submit) -> None:
         gateway = session.peer
@@ -218,18 +221,16 @@ class Gateways(Sessions[Gateway]):
         if not requests:
             gateway.outputs.started.append(Started(submission.stream))
             return
-        tokens = sum(len(request.prompt_token_ids) for request in requests)
         if not is_resumed(submit):
-            self.metrics.prompt_tokens.inc(tokens)
-            submission.usage.use("prompt", tokens)
-        for number, request in enumerate(requests):
+            submission.usage.use("prompt", sum(len(request.prompt_token_ids) for request in requests))
+        for number, (request, prompt) in enumerate(zip(requests, submit.prompts, strict=True)):
             live = LiveRequest(
                 request,
                 submit.stream + number * submit.n,
                 gateway.outputs,
                 lambda live: self._prompt_ended(gateway, submission, live),
                 now,
-                unfinished=submit.n - sum(sequence.finished for sequence in request.sequences),
+                unfinished=num_unfinished(prompt, request),
                 tokens_before=sum(len(sequence.output_token_ids) for sequence in request.sequences),
             )
             submission.prompts.append(live)

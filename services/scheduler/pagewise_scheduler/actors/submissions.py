@@ -133,6 +133,12 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
     return requests
 
 
+def num_unfinished(prompt: PromptToGenerate, request: Request) -> int:
+    """How many outputs of a prompt are still to come. Those that are chosen at the end come all together."""
+    left = request.n - sum(progress.finished for progress in prompt.progress)
+    return request.n if left and request.chooses else left
+
+
 def end_of(sequence: Sequence) -> tuple[FinishReason, int | None] | None:
     """Why a sequence that comes with tokens takes no more, though its gateway has not been told; None: it does."""
     tokens, request = sequence.output_token_ids, sequence.request

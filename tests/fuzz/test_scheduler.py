@@ -1,4 +1,4 @@
-"""A fleet on a real socket beside a hostile executor: it goes on serving the others, and nothing of it grows."""
+"""A scheduler on real sockets beside a hostile executor or gateway: it serves the others, and nothing of it grows."""
 
 import asyncio
 import threading
@@ -10,26 +10,34 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.generation import AdmissionError, GenerationError
+from msgspec import structs
 from pagewise_shared import protocol
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
+    Abort,
     Copied,
+    FinishStream,
     Goodbye,
     Heartbeat,
     Hello,
     Message,
+    MetricsSnapshot,
+    PromptToGenerate,
+    Query,
     StepPlan,
     StepResult,
+    StreamProgress,
+    Submit,
     Welcome,
     decode_from_scheduler,
     pack_int32s,
 )
-from pagewise_shared.sampling import BeamParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.fuzz import messages
 from tests.fuzz.effort import EFFORT, examples
-from tests.scheduler.actors.test_fleet import RawExecutor, Stack, executor, hello, running
+from tests.scheduler.actors.played_gateway import FailedPromptError, PlayedGateway, RefusedRequestError
+from tests.scheduler.actors.stack import RawExecutor, Stack, executor, gateways_of, hello, running
 
 pytestmark = pytest.mark.timeout(300 * EFFORT)
 
@@ -76,9 +84,9 @@ class Background:
 
     async def _serve(self) -> None:
         self._over = asyncio.Event()
-        async with running(self.path) as self.stack, executor(self.path, "honest"):
-            # On a busy machine the honest executor must not be given up for being slow.
-            self.stack.fleet._executor_timeout = self.stack.fleet._step_timeout = 60.0
+        # On a busy machine the honest executor must not be given up for being slow.
+        slow = {"executor_timeout": 60.0, "step_timeout": 60.0, "gateway_timeout": 60.0}
+        async with running(self.path, **slow) as self.stack, executor(self.path, "honest"):
             await self.stack.ready(1)
             self._ready.set()
             await self._over.wait()
@@ -144,9 +152,9 @@ async def fight(stack: Stack, raw: RawExecutor, moves: list[Message | bytes | st
     await raw.send(Goodbye(1, "enough"))
     async with asyncio.timeout(60):
         for victim in victims:
-            with suppress(GenerationError, AdmissionError):
+            with suppress(FailedPromptError, RefusedRequestError):
                 await victim
-    while len(stack.fleet._members) > 1:
+    while len(stack.fleet) > 1:
         await asyncio.sleep(0.01)
 
 
@@ -155,13 +163,13 @@ async def check(background: Background) -> None:
     stack = background.stack
     async with asyncio.timeout(60):
         assert await stack.generate(PROMPT) == background.expected
-        (engine,) = stack.router.engines
+        (engine,) = stack.engines
         while engine.scheduler.kv.num_available != BLOCKS:
             await asyncio.sleep(0.01)
-    assert stack.router.placing.load(engine) == 0
+    assert stack.router.placer.load(engine) == 0
     assert engine.scheduler.requests == []
     assert stack.router.waiting.sequences == 0
-    assert len(stack.fleet._members) == 1
+    assert len(stack.fleet) == 1
     assert len(stack.fleet._bad_frames) <= 10_001
 
 
@@ -171,4 +179,81 @@ def test_a_hostile_executor_disturbs_nobody(
     background: Background, moves: list[Message | bytes | str], beam: bool
 ) -> None:
     background.do(play(background.stack, background.path, moves, beam))
+    background.do(check(background))
+
+
+# ---- a hostile gateway ---------------------------------------------------------------------------------
+
+PROMPTS = st.lists(
+    st.builds(
+        PromptToGenerate,
+        st.one_of(st.lists(st.integers(0, 4095), min_size=1, max_size=9).map(pack_int32s), messages.BYTES),
+        st.one_of(st.integers(0, 20), messages.INTS),
+        st.lists(messages.of(StreamProgress, tokens=TOKENS), max_size=2).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
+SMALL = st.one_of(st.integers(0, 3), messages.INTS)
+GOOD_SUBMIT: dict[str, Any] = {
+    "epoch": 0,
+    "stream": 0,
+    "request_id": "hostile",
+    "prompts": (PromptToGenerate(pack_int32s([1, 2, 3]), 9),),
+    "sampling": SamplingParams(temperature=0),
+}
+SUBMITS = st.one_of(
+    messages.of(Submit, stream=st.integers(0, 40), prompts=PROMPTS, n=SMALL, best_of=SMALL),
+    # One field is wrong: the others would let it in.
+    st.sampled_from(Submit.__struct_fields__).flatmap(
+        lambda name: messages.of(Submit).map(lambda any_: Submit(**(GOOD_SUBMIT | {name: getattr(any_, name)})))
+    ),
+    st.builds(lambda prompts, stream: Submit(**(GOOD_SUBMIT | {"prompts": prompts, "stream": stream})), PROMPTS, SMALL),
+)
+STREAM_MOVES = st.one_of(messages.of(Abort, stream=SMALL), messages.of(FinishStream, stream=SMALL))
+QUERIES = st.one_of(messages.of(Query), messages.of(MetricsSnapshot))
+GATEWAY_MOVES = st.lists(
+    st.one_of(messages.frames(protocol.FromGateway), SUBMITS, STREAM_MOVES, QUERIES, st.just("wait")), max_size=12
+)
+
+
+async def annoy(path: Path, moves: list[Message | bytes | str], ending: str) -> None:
+    """A gateway that joins and does all this under its epoch, reads nothing, and is gone in the end."""
+    hostile = PlayedGateway(gateways_of(path), "hostile")
+    try:
+        await hostile.join()
+        await hostile.stop_reading()
+        for move in moves:
+            if move == "wait":
+                await asyncio.sleep(0.01)
+                continue
+            if not isinstance(move, bytes | str) and "epoch" in move.__struct_fields__:
+                move = structs.replace(move, epoch=hostile.epoch)
+            with suppress(OverflowError, UnicodeEncodeError):
+                await hostile.send(move)  # type: ignore[arg-type]
+        if ending == "goodbye":
+            await hostile.send(Goodbye(hostile.epoch, "enough"))
+        await asyncio.sleep(0.02)
+    finally:
+        await hostile.close()
+
+
+async def check_gateways(stack: Stack) -> None:
+    """Nothing is left of the hostile gateway: no session, request, name or block."""
+    async with asyncio.timeout(60):
+        while len(stack.gateways) > 1:
+            await asyncio.sleep(0.01)
+    (session,) = stack.gateways
+    assert not session.peer.submissions
+    assert not session.peer.streams
+    assert not stack.gateways._names
+    assert len(stack.gateways._bad_frames) <= 10_001
+
+
+@examples(40)
+@given(moves=GATEWAY_MOVES, ending=st.sampled_from(["goodbye", "breaks"]))
+def test_a_hostile_gateway_disturbs_nobody(
+    background: Background, moves: list[Message | bytes | str], ending: str
+) -> None:
+    background.do(annoy(background.path, moves, ending))
+    background.do(check_gateways(background.stack))
     background.do(check(background))
