@@ -38,7 +38,7 @@ fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFOR
 	@$(PY) -c 'import atheris' 2>/dev/null || { echo "Not guided by coverage: $(VENV)/bin/pip install atheris"; exit 0; }; \
 	  $(PY) -m tests.fuzz.guided -max_total_time=$$((3 * $(or $(FUZZ_EFFORT),20)))
 
-test-chaos: setup ## Five minutes of executors that are killed, frozen, drained and cut off
+test-chaos: setup ## Five minutes of executors, gateways and a scheduler that are killed, frozen and cut off
 	$(PY) -m pytest -m chaos -s $(ARGS)
 
 test-gpu: setup ## Tests that need a CUDA device
@@ -61,7 +61,7 @@ format: setup ## Put the code into shape
 types: setup ## mypy, strict
 	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_gateway -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
 	@# Scripts one by one: several are named train.py.
-	for script in examples/*/train.py benchmarks/*/run.py; do $(VENV)/bin/mypy $$script || exit 1; done
+	for script in examples/*/train.py benchmarks/*/run.py docs/tables.py; do $(VENV)/bin/mypy $$script || exit 1; done
 
 bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) -m benchmarks.start.run
@@ -81,7 +81,8 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
 	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json
 
-docs: setup ## Check that documents point at what exists and know every option and metric
+docs: setup ## Make the tables of options and metrics anew; check that documents point at what exists
+	$(PY) -m docs.tables
 	$(PY) -m pytest tests/architecture/test_documents.py tests/architecture/test_operations.py
 
 clean: ## Remove the virtual environment and caches

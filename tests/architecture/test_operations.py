@@ -5,45 +5,59 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
-from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, ServeConfig, secrets
+from pagewise_scheduler.metrics import MEMORY_EVENTS
+from pagewise_shared.config import VARIABLE_PREFIX, options_of
+
+from docs import tables
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-OPTIONS = sorted({name for kind in (SchedulerConfig, ExecutorConfig, ServeConfig) for name in kind.__struct_fields__})
+OPERATIONS = ROOT / "docs" / "operations.md"
+COMPOSE = (ROOT / "compose.yaml").read_text()
+OPTIONS = {option.variable: option for config in tables.COMMANDS.values() for option in options_of(config).values()}
+METRICS = {metric.name: metric for metric in tables.metrics()}
 
 
-@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "model"])
-def test_every_option_is_explained(option: str) -> None:
-    shown = VARIABLE_PREFIX + option.upper() if option in secrets(SchedulerConfig) else f"--{option.replace('_', '-')}"
-    assert f"`{shown}`" in OPERATIONS
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_what_the_code_says(document: Path) -> None:
+    assert document.read_text() == tables.written(document.read_text()), "run `make docs`"
 
 
-def test_every_metric_is_explained() -> None:
-    exposed = re.findall(r"^# TYPE pagewise_(\w+)", Metrics("m").render().decode(), re.MULTILINE)
-    assert exposed
-    assert [name for name in exposed if not re.search(rf"`(pagewise_)?{name}[`{{]", OPERATIONS)] == []
+def test_every_option_and_every_metric_is_in_a_table() -> None:
+    text = OPERATIONS.read_text()
+    for option in OPTIONS.values():
+        shown = option.variable if option.secret else "MODEL" if option.name == "model" else option.flag
+        assert f"| `{shown}` |" in text
+    for name in METRICS:
+        assert re.search(rf"^\| `{name}[`{{]", text, re.MULTILINE), name
 
 
-def test_every_value_of_a_label_is_explained_beside_its_metric() -> None:
-    """Those that are known when a scheduler starts: all but names that keys and executors were given."""
-    metrics = Metrics("m")
-    seen = {
-        (family.name.removeprefix("pagewise_"), value)
-        for family in metrics.registry.collect()
-        if family.name.startswith("pagewise_")
-        for sample in family.samples
-        for label, value in sample.labels.items()
-        if label not in ("model_name", "version", "le")
-    }
-    assert ("kv_block_events", "fetch_failed") in seen
-    rows = {
-        name: row
-        for row in OPERATIONS.splitlines()
-        if row.startswith("| `")
-        for name in re.findall(r"`(\w+?)(?:_total)?[`{]", row.split("|")[1])
-    }
-    assert [(name, value) for name, value in sorted(seen) if not re.search(rf"\b{value}\b", rows[name])] == []
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: str(option.name))
+def test_every_option_says_what_it_is(option: tables.Option) -> None:
+    assert option.meta.get("text")
+
+
+def test_every_metric_has_a_kind_a_meaning_and_its_labels() -> None:
+    assert METRICS["kv_block_events_total"].values["event"] >= {"evicted", "fetch_failed"}
+    assert METRICS["executor_kv_blocks"].labels == ["executor", "state"], "also without an executor"
+    assert METRICS["key_tokens_total"].labels == ["key", "kind"], "also without a key"
+    for metric in METRICS.values():
+        assert metric.kind in ("gauge", "counter", "histogram"), metric
+        assert metric.documentation, metric
+
+
+@pytest.mark.parametrize("document", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
+def test_counters_that_are_named_exist(document: Path) -> None:
+    named = set(re.findall(r"`(?:pagewise_)?(\w+_total)[`{]", document.read_text()))
+    assert named <= METRICS.keys()
+
+
+def test_a_document_asks_for_tables_that_there_are() -> None:
+    for text, message in (
+        ("<!-- table: nothing --><!-- end of table -->", "no table 'nothing'"),
+        ("<!-- table: options -->", "end"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tables.written(text)
 
 
 def test_every_counter_of_the_memory_is_a_metric() -> None:
@@ -52,5 +66,5 @@ def test_every_counter_of_the_memory_is_a_metric() -> None:
 
 def test_compose_passes_on_nothing_but_options() -> None:
     ours = {"HTTP_HOST", "HTTP_PORT"}  # of the published port; inside, host and port are fixed
-    named = set(re.findall(rf"{VARIABLE_PREFIX}(\w+)", (ROOT / "compose.yaml").read_text()))
-    assert named - ours <= {name.upper() for name in OPTIONS}
+    named = set(re.findall(rf"{VARIABLE_PREFIX}(\w+)", COMPOSE))
+    assert {VARIABLE_PREFIX + name for name in named - ours} <= OPTIONS.keys()

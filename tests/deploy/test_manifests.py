@@ -9,8 +9,18 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from pagewise.keys import keys as make_keys
 from pagewise_scheduler.metrics import Metrics
-from pagewise_shared.config import VARIABLE_PREFIX, ExecutorConfig, SchedulerConfig, build_config, parse_size
+from pagewise_shared.config import (
+    VARIABLE_PREFIX,
+    ExecutorConfig,
+    GatewayConfig,
+    SchedulerConfig,
+    build_config,
+    options_of,
+    parse_size,
+)
+from pagewise_shared.curve import KINDS, Keys, Kind
 
 from tests.deploy.kustomize import Resource, build, pod_spec
 
@@ -18,9 +28,13 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
 VERSIONS = ("1.30", "1.34", "1.37")
-CONFIGS = {"scheduler": SchedulerConfig, "executor": ExecutorConfig}
+CONFIGS: dict[str, type[SchedulerConfig | GatewayConfig | ExecutorConfig]] = {
+    "scheduler": SchedulerConfig,
+    "gateway": GatewayConfig,
+    "executor": ExecutorConfig,
+}
 DRAIN_SECONDS = 60
-"""What an executor may take to drain."""
+"""What an executor may take to drain, and the streams of a gateway to end."""
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 
@@ -86,8 +100,8 @@ def test_kubectl_makes_the_same_of_them(overlay: Path) -> None:
 @each_overlay
 @pytest.mark.parametrize("service", CONFIGS)
 def test_variables_are_options_and_their_values_can_be_used(overlay: Path, service: str) -> None:
-    fields = set(CONFIGS[service].__struct_fields__)
-    others = {name for config in CONFIGS.values() for name in config.__struct_fields__}
+    fields = set(options_of(CONFIGS[service]))
+    others = {name for config in CONFIGS.values() for name in options_of(config)}
     variables = environment(overlay, service)
     for name in variables:
         if name.startswith(VARIABLE_PREFIX):
@@ -111,16 +125,20 @@ def test_ports_are_those_the_services_listen_on(overlay: Path) -> None:
         for resource in workloads(overlay).values()
         for port in container_of(resource)["ports"]
     }
-    scheduler, executor = environment(overlay, "scheduler"), environment(overlay, "executor")
+    scheduler, gateway, executor = (environment(overlay, service) for service in CONFIGS)
     assert ports == {
-        "http": int(scheduler["PAGEWISE_PORT"]),
-        "wire": port_of(scheduler["PAGEWISE_LISTEN"]),
+        "http": int(gateway["PAGEWISE_PORT"]),
+        "executors": port_of(scheduler["PAGEWISE_LISTEN"]),
+        "gateways": port_of(scheduler["PAGEWISE_LISTEN_GATEWAYS"]),
         "blocks": port_of(executor["PAGEWISE_BLOCK_LISTEN"]),
     }
     services = {one["metadata"]["name"]: one["spec"] for one in build(overlay) if one["kind"] == "Service"}
-    host, port = executor["PAGEWISE_SCHEDULER"].removeprefix("tcp://").split(":")
-    assert services[host]["ports"] == [{"name": "wire", "port": int(port), "targetPort": "wire"}]
-    # Ready is a scheduler that has executors: they must find one that is not.
+    joined = {"executors": executor["PAGEWISE_SCHEDULER"], "gateways": gateway["PAGEWISE_SCHEDULER"]}
+    (host,) = {endpoint.removeprefix("tcp://").split(":")[0] for endpoint in joined.values()}
+    assert services[host]["ports"] == [
+        {"name": name, "port": port_of(endpoint), "targetPort": name} for name, endpoint in joined.items()
+    ]
+    # Found as soon as it listens, whatever its probes say.
     assert services[host]["publishNotReadyAddresses"]
     assert all(port["targetPort"] in ports for spec in services.values() for port in spec["ports"])
 
@@ -129,22 +147,30 @@ def test_ports_are_those_the_services_listen_on(overlay: Path) -> None:
 def test_selectors_find_pods(overlay: Path) -> None:
     pods = {name: one["spec"]["template"]["metadata"]["labels"] for name, one in workloads(overlay).items()}
 
-    def chosen(selector: dict[str, str]) -> set[str]:
-        return {name for name, labels in pods.items() if selector.items() <= labels.items()}
+    def chosen(selector: dict[str, Any]) -> set[str]:
+        said = [(one["key"], one["operator"], one["values"]) for one in selector.get("matchExpressions", [])]
+        assert {operator for _, operator, _ in said} <= {"In"}
+        return {
+            name
+            for name, labels in pods.items()
+            if selector["matchLabels"].items() <= labels.items()
+            and all(labels.get(key) in values for key, _, values in said)
+        }
 
     resources = build(overlay)
     for one in resources:
         match one["kind"]:
             case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
-                assert len(chosen(one["spec"]["selector"]["matchLabels"])) == 1
+                assert len(chosen(one["spec"]["selector"])) == 1
             case "Service":
-                (pod,) = chosen(one["spec"]["selector"])
+                (pod,) = chosen({"matchLabels": one["spec"]["selector"]})
                 named = {port["name"] for port in container_of(workloads(overlay)[pod])["ports"]}
                 assert {port["targetPort"] for port in one["spec"]["ports"]} <= named
             case "NetworkPolicy":
-                assert chosen(one["spec"]["podSelector"]["matchLabels"])
+                assert chosen(one["spec"]["podSelector"])
             case "HorizontalPodAutoscaler":
-                assert one["spec"]["scaleTargetRef"]["name"] in {other["metadata"]["name"] for other in resources}
+                target = one["spec"]["scaleTargetRef"]
+                assert f"{target['kind']} {target['name']}" in {name_of(other) for other in resources}
 
 
 @each_overlay
@@ -161,8 +187,24 @@ def test_who_reaches_which_port(overlay: Path) -> None:
         for port in rule["ports"]
         for peer in rule["from"]
     }
-    executors = {"app.kubernetes.io/name": "pagewise", "app.kubernetes.io/component": "executor"}
-    assert allowed == {"http": {"pagewise-client": "true"}, "wire": executors, "blocks": executors}
+    pods = {name: {"app.kubernetes.io/name": "pagewise", "app.kubernetes.io/component": name} for name in CONFIGS}
+    assert allowed == {
+        "http": {"pagewise-client": "true"},
+        "executors": pods["executor"],
+        "gateways": pods["gateway"],
+        "blocks": pods["executor"],
+    }
+    # What each kind may call, the hub and the name server aside.
+    calls = {
+        name: {port["port"] for rule in spec.get("egress", []) for port in rule["ports"]}
+        for name, spec in policies.items()
+        if name != "pagewise-outside"
+    }
+    assert calls == {
+        "pagewise-gateway": {"gateways"},
+        "pagewise-scheduler": set(),
+        "pagewise-executor": {"executors", "blocks"},
+    }
 
 
 @each_overlay
@@ -201,7 +243,37 @@ def test_a_pod_gets_its_own_secret_key_and_no_other(overlay: Path, service: str)
     (keys,) = [one["secret"] for one in spec["volumes"] if one.get("secret", {}).get("secretName") == "pagewise-keys"]
     paths = {item["path"] for item in keys["items"]}
     assert {path for path in paths if path.endswith("_secret")} == {f"{service}/{service}.key_secret"}
-    assert {"public/scheduler.key", "public/executor.key"} < paths
+    allow_lists = {
+        "scheduler": {"public/gateways/gateway.key", "public/executor.key"},
+        "gateway": {"public/gateways/gateway.key"},
+        "executor": {"public/executor.key"},
+    }
+    assert {path for path in paths if path.startswith("public/")} == allow_lists[service] | {"public/scheduler.key"}
+
+
+@each_overlay
+@pytest.mark.parametrize("service", CONFIGS)
+def test_keys_where_a_pod_finds_them_are_keys_that_its_process_can_read(
+    overlay: Path, service: str, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    assert make_keys(["--keys", str(made), "init"]) == 0
+    by_name = {path.name: path for path in made.rglob("*.key*") if path.parent.name != path.stem or "_" in path.name}
+    spec = pod_spec(workloads(overlay)[service])
+    assert spec is not None
+    (keys,) = [one["secret"] for one in spec["volumes"] if one.get("secret", {}).get("secretName") == "pagewise-keys"]
+    for item in keys["items"]:
+        path = tmp_path / "mounted" / item["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(by_name[item["key"]].read_bytes())
+    pair = Keys(tmp_path / "mounted", service)
+    allowed: dict[str, dict[Kind, set[str]]] = {
+        "scheduler": {"executor": {"executor"}, "gateway": {"gateway"}},
+        "gateway": {"executor": set(), "gateway": {"gateway"}},
+        "executor": {"executor": {"executor"}, "gateway": set()},
+    }
+    for kind in KINDS:
+        assert set(pair.allowed(kind).values()) == allowed[service][kind]
 
 
 @each_overlay
@@ -216,14 +288,38 @@ def test_executors_have_the_time_and_the_shared_memory_they_are_told_of(overlay:
     assert parse_size(memory["sizeLimit"] + "B") < parse_size(limit + "B")  # it counts as the container's own
 
 
+@each_overlay
+def test_streams_of_a_gateway_have_the_time_they_are_told_of(overlay: Path) -> None:
+    spec = pod_spec(workloads(overlay)["gateway"])
+    assert spec is not None
+    before = int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    timeout = float(environment(overlay, "gateway")["PAGEWISE_SHUTDOWN_TIMEOUT"])
+    assert before + timeout < spec["terminationGracePeriodSeconds"]
+
+
+@each_overlay
+def test_there_is_one_scheduler_and_never_two(overlay: Path) -> None:
+    spec = workloads(overlay)["scheduler"]["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
 def test_gpus_are_asked_for_and_nothing_fixes_the_number_of_executors_that_are_scaled() -> None:
     overlay = DEPLOY / "overlays" / "nvidia"
     executor = workloads(overlay)["executor"]
     assert container_of(executor)["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert "replicas" not in executor["spec"]
+    scaled = {
+        one["spec"]["scaleTargetRef"]["name"] for one in build(overlay) if "scaleTargetRef" in one.get("spec", {})
+    }
+    assert scaled == {"pagewise-executor", "pagewise-gateway"}
+    assert not [one for one in build(overlay) if one["metadata"]["name"] in scaled and "replicas" in one["spec"]]
     scalers = [one for one in build(overlay) if one["kind"] == "HorizontalPodAutoscaler"]
     exposed = set(re.findall(r"^# TYPE (\w+) gauge", Metrics("m").render().decode(), re.MULTILINE))
-    named = {metric["external"]["metric"]["name"] for one in scalers for metric in one["spec"]["metrics"]}
+    named = {
+        metric["external"]["metric"]["name"]
+        for one in scalers
+        for metric in one["spec"]["metrics"]
+        if metric["type"] == "External"
+    }
     assert named
     assert named <= exposed
     query = yaml.safe_load((DEPLOY / "autoscaling" / "adapter.yaml").read_text())["rules"]["external"][0]["seriesQuery"]

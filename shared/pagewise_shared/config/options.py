@@ -189,7 +189,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         Seconds, _help("seconds a connection may be without a request, or take to send the head of one", "S")
     ] = 75.0
     write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
-    api_keys: Annotated[str | None, Meta(extra={"secret": True})] = None  # nosec B105 # it says that there is one
+    api_keys: Annotated[
+        str | None,
+        Meta(description="API keys, NAME: KEY with commas between them, or a single key", extra={"secret": True}),
+    ] = None
     api_keys_file: Annotated[
         str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")
     ] = None

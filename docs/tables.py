@@ -1,0 +1,216 @@
+"""The tables of options and metrics in the documents, made from the code.
+
+    python -m docs.tables [--check]
+
+In a document everything between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` is written by this script. With
+``--check`` nothing is written: it fails if a table is not what the code says.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from msgspec import Struct
+from pagewise_shared.config import (
+    ExecutorConfig,
+    GatewayConfig,
+    GatewaysConfig,
+    Option,
+    SchedulerConfig,
+    ServeConfig,
+    options_of,
+)
+from pagewise_shared.config.options import GROUPS
+from prometheus_client import CollectorRegistry
+
+DOCUMENTS = (Path(__file__).parent / "operations.md",)
+
+COMMANDS: dict[str, type[Struct]] = {
+    "serve": ServeConfig,
+    "gateways": GatewaysConfig,
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "executor": ExecutorConfig,
+}
+"""The configuration of each command; the first two are of ``pagewise``, the others are ``pagewise-NAME``."""
+
+METRIC_MODULES = {"scheduler": "pagewise_scheduler.metrics", "gateway": "pagewise_gateway.metrics"}
+"""Where the class ``Metrics`` of each kind of process is, whose ``registry`` holds them."""
+
+_ALL = "all"
+_PREFIX = "pagewise_"
+_OF_EVERY_METRIC = ("model_name",)
+_UNTOLD_VALUES = ("version", "le", "executor", "gateway", "key")
+"""Labels whose values are names that people give, or numbers."""
+
+
+def options_table() -> str:
+    """A table for each group of the help, and what ``pagewise serve`` has not."""
+    kinds = [(option, commands) for option, commands in _options()]
+    titles = {name: title for title, names in GROUPS.items() for name in names}
+    parts = []
+    for title in ("", *GROUPS):
+        rows = [
+            _row(f"`{_shown(option)}`", ", ".join(commands), _default(option), _meaning(option))
+            for option, commands in kinds
+            if titles.get(option.name, "API keys" if option.secret else "") == title
+        ]
+        head = _table(("option", "of", "default", ""), rows)
+        parts.append(f"**{title}**\n\n{head}" if title else head)
+    return "\n\n".join(parts)
+
+
+def _options() -> Iterator[tuple[Option, list[str]]]:
+    """Each option with the commands that have it, in the order of the help."""
+    order = [name for names in GROUPS.values() for name in names]
+    found: list[tuple[Option, list[str]]] = []
+    for command, config in COMMANDS.items():
+        for option in options_of(config).values():
+            for known, commands in found:
+                if known == option:
+                    commands.append(command)
+                    break
+            else:
+                found.append((option, [command]))
+    for option, commands in sorted(found, key=lambda one: order.index(one[0].name) if one[0].name in order else -1):
+        yield option, [_ALL] if len(commands) == len(COMMANDS) else commands
+
+
+def _shown(option: Option) -> str:
+    if option.secret:
+        return option.variable
+    return "MODEL" if option.name == "model" else option.flag
+
+
+def _default(option: Option) -> str:
+    """Its default, and what else it may be if that is one of a few words."""
+    base = option.hint
+    while get_args(base) and get_origin(base) is not Literal:
+        base = get_args(base)[0]
+    if get_origin(base) is Literal:
+        others = [choice for choice in get_args(base) if choice != option.default]
+        return f"`{option.default}` (or {', '.join(others)})"
+    told = re.search(r"\(default: (.+)\)$", str(option.meta.get("text", "")))
+    if told:
+        return told[1]
+    if option.default is None:
+        return ""
+    if isinstance(option.default, bool):
+        return "yes" if option.default else "no"
+    return f"`{option.default:g}`" if isinstance(option.default, float) else f"`{option.default}`"
+
+
+def _meaning(option: Option) -> str:
+    text = re.sub(r" \(default: .+\)$", "", str(option.meta.get("text", "")))
+    more = option.meta.get("more")
+    return f"{text}. {more}" if more else text
+
+
+@dataclass
+class Metric:
+    """One metric, as documents tell of it. ``of``: kinds of process that count it; ``values``: known ones, by label."""
+
+    name: str
+    kind: str
+    documentation: str
+    labels: list[str]
+    values: dict[str, set[str]] = field(default_factory=dict)
+    of: list[str] = field(default_factory=list)
+
+
+def metrics_table() -> str:
+    """One table of all metrics, in the order in which processes register them."""
+    rows = []
+    for metric in metrics():
+        labels = ",".join(metric.labels)
+        values = [
+            (f"{label}: " if len(metric.values) > 1 else "") + ", ".join(sorted(known))
+            for label, known in metric.values.items()
+        ]
+        meaning = metric.documentation.rstrip(".") + "".join(f"; {one}" for one in values)
+        name = f"`{metric.name}{{{labels}}}`" if labels else f"`{metric.name}`"
+        rows.append(_row(name, metric.kind, ", ".join(metric.of), meaning))
+    return _table(("metric", "kind", "of", "meaning"), rows)
+
+
+def metrics() -> list[Metric]:
+    """Every metric of Pagewise, of those services that are installed."""
+    found: dict[str, Metric] = {}
+    for process, module in METRIC_MODULES.items():
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            continue
+        made = importlib.import_module(module).Metrics
+        required = len(inspect.signature(made).parameters)
+        for metric in _registered(made(*["m"] * required).registry):
+            found.setdefault(metric.name, metric).of.append(process)
+    return list(found.values())
+
+
+def _registered(registry: CollectorRegistry) -> Iterator[Metric]:
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            if not family.name.startswith(_PREFIX):
+                continue
+            # A collector of the library knows the labels of what has no samples yet, ours put them into the family.
+            named: Any = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            labels = [str(label) for label in named if label not in _OF_EVERY_METRIC]
+            values: dict[str, set[str]] = {}
+            for sample in family.samples:
+                for label, value in sample.labels.items():
+                    if label in labels and label not in _UNTOLD_VALUES:
+                        values.setdefault(label, set()).add(value)
+            name = family.name.removeprefix(_PREFIX) + ("_total" if family.type == "counter" else "")
+            yield Metric(name, family.type, family.documentation, labels, values)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(heads: tuple[str, ...], rows: list[str]) -> str:
+    return "\n".join([_row(*heads), "|" + "---|" * len(heads), *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {"options": options_table, "metrics": metrics_table}
+
+
+def written(text: str) -> str:
+    """A document with its tables made anew.
+
+    Raises:
+        ValueError: it asks for a table that nobody makes, or does not say where one ends.
+    """
+
+    def table(match: "re.Match[str]") -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"there is no table {match[2]!r}, only {', '.join(TABLES)}")
+        return f"{match[1]}\n\n{TABLES[match[2]]()}\n\n{match[3]}"
+
+    begin, end = r"(<!-- table: (\w+) -->)", "(<!-- end of table -->)"
+    if len(re.findall(begin, text)) != len(re.findall(end, text)):
+        raise ValueError("a table begins that does not end")
+    return re.sub(f"{begin}.*?{end}", table, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Write the tables anew, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a table is out of date")
+    check: Any = parser.parse_args().check
+    stale = [path for path in DOCUMENTS if written(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.name} has tables that are not what the code says" + ("" if check else ": written anew"))
+        if not check:
+            path.write_text(written(path.read_text()))
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
