@@ -48,7 +48,7 @@ class Table:
         prompt = Prompt(array("i", [1, 2, 3]), max_tokens)
         sampling = fields.pop("sampling", SamplingParams(stop_token_ids=(END,)))
         request = GenerationRequest("r", (prompt,) * prompts, sampling, wants_token_ids=True, **fields)
-        live = LiveRequest(request, TOKENIZER, self.metrics, self._end)
+        live = LiveRequest(request, TOKENIZER, self.metrics, self.table.has_news, self._end)
         assert self.table.add(live)
         return live
 

@@ -111,7 +111,7 @@ class SchedulerLink:
         """
         if self._closing:
             raise AdmissionError("unavailable", "the gateway is shutting down")
-        live = LiveRequest(request, self._tokenizer, self._metrics, self._ended)
+        live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
         self._live[live] = None
         self._idle.clear()
         if self._connection.epoch is not None:
