@@ -101,7 +101,7 @@ class SchedulerLink:
         fleet = self._fleet
         if not fleet.max_model_len:
             return None
-        return Capacity(self.ready_executors, fleet.max_model_len, fleet.vocab_size)
+        return Capacity(fleet.max_model_len, fleet.vocab_size)
 
     def submit(self, request: GenerationRequest) -> LiveRequest:
         """Take a request, now or when there is a scheduler. Whether that takes it, its news tell.
