@@ -35,7 +35,7 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
     # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)

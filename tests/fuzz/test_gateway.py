@@ -18,6 +18,7 @@ from pagewise_shared.protocol import (
     StreamFinished,
     Submit,
     ToGateway,
+    decode_from_gateway,
     encode,
     pack_int32s,
     unpack_int32s,
@@ -79,7 +80,7 @@ class Gateway:
         """What a good scheduler does: it lets the gateway in, and generates what is missing."""
         self.outbox.clear()
         self.connection.take(encode(GatewayWelcome(epoch)))
-        for message in list(self.outbox):
+        for message in map(decode_from_gateway, list(self.outbox)):
             assert isinstance(message, Submit)
             pairs, finished = [], []
             for index, prompt in enumerate(message.prompts):

@@ -97,11 +97,12 @@ class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of wh
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """What the executors that are ready could hold: the limits a request is checked against."""
+    """What the executors that are ready could hold: the limits a request is checked against.
 
-    ready_executors: int
+    ``max_model_len``: most tokens (prompt and output) one sequence may reach, the model's limit or the largest pool.
+    """
+
     max_model_len: int
-    """Most tokens (prompt and output) one sequence may reach: the model's limit or the largest pool."""
     vocab_size: int
 
 

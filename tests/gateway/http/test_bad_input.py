@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http import completions
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.server import MODEL, serving
@@ -359,19 +359,17 @@ async def test_no_executor_came() -> None:
 @pytest.mark.parametrize("after", [0, 2])
 async def test_failures_of_our_own(stream: bool, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told = 0
-    news = Generation.news
 
-    async def fail(generation: Generation) -> Any:
+    def fail(completion: Any, news: Any = None) -> Any:
         nonlocal told
         told += 1
-        if told > after:
+        if told > after * stream:
             raise RuntimeError("a secret that clients must not see")
-        return await news(generation)
+        return events(completion, news)
 
-    monkeypatch.setattr(Generation, "news", fail)
-    monkeypatch.setattr(Generation, "outputs", fail)
-    if not stream:
-        told = after
+    events = completions._Completion.events
+    monkeypatch.setattr(completions._Completion, "events", fail)
+    monkeypatch.setattr(completions._Completion, "answer", fail)
     async with serving(FakeScheduler(step_seconds=0.005)) as server:
         body = {"prompt": ["the fox", "the dog"], "stream": stream}
         async with server.http.post(server.url + COMPLETION, json=body) as response:

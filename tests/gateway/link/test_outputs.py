@@ -48,7 +48,7 @@ class Table:
         prompt = Prompt(array("i", [1, 2, 3]), max_tokens)
         sampling = fields.pop("sampling", SamplingParams(stop_token_ids=(END,)))
         request = GenerationRequest("r", (prompt,) * prompts, sampling, wants_token_ids=True, **fields)
-        live = LiveRequest(request, TOKENIZER, self.metrics, self._end)
+        live = LiveRequest(request, TOKENIZER, self.metrics, self.table.has_news, self._end)
         assert self.table.add(live)
         return live
 
@@ -154,6 +154,50 @@ async def test_an_answer_that_does_not_stream_comes_whole() -> None:
     table.take(finished=(StreamFinished(0, "length"),))
     assert [(delta.index, delta.text) for delta in await news] == [(0, TEXT), (1, TEXT)]
     assert await live.next() == []
+
+
+async def test_a_follower_is_told_at_once_and_whoever_waits_gets_the_rest() -> None:
+    table = Table()
+    live = table.add(n=2)
+    told: list[list[int]] = []
+    ready = True
+
+    def follower() -> bool:
+        if ready:
+            told.append([delta.index for delta in live.take_news()])
+        return ready
+
+    live.follow(follower)
+    waiting = asyncio.create_task(live.next())
+    await asyncio.sleep(0)
+    table.take([(0, 70), (1, 70), (0, 71)])
+    table.take([(1, 71)], finished=(StreamFinished(1, "length"),))
+    assert told == [[0, 1], [1]], "once for a frame, when all of it is known"
+    ready = False
+    table.take([(0, 72)])
+    table.take([(0, 73)])
+    assert [delta.token_ids for delta in await waiting] == [[72, 73]]
+    ready = True
+    table.take([(0, 74)], finished=(StreamFinished(0, "length"),))
+    assert told == [[0, 1], [1]], "the last news is for whoever waits"
+    assert [(delta.token_ids, delta.finish_reason) for delta in await live.next()] == [([74], "length")]
+    assert await live.next() == []
+
+
+async def test_a_follower_that_fails_fails_its_own_request() -> None:
+    table = Table()
+    live, other = table.add(), table.add()
+
+    def follower() -> bool:
+        raise RuntimeError("a bug")
+
+    live.follow(follower)
+    table.take([(0, 70), (1, 70)])
+    with pytest.raises(RuntimeError, match="a bug"):
+        await live.next()
+    assert table.ended == [live]
+    assert live.unfinished
+    assert [delta.token_ids for delta in await other.next()] == [[70]]
 
 
 async def test_log_probabilities_belong_to_their_tokens() -> None:

@@ -1,6 +1,6 @@
 """Runs what one HTTP request asks for: submits it, reads its news, aborts it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from pagewise_shared.protocol import TokenLogprobs
@@ -66,6 +66,18 @@ class Generation:
             GenerationError: it was not taken, or failed.
         """
         return await self._live.next()
+
+    def follow(self, ready: Callable[[], bool], tell: Callable[[list[SequenceDelta]], None]) -> None:
+        """From now on, ``tell`` news as they come if whoever they are for is ``ready``, without waking a task, which
+        would cost as much as the rest. ``news`` has those that come otherwise, and the last ones."""
+
+        def follower() -> bool:
+            if not ready():
+                return False
+            tell(self._live.take_news())
+            return True
+
+        self._live.follow(follower)
 
     async def outputs(self) -> list[SequenceDelta]:
         """Wait for all that comes, as one delta for each choice, in order.

@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
-_SMALL = 32 * 1024
-"""A write of so many bytes to a transport that has nothing buffered never waits."""
 _MARK = "\x00text"
 """Stands for a text in a template; no chunk holds it otherwise."""
 
@@ -64,18 +62,18 @@ class EventWriter:
         self._service = service
         self._chunked: asyncio.WriteTransport | None = None
 
-    def write(self, data: bytes) -> bool:
-        """Write the bytes of events if that needs no waiting; whether it did.
+    def ready(self) -> bool:
+        """Whether the client has taken everything so far, so that ``write`` may be called."""
+        transport = self._chunked
+        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write the bytes of events at once.
 
         Nearly every token goes this way, past aiohttp's writer, which does the same in six calls.
         """
-        if not data:
-            return True
-        transport = self._chunked
-        if transport is None or len(data) > _SMALL or transport.is_closing() or transport.get_write_buffer_size():
-            return False
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        if data and self._chunked is not None:
+            self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
         """Write the bytes of events in one go, and wait until there is room for more.
@@ -83,6 +81,8 @@ class EventWriter:
         Raises:
             ConnectionError: the client is gone, or stopped reading.
         """
+        if not data:
+            return
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await self._in_time(self.response.write(data))
@@ -126,9 +126,8 @@ async def stream_events(
     writer = EventWriter(request, service)
     try:
         while news := await generation.news():
-            data = events(news)
-            if not writer.write(data):
-                await writer.send(data)
+            await writer.send(events(news))
+            generation.follow(writer.ready, lambda news: writer.write(events(news)))
     except GenerationError as error:
         if not writer.response.prepared:
             raise

@@ -90,7 +90,7 @@ class SchedulerConnection:
         self._joined_at = float("-inf")
         self._complaints = BoundedLog(log)
         self._joined, self._lost = asyncio.Event(), asyncio.Event()
-        self._outbox: deque[Message] = deque()
+        self._outbox: deque[bytes] = deque()
         self._outgoing = asyncio.Event()
 
     @property
@@ -100,7 +100,7 @@ class SchedulerConnection:
 
     def send(self, message: Message) -> None:
         """Send a message of the current epoch; dropped if that ends before it has gone out."""
-        self._outbox.append(message)
+        self._outbox.append(encode(message))
         self._outgoing.set()
 
     def renew(self, why: str) -> None:
@@ -139,8 +139,8 @@ class SchedulerConnection:
             if self.epoch is not None:
                 with contextlib.suppress(zmq.ZMQError, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_SECONDS):
-                        for message in (*self._outbox, Goodbye(self.epoch, "stopped")):
-                            await self._socket.send(encode(message))
+                        for frame in (*self._outbox, encode(Goodbye(self.epoch, "stopped"))):
+                            await self._socket.send(frame)
             self.epoch = None
             connections.close()
             self._socket.close()
@@ -211,7 +211,7 @@ class SchedulerConnection:
             await self._outgoing.wait()
             self._outgoing.clear()
             while self._outbox:
-                await self._socket.send(encode(self._outbox.popleft()))
+                await self._socket.send(self._outbox.popleft())
 
     async def _receive(self) -> None:
         while True:

@@ -10,7 +10,6 @@ from pagewise_shared.protocol import FinishReason, Started, StreamProgress, Toke
 
 from pagewise_gateway.generation import (
     AdmissionError,
-    GenerationError,
     GenerationRequest,
     Prompt,
     SequenceDelta,
@@ -226,6 +225,9 @@ class LiveRequest:
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
         refusal: why the last scheduler that it was submitted to again did not take it.
         ended: nothing comes any more. ``on_end`` is told once.
+
+    ``on_news`` is told when there is news, the first since the client was told any. Whoever tells this request what has
+    come calls ``tell`` then, once it has told everything.
     """
 
     def __init__(
@@ -233,6 +235,7 @@ class LiveRequest:
         request: GenerationRequest,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        on_news: Callable[["LiveRequest"], None],
         on_end: Callable[["LiveRequest"], None],
     ) -> None:
         self.request = request
@@ -251,13 +254,14 @@ class LiveRequest:
             self.outputs += live_prompt.outputs
         self._unfinished_prompts = len(self.prompts)
         self._metrics = metrics
-        self._on_end = on_end
+        self._on_news, self._on_end = on_news, on_end
         self._changed: list[Output] = []
         self._unread = 0
         self._most_unread = MOST_UNREAD // (1 + (request.sampling.logprobs or 0)) * len(request.prompts)
         self._bounded = not request.chooses and not request.whole
         self._admitted = False
-        self._error: GenerationError | None = None
+        self._error: Exception | None = None
+        self._follower: Callable[[], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- the client's side ---------------------------------------------------------------------------
@@ -268,6 +272,7 @@ class LiveRequest:
 
         Raises:
             GenerationError: it was not taken, or failed; what had come before has been told.
+            Exception: whatever a follower has raised.
         """
         while not self._changed or (self.request.whole and not self.ended):
             if self._error is not None:
@@ -276,9 +281,18 @@ class LiveRequest:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self.take_news()
+
+    def take_news(self) -> list[SequenceDelta]:
+        """The news that there is now."""
         changed, self._changed = self._changed, []
         self._unread = 0
         return [output.news() for output in changed]
+
+    def follow(self, follower: Callable[[], bool]) -> None:
+        """From now on, call ``follower`` when there is news. It takes them and returns true; or it returns false, and
+        whoever waits for ``next`` gets them, as the last ones in any case."""
+        self._follower = follower
 
     def abort(self) -> None:
         """Stop all outputs; harmless once they have ended."""
@@ -304,9 +318,22 @@ class LiveRequest:
 
     def changed(self, output: Output) -> None:
         """An output that had no news has some."""
+        if not self._changed:
+            self._on_news(self)
         self._changed.append(output)
-        if not self.request.whole:
-            self._wake()
+
+    def tell(self) -> None:
+        """Tell the client the news, or wake who does."""
+        if self.request.whole or self.ended or not self._changed:
+            return  # what is whole is told at its end, and that has woken everybody
+        if self._follower is not None:
+            try:
+                if self._follower():
+                    return
+            except Exception as error:
+                self._changed.clear()
+                self.fail(error)
+        self._wake()
 
     def count_unread(self) -> None:
         """A token has come before the client has taken the one before it."""
@@ -335,7 +362,7 @@ class LiveRequest:
             self._error = error
             self._close()
 
-    def fail(self, error: GenerationError) -> None:
+    def fail(self, error: Exception) -> None:
         """The whole request has failed."""
         if not self.ended:
             self._error = error

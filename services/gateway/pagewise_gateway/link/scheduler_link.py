@@ -101,7 +101,7 @@ class SchedulerLink:
         fleet = self._fleet
         if not fleet.max_model_len:
             return None
-        return Capacity(self.ready_executors, fleet.max_model_len, fleet.vocab_size)
+        return Capacity(fleet.max_model_len, fleet.vocab_size)
 
     def submit(self, request: GenerationRequest) -> LiveRequest:
         """Take a request, now or when there is a scheduler. Whether that takes it, its news tell.
@@ -111,7 +111,7 @@ class SchedulerLink:
         """
         if self._closing:
             raise AdmissionError("unavailable", "the gateway is shutting down")
-        live = LiveRequest(request, self._tokenizer, self._metrics, self._ended)
+        live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
         self._live[live] = None
         self._idle.clear()
         if self._connection.epoch is not None:

@@ -37,11 +37,16 @@ class StreamTable:
         self._requests: dict[int, LiveRequest] = {}
         self._prompts: dict[int, LivePrompt] = {}
         self._outputs: dict[int, Output] = {}
+        self._with_news: list[LiveRequest] = []
 
     @property
     def size(self) -> int:
         """Streams that take tokens."""
         return len(self._outputs)
+
+    def has_news(self, live: LiveRequest) -> None:
+        """Have a request tell its news once a frame has been applied."""
+        self._with_news.append(live)
 
     def clear(self) -> None:
         """Forget all numbers: another epoch begins."""
@@ -104,6 +109,9 @@ class StreamTable:
             output.finish("stop", -1, now)
         for failed in frame.failed:
             self._fail(failed)
+        news, self._with_news = self._with_news, []
+        for live in news:
+            live.tell()
         return Applied(list(stopped), refused)
 
     def _take_tokens(
