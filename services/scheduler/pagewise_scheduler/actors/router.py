@@ -69,11 +69,12 @@ class Router:
     @property
     def waiting(self) -> Load:
         """What waits, here and at the engines."""
-        load = self._unplaced.load
+        sequences, tokens = self._unplaced.load
         for engine in self._engines:
             queue = engine.scheduler.waiting
-            load = load.plus(Load(len(queue), queue.num_prompt_tokens))
-        return load
+            sequences += len(queue)
+            tokens += queue.num_prompt_tokens
+        return Load(sequences, tokens)
 
     def _waiting_of(self, key: str) -> Load:
         load = self._unplaced.of_key(key)

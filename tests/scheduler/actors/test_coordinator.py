@@ -1,0 +1,140 @@
+"""The owner of everything: what fails costs what it belongs to and nothing else, and time that stood still nobody."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from pagewise_executor.service import ExecutorService
+from pagewise_executor.simulated import SimulatedRunner
+from pagewise_executor.worker import Worker
+from pagewise_scheduler.actors.engine import Engine, Life
+from pagewise_scheduler.actors.mailbox import Received
+from pagewise_shared.config import ExecutorConfig
+
+from tests.scheduler.actors.played_gateway import FailedPromptError
+from tests.scheduler.actors.stack import executor, executors_of, gateway, running, until
+
+
+async def test_an_engine_that_fails_costs_no_other_message_of_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "one"), executor(tmp_path, "two"):
+        await stack.ready(2)
+        expected = [await stack.generate([number, 1]) for number in range(4)]
+        broken, failures = stack.engines[0], []
+
+        def fail(request: object) -> None:
+            failures.append(request)
+            raise KeyError("the core is broken")
+
+        broken.scheduler.add = fail  # type: ignore[method-assign, assignment]
+        # All in one round: the coordinator is held up until they are there.
+        handle, held = stack.coordinator._round, []
+        monkeypatch.setattr(stack.coordinator, "_round", lambda messages: held.extend(messages))
+        requests = [await stack.gateway.submit([number, 1]) for number in range(4)]
+        await until(lambda: sum(isinstance(message, Received) and message.kind == "gateway" for message in held) >= 4)
+        monkeypatch.undo()
+        handle(held)
+        assert [(await request.result())[0] for request in requests] == expected
+        assert failures, "the router has chosen the broken one"
+        assert broken.life is Life.LOST
+        await stack.ready(2)  # its executor has joined anew
+
+
+async def test_a_result_that_breaks_the_core_costs_its_engine_alone(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "one", 0.005), executor(tmp_path, "two", 0.005):
+        await stack.ready(2)
+        requests = [await stack.gateway.submit([number, 1], max_tokens=40) for number in range(6)]
+        await until(lambda: all(engine.scheduler.num_running for engine in stack.engines))
+        broken, other = stack.engines
+
+        def fail(*arguments: object) -> None:
+            raise ValueError("the core is broken")
+
+        broken.scheduler.update = fail  # type: ignore[method-assign, assignment]
+        for request in requests:
+            assert len((await request.result())[0]) == 40
+        assert (broken.life, other.life) == (Life.LOST, Life.SERVING)
+
+
+async def test_a_request_that_breaks_every_engine_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Engine.serve
+
+    def fail(engine: Engine, live: object) -> None:
+        if getattr(live, "request").request_id == "poison":  # noqa: B009
+            serve(engine, live)  # type: ignore[arg-type]
+            raise KeyError("poison")
+        serve(engine, live)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "serve", fail)
+    async with running(tmp_path, unplaced_timeout=30.0) as stack, executor(tmp_path, "one"):
+        await stack.ready(1)
+        poison = await stack.gateway.submit([1, 2, 3], request_id="poison")
+        good = await stack.gateway.submit([4, 5, 6])
+        with pytest.raises(FailedPromptError, match="executors in a row died"):
+            await poison.result()
+        assert len((await good.result())[0]) == 8
+
+
+async def test_a_message_that_cannot_be_handled_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path), gateway(tmp_path, "other") as other:
+        await stack.ready(1)
+        apply = stack.gateways._apply
+
+        def fail(session: object, message: object) -> None:
+            if getattr(session, "name") == "other":  # noqa: B009
+                raise KeyError("broken")
+            apply(session, message)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(stack.gateways, "_apply", fail)
+        for number in range(4):
+            await other.submit([number])
+            assert len(await stack.generate([number])) == 8
+
+
+async def test_while_the_scheduler_stands_still_nobody_is_silent(tmp_path: Path) -> None:
+    timeouts = {"gateway_timeout": 1.0, "step_timeout": 30.0}
+    async with running(tmp_path, **timeouts) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        request = await stack.gateway.submit([1, 2, 3], max_tokens=50)
+        await request.until_tokens(4)
+        (engine,) = stack.engines
+        # As if this process were stopped, and with it everything that is played here.
+        time.sleep(2.5)  # noqa: ASYNC251
+        assert len((await request.result())[0]) == 50
+        assert stack.engines == [engine]
+        assert len(stack.gateways) == 1
+
+
+async def test_an_executor_that_leaves_goes_through_its_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), 0.02)
+    service = ExecutorService(
+        Worker(lambda: runner), executors_of(tmp_path), "leaves", max_num_seqs=4, max_num_batched_tokens=64
+    )
+    lives: list[Life] = []
+    async with running(tmp_path) as stack:
+        served = asyncio.create_task(service.run())
+        await stack.ready(1)
+        (engine,) = stack.engines
+        advance = stack.coordinator.draining.advance
+
+        def watched() -> None:
+            lives.append(engine.life)
+            advance()
+            lives.append(engine.life)
+
+        monkeypatch.setattr(stack.coordinator.draining, "advance", watched)
+        async with executor(tmp_path, "stays"):
+            await stack.ready(2)
+            requests = [await stack.gateway.submit([number, 2], max_tokens=30) for number in range(4)]
+            await until(lambda: engine.scheduler.num_running > 0)
+            service.leave("the test says so")
+            await served
+            for request in requests:
+                assert len((await request.result())[0]) == 30
+        await until(lambda: engine.life is Life.LOST)
+        assert sorted(set(lives), key=lambda life: life.value) == list(dict.fromkeys(lives)), "never back"
+        assert {Life.DRAINING, Life.STOPPING, Life.DRAINED} <= set(lives)
+        assert stack.metric("executors_drained_total") == 1
+        assert not stack.coordinator.draining
