@@ -12,7 +12,8 @@ import psutil
 
 from benchmarks.chaos.disturbances import Disturbance, Monkey
 from benchmarks.chaos.workload import Case, Outcome, client_of, references, stream
-from benchmarks.processes import Cluster, Process, total
+from benchmarks.processes import Cluster, Process
+from benchmarks.scrape import total
 
 START_SECONDS = 180.0
 """Most that executors may take to start: loading torch three times on two cores that have other work."""
