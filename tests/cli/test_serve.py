@@ -28,7 +28,7 @@ def wait_for_another(server: Served, module: str, old: int, seconds: float = 30)
 
 
 def complete(server: Served, **fields: Any) -> str:
-    body = {"model": "pagewise-demo", "prompt": "import", "max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields
+    body = {"prompt": "import", "max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
