@@ -16,11 +16,14 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagewise.keys import keys
 from pagewise.process import die_with_parent
+
+from benchmarks.scrape import Sample, scrape, total
 
 SCHEDULER, GATEWAY, EXECUTOR = (f"pagewise_{name}.main" for name in ("scheduler", "gateway", "executor"))
 """The modules of the three kinds of process."""
@@ -29,38 +32,6 @@ HOST_MEMORY = "16MiB"
 """Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
 
 _LOOPBACK = "127.0.0.1"
-
-
-class Sample(NamedTuple):
-    """One line of ``/metrics``; the name is without ``pagewise_``, labels are as in ``kind="prompt",...``."""
-
-    name: str
-    labels: str
-    value: float
-
-
-def scrape(url: str, seconds: float = 30.0) -> list[Sample]:
-    """All samples that a server's ``/metrics`` shows."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
-        return parse_metrics(answer.read().decode())
-
-
-def parse_metrics(text: str) -> list[Sample]:
-    """The samples in Prometheus' text format, those of Pagewise."""
-    found = re.findall(r"^pagewise_(\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
-    return [Sample(name, labels, float(value)) for name, labels, value in found]
-
-
-def total(samples: list[Sample], name: str, **labels: str) -> float:
-    """The sum of a metric's samples that have these labels.
-
-    Raises:
-        AssertionError: there is no such metric.
-    """
-    values = [sample for sample in samples if sample.name == name]
-    assert values, f"there is no metric {name}"
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(sample.value for sample in values if all(label in sample.labels for label in wanted))
 
 
 def get(url: str, seconds: float = 10.0) -> Any:
@@ -84,6 +55,15 @@ def free_port(address: str = _LOOPBACK) -> int:
         return int(server.getsockname()[1])
 
 
+_SPAWNER = ThreadPoolExecutor(1, "spawner")
+"""Starts all processes: the kernel ends a child with the thread that has started it, and this one lives to the end."""
+
+
+def spawn(command: list[str], **options: Any) -> "subprocess.Popen[Any]":
+    """A process that cannot outlive this one, whichever thread asks for it."""
+    return _SPAWNER.submit(lambda: subprocess.Popen(command, preexec_fn=die_with_parent, **options)).result()
+
+
 class Process:
     """One process; what it prints goes to a file under ``folder``, behind what its predecessors have printed."""
 
@@ -93,13 +73,12 @@ class Process:
         self.frozen = False
         with self.log.open("ab") as log:
             self._begin = log.tell()
-            self._popen = subprocess.Popen(
+            self._popen = spawn(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=os.environ | (environment or {}) | {"PYTHONUNBUFFERED": "1"},
-                preexec_fn=die_with_parent,
             )
 
     @property
@@ -307,13 +286,12 @@ class Served:
     def __init__(self, *arguments: str, ready_seconds: float = 90.0) -> None:
         self.output: list[str] = []
         self.url = ""
-        self.process = subprocess.Popen(
+        self.process = spawn(
             [sys.executable, "-m", "pagewise.main", "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             bufsize=1,
-            preexec_fn=die_with_parent,
         )
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -84,6 +84,11 @@ class Monkey:
             for one in self.done
         )
 
+    async def wait_for(self, gateway: str) -> None:
+        """Wait until a gateway that was killed, or told to leave, has a successor."""
+        while self.excuses(gateway, monotonic(), monotonic()):
+            await asyncio.sleep(0.1)
+
     async def _disturb_executors(self, until: float) -> None:
         rng, deck = random.Random(self.seed), ["kill", "drain", "hang"]  # where there is time for a few, one of each
         while monotonic() < until:

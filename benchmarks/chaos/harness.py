@@ -12,7 +12,8 @@ import psutil
 
 from benchmarks.chaos.disturbances import Disturbance, Monkey
 from benchmarks.chaos.workload import Case, Outcome, client_of, references, stream
-from benchmarks.processes import Cluster, Process, total
+from benchmarks.processes import Cluster, Process
+from benchmarks.scrape import total
 
 START_SECONDS = 180.0
 """Most that executors may take to start: loading torch three times on two cores that have other work."""
@@ -71,10 +72,7 @@ class Report:
             "failures": len(self.failures),
             "pause": _spread([pause.seconds for pause in self.pauses]),
             "by_kind": {kind: self._of_kind(kind) for kind in sorted({event.kind for event in self.disturbances})},
-            "longest_pauses": [
-                {"seconds": round(one.seconds, 2), "cause": one.cause, "stream": one.stream, "during": list(one.during)}
-                for one in sorted(self.pauses, reverse=True)[:MOST_PAUSES]
-            ],
+            "longest_pauses": self._longest(),
             "blocks": self.blocks,
             "load_average": {"median": round(statistics.median(self.load), 1), "worst": round(max(self.load), 1)},
             "rss_mib": {
@@ -83,6 +81,14 @@ class Report:
                 if rss
             },
         }
+
+    def _longest(self) -> list[dict[str, Any]]:
+        """The longest pauses, each once; several disturbances may have touched it."""
+        each = {(round(one.seconds, 2), one.stream, one.during) for one in self.pauses}
+        return [
+            {"seconds": seconds, "stream": stream, "during": list(during)}
+            for seconds, stream, during in sorted(each, reverse=True)[:MOST_PAUSES]
+        ]
 
     def _of_kind(self, kind: str) -> dict[str, Any]:
         events = [event for event in self.disturbances if event.kind == kind]
@@ -168,10 +174,11 @@ async def _keep_asking(
                 report.cut += 1
                 if not outcome.begins(right):
                     report.failures.append(f"{outcome.request_id} {case.kind}: what came before it was cut off differs")
+                await monkey.wait_for(gateway)
             else:
                 said = f"{type(error).__name__}: {error}"
                 report.failures.append(f"{case.kind} {outcome.request_id} through {gateway} failed: {said}")
-            await asyncio.sleep(0.5)
+                await asyncio.sleep(0.5)
         else:
             report.failures += [f"{outcome.request_id} {one}" for one in outcome.differences(right)]
 

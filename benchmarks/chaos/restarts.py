@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import openai
 
 from benchmarks.chaos.workload import Case, Outcome, client_of, stream
-from benchmarks.processes import Cluster, total
+from benchmarks.processes import Cluster
+from benchmarks.scrape import total
 
 
 class Return(NamedTuple):

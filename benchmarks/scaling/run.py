@@ -22,10 +22,11 @@ from time import perf_counter
 import psutil
 import uvloop
 
-from benchmarks.processes import Cluster, total
+from benchmarks.processes import Cluster
 from benchmarks.record import record_file, write_record
 from benchmarks.scaling.load import Load
 from benchmarks.scaling.wire import WireLoad
+from benchmarks.scrape import total
 
 _TOKENS, _STEPS = "generation_tokens_total", "iteration_tokens_count"
 MODES = ("wire", "answer", "stream")

@@ -28,8 +28,8 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
-from benchmarks.processes import Sample, parse_metrics
 from benchmarks.scaling.load import OUTPUT_TOKENS, random_prompt
+from benchmarks.scrape import Sample, parse_metrics
 
 _SAMPLING = SamplingParams(temperature=0)
 _TOKEN_BYTES = 4
