@@ -13,9 +13,9 @@ from array import array
 from typing import Any
 
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.destination import Destination, Placement
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing, place
-from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams

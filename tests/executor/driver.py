@@ -8,7 +8,7 @@ from time import monotonic
 from pagewise_executor.runner import PendingStep, Runner
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode

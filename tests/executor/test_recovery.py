@@ -13,7 +13,7 @@ from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.peers import MakePeers
 from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s

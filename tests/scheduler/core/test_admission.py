@@ -2,7 +2,7 @@
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import AGEING_SECONDS, WaitingQueue

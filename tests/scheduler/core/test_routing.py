@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.destination import Destination, Match, Placement
 from pagewise_scheduler.core.routing.policies import (
     ROUTING_NAMES,
@@ -21,7 +22,6 @@ from pagewise_scheduler.core.routing.policies import (
 )
 from pagewise_scheduler.core.routing.promises import Promises
 from pagewise_scheduler.core.routing.prompt import Prompt
-from pagewise_scheduler.core.scheduling.request import Request
 
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.test_scheduler import executor_for, run

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Link
 from pagewise_scheduler.core.recovery.ways import Recovery
-from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
+from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 

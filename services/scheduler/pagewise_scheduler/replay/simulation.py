@@ -16,9 +16,9 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.sources import Directory, Lender
 from pagewise_scheduler.core.recovery.ways import Recovery
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.destination import Destination, Placement
 from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
-from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
 from pagewise_scheduler.replay.traces import TraceRequest

@@ -14,7 +14,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Estimate, Link
 from pagewise_scheduler.core.recovery.sources import BlockSource, Directory
 from pagewise_scheduler.core.recovery.ways import Asked, Method, Recovery, RecoveryMode, Transfer, Way, pairs_of
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256

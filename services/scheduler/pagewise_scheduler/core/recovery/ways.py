@@ -8,7 +8,7 @@ from pagewise_shared.protocol import Fetch
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import Estimate, Link
 from pagewise_scheduler.core.recovery.sources import BlockSource, Place
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.requests.request import Sequence
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.promises import Promises
 from pagewise_scheduler.core.routing.prompt import Prompt
-from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _LOOKED_AT = 8

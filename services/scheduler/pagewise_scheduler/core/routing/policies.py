@@ -11,9 +11,9 @@ from heapq import nlargest, nsmallest
 from math import inf
 from typing import Literal, NamedTuple, Protocol, get_args
 
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.destination import Destination, Match, Outlook, Placement
 from pagewise_scheduler.core.routing.prompt import Prompt
-from pagewise_scheduler.core.scheduling.request import Request
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 
 _BYTES_PER_TOKEN = 4
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.requests.request import Sequence
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 _WINDOW = 16

@@ -10,9 +10,9 @@ from pagewise_shared.protocol import TokenLogprobs
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.scheduling.beam_search import BeamSearch, Continuation
+from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
