@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.scheduling.request import FinishReason, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Sequence, SequenceStatus
 from pagewise_scheduler.generation import GenerationRequest
 from pagewise_scheduler.metrics import Metrics
 from pagewise_shared.sampling import BeamParams, SamplingParams

@@ -11,7 +11,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_scheduler.actors.engine import Abort, Engine, HandOver
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.core.memory.worth import Chain, most_valuable_chains
-from pagewise_scheduler.core.scheduling.request import SequenceStatus
+from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.generation import GenerationRequest
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.text.tokenizer import Tokenizer

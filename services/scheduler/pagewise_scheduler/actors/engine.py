@@ -13,7 +13,7 @@ from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_scheduler.metrics import Metrics
