@@ -58,7 +58,7 @@ class Watch:
             held = min(sequence.num_tokens, sequence.table.num_slots)
             parts["token states"] += held
             if isinstance(kv, ReservingKVManager):
-                reserved = kv.reservations[sequence.table.space]
+                reserved = kv.reservations[sequence.table.cache_salt]
                 parts["reserved"] += sequence.max_num_tokens - held
                 parts["internal fragmentation"] += reserved - sequence.max_num_tokens
             else:

@@ -12,7 +12,7 @@ import transformers
 from pagewise_executor import host_tier, profile
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.peers import MakePeers
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError

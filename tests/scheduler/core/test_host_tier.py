@@ -4,7 +4,7 @@ from math import isnan
 
 import pytest
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.ways import Method, Recovery, RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import Method, Recovery, RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 

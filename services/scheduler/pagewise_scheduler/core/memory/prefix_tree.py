@@ -3,11 +3,10 @@
 The way from the root to a node spells the tokens of a prefix, so a node stands for what its chained block hash stands
 for (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the tree knows a
 block's descendants, which eviction asks for. Hashes name blocks outside of it; they are made when somebody asks. Each
-space (the cache salt of a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
 """
 
 from array import array
-from collections.abc import Hashable
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
@@ -55,14 +54,14 @@ class CachedBlock:
 
 
 class _Root(CachedBlock):
-    """Where a space begins."""
+    """Where the prefixes of one cache salt begin."""
 
-    __slots__ = ("space",)
+    __slots__ = ("cache_salt",)
 
-    def __init__(self, space: Hashable, model_fingerprint: str) -> None:
+    def __init__(self, cache_salt: str | None, model_fingerprint: str) -> None:
         super().__init__(None, b"")
-        self.space = space
-        self.hash = root_hash(model_fingerprint, space)
+        self.cache_salt = cache_salt
+        self.hash = root_hash(model_fingerprint, cache_salt)
 
 
 def hash_of(node: CachedBlock) -> BlockHash:
@@ -87,39 +86,39 @@ class PrefixTree:
     def __init__(self, block_size: int, model_fingerprint: str = "") -> None:
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
-        self._roots: dict[Hashable, _Root] = {}
+        self._roots: dict[str | None, _Root] = {}
         self.num_blocks = 0
 
-    def root(self, space: Hashable) -> CachedBlock:
-        """The root of a space, made if it is not there."""
-        found = self._roots.get(space)
+    def root(self, cache_salt: str | None) -> CachedBlock:
+        """The root of a cache salt, made if it is not there."""
+        found = self._roots.get(cache_salt)
         if found is None:
-            found = self._roots[space] = _Root(space, self.model_fingerprint)
+            found = self._roots[cache_salt] = _Root(cache_salt, self.model_fingerprint)
         return found
 
-    def root_of(self, space: Hashable) -> CachedBlock | None:
-        """The root of a space, if anything of it is cached."""
-        return self._roots.get(space)
+    def root_of(self, cache_salt: str | None) -> CachedBlock | None:
+        """The root of a cache salt, if anything of it is cached."""
+        return self._roots.get(cache_salt)
 
-    def root_hash(self, space: Hashable) -> BlockHash:
-        """Where the block hashes of a space begin."""
-        known = self._roots.get(space)
-        return root_hash(self.model_fingerprint, space) if known is None else known.hash
+    def root_hash(self, cache_salt: str | None) -> BlockHash:
+        """Where the block hashes of a cache salt begin."""
+        known = self._roots.get(cache_salt)
+        return root_hash(self.model_fingerprint, cache_salt) if known is None else known.hash
 
     @property
     def roots(self) -> list[CachedBlock]:
-        """The roots of all spaces of which anything is cached."""
+        """The roots of all cache salts of which anything is cached."""
         return list(self._roots.values())
 
-    def space_of(self, root: CachedBlock) -> str | None:
+    def cache_salt_of(self, root: CachedBlock) -> str | None:
         """The cache salt of a root."""
         assert isinstance(root, _Root)
-        return root.space if isinstance(root.space, str) else None
+        return root.cache_salt
 
-    def find(self, space: Hashable, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
+    def find(self, cache_salt: str | None, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
         """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
         path: list[CachedBlock] = []
-        node: CachedBlock | None = self._roots.get(space)
+        node: CachedBlock | None = self._roots.get(cache_salt)
         if node is None:
             return path
         size = self._key_bytes
@@ -161,11 +160,11 @@ class PrefixTree:
         return node
 
     def remove(self, node: CachedBlock) -> None:
-        """Take out a node without children; a space that holds nothing any more is forgotten."""
+        """Take out a node without children; the root of a cache salt that holds nothing any more is forgotten."""
         assert not node.children
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
         self.num_blocks -= 1
         if isinstance(parent, _Root) and not parent.children:
-            self._roots.pop(parent.space, None)
+            self._roots.pop(parent.cache_salt, None)

@@ -115,9 +115,9 @@ class Admission:
         return (place, sequence.tokens_between(start, stop)) in self._busy
 
     def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
-        """Where a sequence stands that has found blocks up to ``tip``; its space has no root before its first block."""
-        space = sequence.request.cache_salt
-        return tip or self._kv.pool.tree.root_of(space) or ("root", space)
+        """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""
+        salt = sequence.request.cache_salt
+        return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:
         """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""

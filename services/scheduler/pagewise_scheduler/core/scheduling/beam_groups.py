@@ -26,7 +26,7 @@ class _Group:
     candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
 
 
-class Choosing:
+class BeamGroups:
     """The beam searches of one scheduler, and the samples to choose from."""
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, prefilling: PrefillSet, plan: PlanBuilder) -> None:
@@ -126,7 +126,7 @@ class Choosing:
 
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""
-        fork = self._kv.new_table(table.space)
+        fork = self._kv.new_table(table.cache_salt)
         if table.blocks and self._kv.num_available > 1:
             prefix = self._kv.fork(table, num_computed)
             if copy := self._kv.take(fork, prefix):

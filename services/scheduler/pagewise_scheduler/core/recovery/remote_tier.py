@@ -78,7 +78,7 @@ class BlockSource:
             self.wake()
 
 
-class Lending(Protocol):
+class PeerScheduler(Protocol):
     """The scheduler of an executor that lends blocks."""
 
     kv: KVCacheManager
@@ -91,7 +91,7 @@ class Lending(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Lender:
+class Peer:
     """An executor whose blocks others may fetch.
 
     ``endpoint``: where. ``block_format``: of what is fetched; equal ones fit. ``wake``: tells it that blocks came back.
@@ -100,44 +100,44 @@ class Lender:
 
     endpoint: str
     block_format: Hashable
-    scheduler: Lending
+    scheduler: PeerScheduler
     wake: Callable[[], None]
     key: str = ""
 
 
 @dataclass(slots=True)
-class Directory:
-    """All lenders of a fleet, by their endpoints."""
+class PrefixDirectory:
+    """All peers of a fleet, by their endpoints."""
 
-    lenders: dict[str, Lender] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
 
     def longest(
-        self, asker: str, space: Hashable, tokens: bytes, more_than: int, usable: Callable[[str], bool]
-    ) -> tuple[Lender, list[CachedBlock]] | None:
-        """The lender that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
+        self, asker: str, cache_salt: str | None, tokens: bytes, more_than: int, usable: Callable[[str], bool]
+    ) -> tuple[Peer, list[CachedBlock]] | None:
+        """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
 
         ``asker``: the endpoint of who asks; it gets blocks of its own format only. ``usable``: whether an endpoint may
         be asked. Costs nothing for executors that do not hold the first block, and a look-up per block for others.
         """
-        own = self.lenders.get(asker)
+        own = self.peers.get(asker)
         if own is None:
             return None
-        best: tuple[Lender, list[CachedBlock]] | None = None
+        best: tuple[Peer, list[CachedBlock]] | None = None
         keys: list[bytes] = []
-        for lender in self.lenders.values():
-            if lender is own or lender.block_format != own.block_format or not usable(lender.endpoint):
+        for peer in self.peers.values():
+            if peer is own or peer.block_format != own.block_format or not usable(peer.endpoint):
                 continue
-            tree = lender.scheduler.kv.pool.tree
-            node = tree.root_of(space)
+            tree = peer.scheduler.kv.pool.tree
+            node = tree.root_of(cache_salt)
             if node is None:
                 continue
             if not keys:  # cut once: a bytes object remembers its hash
-                size = 4 * lender.scheduler.kv.block_size
+                size = 4 * peer.scheduler.kv.block_size
                 keys = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
             # Until its next plan goes out, what it has just demoted is not on its way to its host.
-            nodes = _held(node, keys, host_too=not lender.scheduler.kv.pool.host.stores)
+            nodes = _held(node, keys, host_too=not peer.scheduler.kv.pool.host.stores)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
-                best = lender, nodes
+                best = peer, nodes
         return best
 
 
