@@ -18,7 +18,7 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.fleet import MAX_BAD_FRAMES, Fleet
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.generation import AdmissionError, GenerationError, GenerationRequest, NoExecutorError
 from pagewise_scheduler.metrics import Metrics
@@ -467,7 +467,7 @@ async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_o
             while len(stack.router.engines) != 1:
                 await asyncio.sleep(0.01)
         (engine,) = stack.router.engines
-        assert stack.fleet._lending.directory.lenders["ipc:///blocks"].scheduler is engine.scheduler
+        assert stack.fleet._lending.directory.peers["ipc:///blocks"].scheduler is engine.scheduler
         assert engine.scheduler.recoveries.endpoint == "ipc:///blocks"
         first.close()
         second.close()

@@ -10,7 +10,7 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.actors.engine import Abort, Engine, HandOver
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
-from pagewise_scheduler.core.memory.worth import Chain, most_valuable_chains
+from pagewise_scheduler.core.memory.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.generation import GenerationRequest
 from pagewise_scheduler.metrics import Metrics
@@ -80,20 +80,20 @@ class Draining:
             if other.scheduler.recoveries.endpoint and engine.scheduler.recoveries.endpoint
         }
         copies: list[LiveRequest] = []
-        for chain in most_valuable_chains(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
+        for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
             target = max(room, key=lambda other: room[other])
-            if room[target] < chain.num_blocks + 1 or not target.scheduler.fits(len(chain.tokens) // 4 + 1, 0):
+            if room[target] < prefix.num_blocks + 1 or not target.scheduler.fits(len(prefix.tokens) // 4 + 1, 0):
                 continue
-            room[target] -= chain.num_blocks
-            live = self._errand(chain)
+            room[target] -= prefix.num_blocks
+            live = self._errand(prefix)
             copies.append(live)
             live.engine = target
             target.assign(live)
         return copies
 
-    def _errand(self, chain: Chain) -> LiveRequest:
+    def _errand(self, prefix: HotPrefix) -> LiveRequest:
         # One token more than is cached: the last one of a prompt is always computed.
-        tokens = array("i", chain.tokens)
+        tokens = array("i", prefix.tokens)
         tokens.append(0)
         generation = GenerationRequest(
             request_id=f"copy-{uuid4().hex}",
@@ -101,7 +101,7 @@ class Draining:
             max_tokens=0,
             sampling=SamplingParams(temperature=0.0),
             priority=_LEAST_PRIORITY,
-            cache_salt=chain.space,
+            cache_salt=prefix.cache_salt,
             arrival_time=clock(),
         )
         return LiveRequest(generation, self._tokenizer, self._quiet, lambda live: None)

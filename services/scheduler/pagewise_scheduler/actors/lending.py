@@ -7,7 +7,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Hello, named_blocks
 
 from pagewise_scheduler.actors.engine import Engine, GivenBack, PeerLost
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import Metrics
 
@@ -18,7 +18,7 @@ class Lending:
     """The directory of a fleet, kept while executors come and go."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.directory = Directory()
+        self.directory = PrefixDirectory()
         self._metrics = metrics
 
     def take_over(self, hello: Hello, scheduler: Scheduler) -> bool:
@@ -32,24 +32,25 @@ class Lending:
             log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
             return False
         pool = scheduler.kv.pool
-        log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
+        log.info(
+            "%s holds %d blocks, %d on the host", hello.executor_id, len(pool.restorable), len(pool.host.restorable)
+        )
         return True
 
     def begin(self, hello: Hello, engine: Engine, key: str) -> None:
         """Let others fetch blocks from this executor, and it from them."""
         endpoint, scheduler = hello.block_endpoint, engine.scheduler
-        if not endpoint or endpoint in self.directory.lenders:
+        if not endpoint or endpoint in self.directory.peers:
             return
         block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
-        lender = Lender(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()), key)
-        self.directory.lenders[endpoint] = lender
-        scheduler.recoveries.directory, scheduler.recoveries.endpoint = self.directory, endpoint
+        own = Peer(endpoint, block_format, scheduler, lambda: engine.tell(GivenBack()), key)
+        scheduler.recoveries.join(self.directory, own)
 
     def end(self, engine: Engine, others: Iterable[Engine]) -> None:
         """Nobody fetches from this executor any more."""
-        endpoint, lenders = engine.scheduler.recoveries.endpoint, self.directory.lenders
-        if (lender := lenders.get(endpoint)) is not None and lender.scheduler is engine.scheduler:
-            del lenders[endpoint]
+        endpoint, peers = engine.scheduler.recoveries.endpoint, self.directory.peers
+        if (peer := peers.get(endpoint)) is not None and peer.scheduler is engine.scheduler:
+            del peers[endpoint]
             for other in others:
                 if other is not engine:
                     other.tell(PeerLost(endpoint))

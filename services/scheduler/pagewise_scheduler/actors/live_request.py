@@ -8,7 +8,7 @@ from time import monotonic
 from pagewise_shared.protocol import TokenLogprobs
 
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.routing.destination import Placement
+from pagewise_scheduler.core.routing.executor_view import Placement
 from pagewise_scheduler.generation import (
     GenerationError,
     GenerationRequest,

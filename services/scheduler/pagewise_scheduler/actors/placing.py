@@ -5,7 +5,7 @@ from time import perf_counter
 
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
-from pagewise_scheduler.core.routing.destination import Destination
+from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place
 from pagewise_scheduler.metrics import Metrics
 
@@ -16,28 +16,28 @@ class Placing:
     def __init__(self, name: RoutingName, metrics: Metrics) -> None:
         self._policy = make_routing(name)
         self._metrics = metrics
-        self._destinations: dict[Engine, Destination] = {}
+        self._executors: dict[Engine, ExecutorView] = {}
 
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
-        self._destinations[engine] = Destination(engine.scheduler)
+        self._executors[engine] = ExecutorView(engine.scheduler)
 
     def left(self, engine: Engine) -> None:
         """The engine takes none any more."""
-        self._destinations.pop(engine, None)
+        self._executors.pop(engine, None)
 
     def load(self, engine: Engine) -> int:
         """Sequences placed on an engine that have not finished."""
-        return self._destinations[engine].load
+        return self._executors[engine].load
 
     def place(self, live: LiveRequest, able: Sequence[Engine]) -> Engine:
         """Choose one of the engines that can hold a request, at least one, and remember the request there."""
         began, now = perf_counter(), clock()
         if live.placement is not None:  # it was elsewhere before
             live.placement.end(now)
-        engines = {self._destinations[engine]: engine for engine in able}
+        engines = {self._executors[engine]: engine for engine in able}
         live.placement = placement = place(self._policy, live.request, list(engines), now)
         self._metrics.placements(placement.reason).inc()
         self._metrics.placement_predicted_seconds.observe(placement.predicted)
         self._metrics.placement_decision_seconds.observe(perf_counter() - began)
-        return engines[placement.destination]
+        return engines[placement.executor]
