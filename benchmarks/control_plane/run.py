@@ -12,6 +12,7 @@ from array import array
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import (
@@ -84,7 +85,8 @@ def measure_memory(repeats: int) -> dict[str, float]:
         kv.free(table, None)
     for _ in range(repeats):
         began = time.perf_counter()
-        blocks = kv.pool.tree.find(None, prompt.tobytes(), num_tokens - 1)
+        tree = kv.pool.tree
+        blocks = tree.walk(tree.root_of(None), block_keys(prompt.tobytes(), BLOCK_SIZE, num_tokens - 1))
         found = kv.begin_with(None, blocks, prompt[len(blocks) * BLOCK_SIZE : num_tokens - 1].tobytes())
         hits.append(time.perf_counter() - began)
         assert found.num_tokens == num_tokens - 1

@@ -4,7 +4,7 @@ import heapq
 from dataclasses import dataclass
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,23 +18,10 @@ class HotPrefix:
 
 def hottest_prefixes(pool: BlockPool, limit: int) -> list[HotPrefix]:
     """The prefixes that eviction would give up last, at most ``limit``, the most valuable first."""
-    leaves: list[tuple[float, int, CachedBlock, str | None]] = []
-    number = 0
-    for root in pool.tree.roots:
-        cache_salt = pool.tree.cache_salt_of(root)
-        below = list(root.children.values())
-        for node in below:  # grows while it is walked
-            below += node.children.values()
-            if not node.children:
-                number += 1
-                leaves.append((pool.policy.priority(node, 0.0), number, node, cache_salt))
-    return [_prefix(node, cache_salt) for _, _, node, cache_salt in heapq.nlargest(limit, leaves)]
+    hottest = heapq.nlargest(limit, pool.tree.leaves(), key=lambda leaf: pool.policy.priority(leaf[1], 0.0))
+    return [_prefix(cache_salt, leaf) for cache_salt, leaf in hottest]
 
 
-def _prefix(node: CachedBlock, cache_salt: str | None) -> HotPrefix:
-    pieces: list[bytes] = []
-    current: CachedBlock | None = node
-    while current is not None and current.depth:
-        pieces.append(current.tokens)
-        current = current.parent
+def _prefix(cache_salt: str | None, leaf: CachedBlock) -> HotPrefix:
+    pieces = [node.tokens for node in ancestors(leaf)]
     return HotPrefix(cache_salt, b"".join(reversed(pieces)), len(pieces))

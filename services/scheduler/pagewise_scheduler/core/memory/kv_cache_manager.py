@@ -1,7 +1,7 @@
 """Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
@@ -11,7 +11,7 @@ from pagewise_shared.block_hash import BlockHash, block_hash
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 
 
 @dataclass(slots=True)
@@ -99,25 +99,28 @@ class KVCacheManager:
 
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
         """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
-        pool, size = self.pool, 4 * self.block_size
+        pool = self.pool
         if not (pool.restorable or pool.host.restorable):
             return
         tokens = tokens_of()
-        hashes = list(_chain(pool.tree.root_hash(cache_salt), tokens, size))
-        keys = [tokens[start : start + size] for start in range(0, size * len(hashes), size)]
+        hashes = list(_chain(pool.tree.root_hash(cache_salt), tokens, 4 * self.block_size))
         while hashes and hashes[-1] not in pool.restorable and hashes[-1] not in pool.host.restorable:
             hashes.pop()
-        node = pool.tree.root(cache_salt) if hashes else None
-        for key, known in zip(keys, hashes, strict=False):
-            assert node is not None
-            parent, node = node, node.children.get(key) or pool.tree.add(node, key)
+        if not hashes:
+            return
+        keys = list(block_keys(tokens, self.block_size, len(hashes) * self.block_size))
+        last = pool.tree.root(cache_salt)
+        path = pool.tree.walk(last, keys)
+        for key in keys[len(path) :]:
+            path.append(pool.tree.add(path[-1] if path else last, key))
+        for node, known in zip(path, hashes, strict=True):
             node.hash = known
+            parent, last = last, node
             if node.block < 0 and (parent.block >= 0 or not parent.depth):
                 pool.restore(node)
             if node.host < 0:
                 pool.host.restore(node)
-        if node is not None:
-            pool.host.tidy(node)
+        pool.host.tidy(last)
 
     # ---- sharing -------------------------------------------------------------------------------------
 
@@ -145,16 +148,9 @@ class KVCacheManager:
         """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
-        blocks = [node for node in self._known(table) if node.depth <= full]
+        blocks = [node for node in ancestors(table.tip) if node.depth <= full]
         blocks.reverse()
         return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
-
-    def _known(self, table: BlockTable) -> Iterator[CachedBlock]:
-        """The table's blocks whose content is known, the last one first."""
-        node = table.tip
-        while node is not None and node.depth > 0:
-            yield node
-            node = node.parent
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
@@ -240,7 +236,7 @@ class KVCacheManager:
         from it. None: that was no use of the blocks, or it has been counted.
         """
         if output_tokens is not None and self.pool.policy.learns:
-            self.pool.policy.used(reversed(list(self._known(table))), output_tokens)
+            self.pool.policy.used(reversed(list(ancestors(table.tip))), output_tokens)
         blocks, table.blocks, table.tip = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 

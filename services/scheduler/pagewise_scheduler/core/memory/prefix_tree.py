@@ -7,6 +7,7 @@ cache salt (a tenant, an adapter) has a root of its own; the model is the same f
 """
 
 from array import array
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
@@ -78,6 +79,21 @@ def hash_of(node: CachedBlock) -> BlockHash:
     return known
 
 
+def ancestors(node: CachedBlock | None) -> Iterator[CachedBlock]:
+    """A block, and those that come before it, the nearest first; without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) -> Iterator[bytes]:
+    """The tokens (int32 bytes) of each full block among the first ``num_tokens`` (None: all), cut as they are asked
+    for."""
+    size = block_size * _BYTES_PER_TOKEN
+    end = len(tokens) if num_tokens is None else num_tokens * _BYTES_PER_TOKEN
+    return (tokens[start : start + size] for start in range(0, end - size + 1, size))
+
+
 class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each."""
 
@@ -110,27 +126,35 @@ class PrefixTree:
         """The roots of all cache salts of which anything is cached."""
         return list(self._roots.values())
 
-    def cache_salt_of(self, root: CachedBlock) -> str | None:
-        """The cache salt of a root."""
-        assert isinstance(root, _Root)
-        return root.cache_salt
+    @staticmethod
+    def walk(node: CachedBlock | None, keys: Iterable[bytes]) -> list[CachedBlock]:
+        """The blocks that spell ``keys`` below ``node``, in order, as far as the tree has them; None has none.
 
-    def find(self, cache_salt: str | None, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
-        """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
+        ``keys``: the tokens of one block each (see ``block_keys``); they are asked for one by one, and none after the
+        first that is not there.
+        """
         path: list[CachedBlock] = []
-        node: CachedBlock | None = self._roots.get(cache_salt)
         if node is None:
             return path
-        size = self._key_bytes
-        for start in range(0, num_tokens * _BYTES_PER_TOKEN - size + 1, size):
-            node = node.children.get(tokens[start : start + size])
+        for key in keys:
+            node = node.children.get(key)
             if node is None:
                 break
             path.append(node)
         return path
 
-    def still_there(self, path: list[CachedBlock]) -> None:
-        """Cut a path that ``find`` gave once back to what is still cached of it."""
+    def leaves(self) -> Iterator[tuple[str | None, CachedBlock]]:
+        """Every block that none follows, and the cache salt that it belongs to."""
+        for cache_salt, root in self._roots.items():
+            below = list(root.children.values())
+            for node in below:  # grows while it is walked
+                below += node.children.values()
+                if not node.children:
+                    yield cache_salt, node
+
+    @staticmethod
+    def still_there(path: list[CachedBlock]) -> None:
+        """Cut a path that ``walk`` gave once back to what is still cached of it."""
         while path and path[-1].block < 0 and path[-1].host < 0:
             path.pop()
 

@@ -6,13 +6,14 @@ are pinned in its own pool while they are being fetched, so that they neither mo
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.recovery.cost_model import Link
 
 
@@ -48,11 +49,10 @@ class BlockSource:
         """
         places = []
         self._pinned += len(nodes)
-        before = nodes[0].parent if self.peer else None
-        while before is not None and before.block >= 0:
-            self._lent.append(before.block)
-            before = before.parent
-        self._lent.reverse()
+        if self.peer:
+            before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
+            self._lent += [node.block for node in before]
+            self._lent.reverse()
         for node in nodes:
             if self.peer and node.block >= 0:
                 self._lent.append(node.block)
@@ -132,21 +132,14 @@ class PrefixDirectory:
             if node is None:
                 continue
             if not keys:  # cut once: a bytes object remembers its hash
-                size = 4 * peer.scheduler.kv.block_size
-                keys = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+                keys = list(block_keys(tokens, peer.scheduler.kv.block_size))
             # Until its next plan goes out, what it has just demoted is not on its way to its host.
-            nodes = _held(node, keys, host_too=not peer.scheduler.kv.pool.host.stores)
+            nodes = _readable(tree.walk(node, keys), host_too=not peer.scheduler.kv.pool.host.stores)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
                 best = peer, nodes
         return best
 
 
-def _held(node: CachedBlock | None, keys: list[bytes], *, host_too: bool) -> list[CachedBlock]:
-    """The blocks below a root that spell ``keys``, as far as they lie on the device, or on the host if ``host_too``."""
-    nodes: list[CachedBlock] = []
-    for key in keys:
-        node = node.children.get(key) if node is not None else None
-        if node is None or (node.block < 0 and (node.host < 0 or not host_too)):
-            break
-        nodes.append(node)
-    return nodes
+def _readable(path: list[CachedBlock], *, host_too: bool) -> list[CachedBlock]:
+    """The beginning of a path that lies on the device, or on the host if ``host_too``."""
+    return [*takewhile(lambda node: node.block >= 0 or (host_too and node.host >= 0), path)]

@@ -138,20 +138,13 @@ class ExecutorView:
         """How much of a prompt is cached. O(blocks found)."""
         kv = self.scheduler.kv
         kv.restore(query.cache_salt, lambda: query.tokens)
-        size, keys, node = kv.block_size, query.keys(kv.block_size), kv.pool.tree.root_of(query.cache_salt)
-        device = there = 0
-        if node is not None:
-            for key in keys:
-                found = node.children.get(key)
-                if found is None:
-                    break
-                node = found
-            there = node.depth
-            while node.parent is not None and node.block < 0:
-                if node.host < 0:  # it lies nowhere: what comes after it is of no use
-                    there = node.depth - 1
-                node = node.parent
-            device = node.depth
+        size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
+        path = tree.walk(tree.root_of(query.cache_salt), keys)
+        device = there = len(path)
+        while device and path[device - 1].block < 0:
+            device -= 1
+            if path[device].host < 0:  # it lies nowhere: what comes after it is of no use
+                there = device
         expected = there * size
         if self._waiting and there < len(keys):
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)

@@ -1,5 +1,6 @@
 """What routing asks of every executor about a request: how much of its tokens is cached there."""
 
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 
 _BYTES_PER_TOKEN = 4
@@ -32,7 +33,6 @@ class PrefixQuery:
         """
         keys = self._keys.get(block_size)
         if keys is None:
-            size, tokens = block_size * _BYTES_PER_TOKEN, self.tokens
-            end = (self.num_tokens - 1) // block_size * size if self.uses_cache else 0
-            keys = self._keys[block_size] = [tokens[start : start + size] for start in range(0, end, size)]
+            most = self.num_tokens - 1 if self.uses_cache else 0
+            keys = self._keys[block_size] = list(block_keys(self.tokens, block_size, most))
         return keys
