@@ -12,7 +12,8 @@ from array import array
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import (
     StepResult,
@@ -79,12 +80,13 @@ def measure_memory(repeats: int) -> dict[str, float]:
         table = kv.new_table()
         kv.grow(table, num_tokens)
         began = time.perf_counter()
-        kv.publish(table, num_tokens, lambda start, stop: prompt[start:stop].tobytes())
+        kv.cache_full_blocks(table, num_tokens, lambda start, stop: prompt[start:stop].tobytes())
         published.append(time.perf_counter() - began)
         kv.free(table, None)
     for _ in range(repeats):
         began = time.perf_counter()
-        blocks = kv.pool.tree.find(None, prompt.tobytes(), num_tokens - 1)
+        tree = kv.pool.tree
+        blocks = tree.walk(tree.root_of(None), block_keys(prompt.tobytes(), BLOCK_SIZE, num_tokens - 1))
         found = kv.begin_with(None, blocks, prompt[len(blocks) * BLOCK_SIZE : num_tokens - 1].tobytes())
         hits.append(time.perf_counter() - began)
         assert found.num_tokens == num_tokens - 1

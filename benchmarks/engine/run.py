@@ -36,7 +36,7 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.traces import read_trace
 from pagewise_shared.config import Device, ExecutorConfig

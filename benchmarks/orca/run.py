@@ -14,10 +14,10 @@ from typing import Any, Literal
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import modelled
-from pagewise_scheduler.replay.reserving import Reservation, ReservingKVManager, reserved_slots
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 
+from benchmarks.orca.reserving import Reservation, ReservingKVManager, reserved_slots
 from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
@@ -58,7 +58,7 @@ class Watch:
             held = min(sequence.num_tokens, sequence.table.num_slots)
             parts["token states"] += held
             if isinstance(kv, ReservingKVManager):
-                reserved = kv.reservations[sequence.table.space]
+                reserved = kv.reservations[sequence.table.cache_salt]
                 parts["reserved"] += sequence.max_num_tokens - held
                 parts["internal fragmentation"] += reserved - sequence.max_num_tokens
             else:

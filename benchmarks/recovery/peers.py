@@ -18,7 +18,7 @@ from typing import Any
 import transformers
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.peers import Peers
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 
 from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import MODES, Bench, build_model
@@ -30,13 +30,12 @@ def on_loopback(store: BlockStore) -> Peers:
 
 def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
     """Median milliseconds to the first token by mode, and what auto chose."""
-    directory = Directory()
+    directory = PrefixDirectory()
     lender, borrower = (Bench(path, None, tokens, on_loopback) for _ in range(2))
     for bench in (lender, borrower):
-        info, recoveries = bench.runner.info, bench.scheduler.recoveries
-        one = Lender(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
-        directory.lenders[info.block_endpoint] = one
-        recoveries.directory, recoveries.endpoint = directory, info.block_endpoint
+        info = bench.runner.info
+        own = Peer(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
+        bench.scheduler.recoveries.join(directory, own)
     rng = random.Random(1)
     prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
     lender.first_token(prompt, "cold")

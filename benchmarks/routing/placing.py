@@ -12,10 +12,10 @@ import time
 from array import array
 from typing import Any
 
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
-from pagewise_scheduler.core.routing.destination import Destination, Placement
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing, place
-from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -30,7 +30,7 @@ def tokens(rng: random.Random, count: int) -> "array[int]":
     return array("i", (rng.randrange(30_000) for _ in range(count)))
 
 
-def executor(prompt: "array[int]", waiting: "array[int]") -> Destination:
+def executor(prompt: "array[int]", waiting: "array[int]") -> ExecutorView:
     """One that has served ``prompt``, whose pool is full, and where ``waiting`` waits."""
     scheduler = Scheduler(
         num_blocks=PROMPT_TOKENS // BLOCK_SIZE + 2,
@@ -43,9 +43,9 @@ def executor(prompt: "array[int]", waiting: "array[int]") -> Destination:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5])))
-    destination = Destination(scheduler)
-    place(make_routing("ttft"), Request("waits", waiting, 1, SAMPLING), [destination], 0.0)
-    return destination
+    view = ExecutorView(scheduler)
+    place(make_routing("ttft"), Request("waits", waiting, 1, SAMPLING), [view], 0.0)
+    return view
 
 
 def measure(policy: RoutingName, executors: int, shared: bool, repeats: int) -> float:
@@ -53,19 +53,18 @@ def measure(policy: RoutingName, executors: int, shared: bool, repeats: int) -> 
     rng, routing = random.Random(0), make_routing(policy)
     system = tokens(rng, SYSTEM_TOKENS)
     prompts = [system + tokens(rng, PROMPT_TOKENS - SYSTEM_TOKENS) for _ in range(executors)]
-    destinations = [executor(prompt, system + tokens(rng, 64)) for prompt in prompts]
-    directory = Directory()
-    for number, destination in enumerate(destinations):
-        endpoint, recoveries = f"executor-{number}", destination.scheduler.recoveries
-        directory.lenders[endpoint] = Lender(endpoint, "format", destination.scheduler, lambda: None)
-        recoveries.directory, recoveries.endpoint = directory, endpoint
+    views = [executor(prompt, system + tokens(rng, 64)) for prompt in prompts]
+    directory = PrefixDirectory()
+    for number, view in enumerate(views):
+        own = Peer(f"executor-{number}", "format", view.scheduler, lambda: None)
+        view.scheduler.recoveries.join(directory, own)
     taken = []
     placement: Placement | None = None
     for number in range(repeats):
         prompt = prompts[number % executors][:] if shared else tokens(rng, PROMPT_TOKENS)
         request = Request(str(number), prompt, 64, SAMPLING)
         began = time.thread_time()
-        placement = place(routing, request, destinations, 0.01 * number)
+        placement = place(routing, request, views, 0.01 * number)
         taken.append(time.thread_time() - began)
         placement.end(0.01 * number)
     return round(1e6 * statistics.median(taken), 1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
-from pagewise_scheduler.core.routing.destination import Outlook
+from pagewise_scheduler.core.routing.executor_view import CostEstimate
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, LeastTimeToFirstToken, RoutingPolicy, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
@@ -39,21 +39,21 @@ BAR_HIT_RATE, BAR_BUSIEST = 0.95, 1.15
 class WithoutEviction(LeastTimeToFirstToken):
     """What is pushed out counts nothing."""
 
-    def cost(self, found: Outlook) -> float:
+    def cost(self, found: CostEstimate) -> float:
         return found.queue + found.recovery / (1.0 - found.busy)
 
 
 class WithoutOthers(LeastTimeToFirstToken):
     """That computing delays those who come next counts nothing."""
 
-    def cost(self, found: Outlook) -> float:
+    def cost(self, found: CostEstimate) -> float:
         return found.queue + found.recovery + found.evicted
 
 
 class WithoutQueue(LeastTimeToFirstToken):
     """What waits before it counts nothing."""
 
-    def cost(self, found: Outlook) -> float:
+    def cost(self, found: CostEstimate) -> float:
         return (found.recovery + found.evicted) / (1.0 - found.busy)
 
 

@@ -6,9 +6,9 @@ from collections import deque
 from time import monotonic
 
 from pagewise_executor.runner import PendingStep, Runner
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode
@@ -24,7 +24,7 @@ def run_requests(
     max_num_batched_tokens: int = 64,
     arrive_every: int = 0,
     recovery: RecoveryMode = "auto",
-    directory: Directory | None = None,
+    directory: PrefixDirectory | None = None,
 ) -> tuple[Scheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
@@ -72,12 +72,11 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
         steps += 1
 
 
-def lend(scheduler: Scheduler, runner: Runner, directory: Directory) -> None:
+def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> None:
     """Let this executor lend its blocks to the others in ``directory``, and fetch theirs."""
     endpoint = runner.info.block_endpoint
     assert endpoint
-    directory.lenders[endpoint] = Lender(endpoint, runner.info.block_format, scheduler, lambda: None)
-    scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, endpoint
+    scheduler.recoveries.join(directory, Peer(endpoint, runner.info.block_format, scheduler, lambda: None))
 
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:

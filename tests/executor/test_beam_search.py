@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 

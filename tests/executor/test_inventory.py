@@ -12,7 +12,7 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.profile import measure_costs
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import Welcome, named_blocks

@@ -12,8 +12,8 @@ import transformers
 from pagewise_executor import profile
 from pagewise_executor.kv import host_tier
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import BeamParams

@@ -26,7 +26,6 @@ from pagewise_shared.protocol import (
     Message,
     Refused,
     Rejoin,
-    Shutdown,
     StepPlan,
     StepResult,
     Welcome,
@@ -104,7 +103,7 @@ class ExecutorService:
         self._refused_told = self._refused_before = 0
 
     async def run(self) -> None:
-        """Serve until Shutdown or SIGINT, or until SIGTERM and the Drain that follows.
+        """Serve until SIGINT, or until SIGTERM and the Drain that follows.
 
         Raises:
             RefusedError: the scheduler does not let this executor in.
@@ -292,5 +291,3 @@ class ExecutorService:
                     worker.cancel_fetch(message)
                 case Drain():
                     self.stop("drained")
-                case Shutdown():
-                    self.stop("shut down by the scheduler")

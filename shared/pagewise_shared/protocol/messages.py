@@ -332,12 +332,8 @@ class Drain(Message, frozen=True):
     epoch: int
 
 
-class Shutdown(Message, frozen=True):
-    """The scheduler stops for good: the executor exits."""
-
-
 FromExecutor = Hello | StepResult | Copied | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFetch | Drain | Shutdown
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFetch | Drain
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.peers import PeerLinks, Peers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.recovery.sources import Directory
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_shared.curve import Keys, public_file
 from pagewise_shared.protocol import (
     Blocks,
@@ -70,7 +70,7 @@ def test_what_a_peer_has_computed_is_used(
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64)]
     more = [[*prompt, 5, 6, 7] for prompt in prompts]
     expected = reference(model, prompts + more, [8] * 6, "cpu")
-    directory = Directory()
+    directory = PrefixDirectory()
     first = [request(prompt, 8, name=f"a{i}") for i, prompt in enumerate(prompts)]
     # With 22 blocks some of them are on the lender's host by then.
     theirs, _ = run_requests(lender, first, num_blocks=lender_blocks, recovery="swap", directory=directory)
@@ -96,7 +96,7 @@ def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
     prompt = list(range(3, 90))
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     (expected,) = reference(model, [prompt], [8], "cpu")
-    directory = Directory()
+    directory = PrefixDirectory()
     theirs, _ = run_requests(lender, [request(prompt, 8)], directory=directory)
     theirs.epoch += 1  # the executor has not heard of it: as if it had been reset on the way
     again = request(prompt, 8, name="again")

@@ -310,7 +310,7 @@ async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_o
             while len(stack.engines) != 1:
                 await asyncio.sleep(0.01)
         (engine,) = stack.engines
-        assert stack.fleet.sharing.directory.lenders["ipc:///blocks"].scheduler is engine.scheduler
+        assert stack.fleet.sharing.directory.peers["ipc:///blocks"].scheduler is engine.scheduler
         assert engine.scheduler.recoveries.endpoint == "ipc:///blocks"
         first.close()
         second.close()

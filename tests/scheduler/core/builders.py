@@ -5,9 +5,10 @@ from itertools import count
 
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.sampling import SamplingParams
 
@@ -62,5 +63,6 @@ def create_request(
 
 def cached_prefix(kv: KVCacheManager, tokens: bytes, num_tokens: int) -> CachedPrefix:
     """What a prompt of the first ``num_tokens`` of ``tokens`` (int32 bytes) begins with, as admission does."""
-    blocks = kv.pool.tree.find(None, tokens, num_tokens)
+    tree = kv.pool.tree
+    blocks = tree.walk(tree.root_of(None), block_keys(tokens, kv.block_size, num_tokens))
     return kv.begin_with(None, blocks, tokens[4 * len(blocks) * kv.block_size : 4 * num_tokens])

@@ -2,7 +2,7 @@
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import AGEING_SECONDS, WaitingQueue
@@ -41,9 +41,9 @@ def test_a_prompt_that_somebody_is_computing_is_waited_for_and_not_computed_twic
 def test_others_go_on_while_one_waits_for_a_prefix() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=64)
     first = create_request(prompt=[*SYSTEM, 1], max_tokens=3)
-    twin = create_request(prompt=[*SYSTEM, 2], max_tokens=3)
+    duplicate = create_request(prompt=[*SYSTEM, 2], max_tokens=3)
     stranger = create_request(prompt=[9] * 8, max_tokens=3)
-    for request in (first, twin, stranger):
+    for request in (first, duplicate, stranger):
         scheduler.add(request)
     assert joined(scheduler.schedule(0.0)) == [prompt_bytes(first), prompt_bytes(stranger)]
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.scheduling.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT, VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue

@@ -10,9 +10,9 @@ from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepResult
 
@@ -30,12 +30,11 @@ from tests.scheduler.core.test_scheduler import (
 class Node:
     """A scheduler, its executor, and the results that are on their way."""
 
-    def __init__(self, name: str, directory: Directory, scheduler: Scheduler, block_format: str = "") -> None:
+    def __init__(self, name: str, directory: PrefixDirectory, scheduler: Scheduler, block_format: str = "") -> None:
         self.name, self.scheduler = name, scheduler
         self.executor = executor_for(scheduler)
         self.results: deque[StepResult] = deque()
-        directory.lenders[name] = Lender(name, block_format, scheduler, lambda: None)
-        scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, name
+        scheduler.recoveries.join(directory, Peer(name, block_format, scheduler, lambda: None))
 
     def deliver(self, count: int = 1_000_000) -> None:
         for message in self.executor.finish_copies(count):
@@ -43,7 +42,7 @@ class Node:
 
 
 def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> list[Node]:
-    directory = Directory()
+    directory = PrefixDirectory()
     nodes = [
         Node(f"node {number}", directory, create_scheduler(recovery=recovery, **options))  # type: ignore[arg-type]
         for number in range(count)
@@ -89,7 +88,7 @@ def test_what_lies_on_a_peers_host_is_fetched_too() -> None:
 
 
 def test_nobody_fetches_blocks_of_another_format() -> None:
-    directory = Directory()
+    directory = PrefixDirectory()
     lender, borrower = (
         Node(name, directory, create_scheduler(recovery="swap"), block_format=name) for name in ("one", "other")
     )
@@ -132,7 +131,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     assert len(plan.memory.fetches) == 1
     result = borrower.executor.execute(plan)
     borrower.executor.peers = {}
-    del borrower.scheduler.recoveries.directory.lenders["node 0"]  # type: ignore[union-attr]
+    del borrower.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
     borrower.scheduler.peer_lost("node 0")
     assert borrower.scheduler.recoveries.cancelled == [(plan.step, "node 0")]
     borrower.scheduler.update(result)

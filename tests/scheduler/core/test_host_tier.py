@@ -4,8 +4,8 @@ from math import isnan
 
 import pytest
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.ways import Method, Recovery, RecoveryMode
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.recovery.recovery_plan import Method, Recovery, RecoveryMode
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler

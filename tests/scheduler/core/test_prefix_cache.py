@@ -158,7 +158,7 @@ def test_tails_are_evicted_before_their_parents_and_the_least_recently_used_firs
         table = kv.new_table()
         tokens = array("i", range(start, start + 4))
         kv.grow(table, 4)
-        kv.publish(table, 4, lambda a, b, tokens=tokens: tokens[a:b].tobytes())  # type: ignore[misc]
+        kv.cache_full_blocks(table, 4, lambda a, b, tokens=tokens: tokens[a:b].tobytes())  # type: ignore[misc]
         tables.append((table, tokens.tobytes()))
     for table, _ in tables:
         kv.free(table, None)
@@ -175,30 +175,30 @@ def test_tails_are_evicted_before_their_parents_and_the_least_recently_used_firs
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12), st.integers(1, 4))
-def test_the_longest_prefix_that_was_published_is_found(prompts: list[list[int]], block_size: int) -> None:
+def test_the_longest_prefix_that_was_cached_is_found(prompts: list[list[int]], block_size: int) -> None:
     kv = KVCacheManager(num_blocks=200, block_size=block_size)
-    published: list[list[int]] = []
+    cached_prompts: list[list[int]] = []
     for prompt in prompts:
         found = cached_prefix(kv, array("i", prompt).tobytes(), len(prompt))
-        full = [tokens[: len(tokens) // block_size * block_size] for tokens in published]
+        full = [tokens[: len(tokens) // block_size * block_size] for tokens in cached_prompts]
         best = max((shared(prompt, tokens) for tokens in full), default=0)
         assert found.num_tokens == best
         table = kv.new_table()
         kv.take(table, found)
         kv.grow(table, len(prompt))
         known = array("i", prompt)
-        kv.publish(table, len(prompt), lambda a, b, known=known: known[a:b].tobytes())  # type: ignore[misc]
-        published.append(prompt)
+        kv.cache_full_blocks(table, len(prompt), lambda a, b, known=known: known[a:b].tobytes())  # type: ignore[misc]
+        cached_prompts.append(prompt)
         kv.free(table, None)
         check_states(kv.pool)
 
 
 def test_block_hashes_chain_over_parents_tokens_and_extra_keys() -> None:
-    def leaf(model: str, space: str | None, *tokens: int) -> bytes:
+    def leaf(model: str, cache_salt: str | None, *tokens: int) -> bytes:
         kv = KVCacheManager(num_blocks=8, block_size=2, model_fingerprint=model)
-        table, known = kv.new_table(space), array("i", tokens)
+        table, known = kv.new_table(cache_salt), array("i", tokens)
         kv.grow(table, len(tokens))
-        kv.publish(table, len(tokens), lambda a, b: known[a:b].tobytes())
+        kv.cache_full_blocks(table, len(tokens), lambda a, b: known[a:b].tobytes())
         assert table.tip is not None
         return hash_of(table.tip)
 

@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.beam_search import BeamSearch
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.beam_search import BeamSearch
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
@@ -95,11 +95,11 @@ def check_states(pool: BlockPool) -> None:
     assert pool.num_free + pool.num_cached + pool.num_in_use == pool.num_blocks
     nodes = [node for block in range(pool.num_blocks) if (node := pool.node(block)) is not None]
     on_host = [node for node in every_node(pool) if node.host >= 0]
-    assert len(on_host) == len({node.host for node in on_host}) == pool.host.num_used - len(pool.host.unclaimed)
+    assert len(on_host) == len({node.host for node in on_host}) == pool.host.num_used - len(pool.host.restorable)
     nowhere = [node for node in every_node(pool) if node.block < 0 and node.host < 0]
     assert all(any(below.pins or below.host >= 0 for below in nodes_below(node)) for node in nowhere)
     assert len({*nodes, *on_host, *nowhere}) == pool.tree.num_blocks
-    assert sum(pool.references(node.block) == 0 for node in nodes) == pool.num_cached - len(pool.unclaimed)
+    assert sum(pool.references(node.block) == 0 for node in nodes) == pool.num_cached - len(pool.restorable)
     for node in nodes:
         parent = node.parent
         assert parent is not None

@@ -36,7 +36,7 @@ def replayed(routing: RoutingName, executors: int = 4, *, peers: bool = False) -
     outcome = Simulation(schedulers, costs, routing=make_routing(routing), peers=peers).run(trace)
     assert len(outcome.served) == 160
     assert all(one.kv.num_available == one.kv.pool.num_blocks for one in schedulers)
-    assert all(executor.destination.load == 0 for executor in outcome.executors)
+    assert all(executor.view.load == 0 for executor in outcome.executors)
     return summarise(outcome, schedulers, slo_first_token=10.0, slo_per_token=1.0)
 
 

@@ -6,7 +6,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import named_blocks
 
 from pagewise_scheduler.actors.engine import Engine
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ class CacheSharing:
     """The fleet's directory of prefixes, kept while executors come and go."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.directory = Directory()
+        self.directory = PrefixDirectory()
         self._metrics = metrics
 
     def restore(self, engine: Engine) -> bool:
@@ -31,25 +31,26 @@ class CacheSharing:
             log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
             return False
         pool = scheduler.kv.pool
-        log.info("%s holds %d blocks, %d on the host", hello.executor_id, len(pool.unclaimed), len(pool.host.unclaimed))
+        log.info(
+            "%s holds %d blocks, %d on the host", hello.executor_id, len(pool.restorable), len(pool.host.restorable)
+        )
         return True
 
     def begin(self, engine: Engine, key: str) -> None:
         """Let others fetch blocks from this executor, and it from them. ``key``: its public key."""
         hello, scheduler = engine.hello, engine.scheduler
         endpoint = hello.block_endpoint
-        if not endpoint or endpoint in self.directory.lenders:
+        if not endpoint or endpoint in self.directory.peers:
             return
         block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
         # When others give its blocks back there may be room again for what it could not plan.
-        self.directory.lenders[endpoint] = Lender(endpoint, block_format, scheduler, engine.touch, key)
-        scheduler.recoveries.directory, scheduler.recoveries.endpoint = self.directory, endpoint
+        scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, engine.touch, key))
 
     def end(self, engine: Engine) -> str | None:
         """Nobody fetches from this executor any more; returns the endpoint that its blocks were fetched from, if any:
         those who wait for some have to be told."""
-        endpoint, lenders = engine.scheduler.recoveries.endpoint, self.directory.lenders
-        if (lender := lenders.get(endpoint)) is None or lender.scheduler is not engine.scheduler:
+        endpoint, peers = engine.scheduler.recoveries.endpoint, self.directory.peers
+        if (peer := peers.get(endpoint)) is None or peer.scheduler is not engine.scheduler:
             return None
-        del lenders[endpoint]
+        del peers[endpoint]
         return endpoint

@@ -13,8 +13,8 @@ from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.memory.worth import Chain, most_valuable_chains
-from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
+from pagewise_scheduler.core.memory.hottest_prefixes import HotPrefix, hottest_prefixes
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -115,22 +115,22 @@ class Draining:
             if other.scheduler.recoveries.endpoint and engine.scheduler.recoveries.endpoint
         }
         copies: list[LiveRequest] = []
-        for chain in most_valuable_chains(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
+        for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
             target = max(room, key=lambda other: room[other])
-            if room[target] < chain.num_blocks + 1 or not target.scheduler.fits(len(chain.tokens) // 4 + 1, 0):
+            if room[target] < prefix.num_blocks + 1 or not target.scheduler.fits(len(prefix.tokens) // 4 + 1, 0):
                 continue
-            room[target] -= chain.num_blocks
-            live = _copy_request(chain)
+            room[target] -= prefix.num_blocks
+            live = _copy_request(prefix)
             copies.append(live)
             with self._fleet.guarded(target):
                 target.serve(live)
         return copies
 
 
-def _copy_request(chain: Chain) -> LiveRequest:
+def _copy_request(prefix: HotPrefix) -> LiveRequest:
     """A request that makes an executor hold a prefix. Nobody is told of it."""
     # One token more than is cached: the last one of a prompt is always computed.
-    tokens = array("i", chain.tokens)
+    tokens = array("i", prefix.tokens)
     tokens.append(0)
     now = clock()
     request = Request(
@@ -139,7 +139,7 @@ def _copy_request(chain: Chain) -> LiveRequest:
         max_tokens=0,
         sampling=SamplingParams(temperature=0.0),
         priority=_LEAST_PRIORITY,
-        cache_salt=chain.space,
+        cache_salt=prefix.cache_salt,
         arrival_time=now,
     )
     return LiveRequest(request, 0, OutputBuilder(), lambda live: None, now, unfinished=1)

@@ -15,8 +15,8 @@ from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
-from pagewise_scheduler.core.scheduling.request import Request
-from pagewise_scheduler.core.scheduling.request import Sequence as OutputSequence
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics

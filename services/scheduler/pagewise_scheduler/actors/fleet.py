@@ -19,7 +19,7 @@ from pagewise_scheduler.actors.sessions import Loss, Session, Sessions
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Eviction
-from pagewise_scheduler.core.recovery.ways import RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.metrics import Metrics

@@ -43,7 +43,7 @@ from pagewise_scheduler.actors.submissions import (
     num_unfinished,
     requests_of,
 )
-from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

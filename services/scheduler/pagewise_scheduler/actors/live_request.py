@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from pagewise_shared.protocol import PromptFailed, Started, StreamFinished, StreamPromptLogprobs, TokenLogprobs
 
 from pagewise_scheduler.actors.outputs import OutputBuilder
-from pagewise_scheduler.core.routing.destination import Placement
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.routing.executor_view import Placement
 
 if TYPE_CHECKING:
     from pagewise_scheduler.actors.engine import Engine

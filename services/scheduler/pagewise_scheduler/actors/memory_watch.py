@@ -3,7 +3,7 @@
 import logging
 from math import isnan
 
-from pagewise_scheduler.core.recovery.ways import Recovery
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
 

@@ -6,7 +6,7 @@ from time import perf_counter
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.routing.destination import Destination
+from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place
 from pagewise_scheduler.metrics import Metrics
 
@@ -17,11 +17,11 @@ class Placer:
     def __init__(self, name: RoutingName, metrics: Metrics) -> None:
         self._policy = make_routing(name)
         self._metrics = metrics
-        self._views: dict[Engine, Destination] = {}
+        self._views: dict[Engine, ExecutorView] = {}
 
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
-        self._views[engine] = Destination(engine.scheduler)
+        self._views[engine] = ExecutorView(engine.scheduler)
 
     def left(self, engine: Engine) -> None:
         """The engine takes none any more."""
@@ -41,4 +41,4 @@ class Placer:
         self._metrics.placements(placement.reason).inc()
         self._metrics.placement_predicted_seconds.observe(placement.predicted)
         self._metrics.placement_decision_seconds.observe(perf_counter() - began)
-        return engines[placement.destination]
+        return engines[placement.executor]

@@ -11,8 +11,8 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.placement import Placer
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.core.scheduling.request import Request, SequenceStatus
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pagewise_shared.protocol import KeyLimits, PromptToGenerate, Submit, unpack
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.key_limits import KeyUsage
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 
 MAX_STREAM = 2**31 - 1
 """The greatest stream number."""

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Link
-from pagewise_scheduler.core.recovery.ways import Recovery
-from pagewise_scheduler.core.scheduling.request import Preempted, Request, Sequence
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
+from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
@@ -69,7 +69,7 @@ class CostReport(Struct):
 class BlockReport(Struct, omit_defaults=True):
     """A block of a sequence: its index in the block table, its ids on the device and the host (-1: not there).
 
-    ``hash``: its block hash in hex once it is published, so that others can share it.
+    ``hash``: its block hash in hex once it is cached, so that others can share it.
     """
 
     index: int
@@ -133,7 +133,7 @@ class RunReport(Struct):
     """A run of the prefix tree: blocks that follow one another without a fork, the first at ``depth``.
 
     ``on_device``, ``on_host``: how many lie there. ``references``: of the first block. ``forks``: runs that follow;
-    ``parent``: index of the run before it in the list, -1: it begins a space.
+    ``parent``: index of the run before it in the list, -1: it begins with a root.
     """
 
     parent: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.recovery.ways import Recovery
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.simulation import Outcome, Served
 

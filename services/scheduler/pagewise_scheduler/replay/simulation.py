@@ -14,11 +14,11 @@ from typing import Literal
 from pagewise_shared.protocol import Copied, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_scheduler.core.recovery.sources import Directory, Lender
-from pagewise_scheduler.core.recovery.ways import Recovery
-from pagewise_scheduler.core.routing.destination import Destination, Placement
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
-from pagewise_scheduler.core.scheduling.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
 from pagewise_scheduler.replay.traces import TraceRequest
@@ -94,7 +94,7 @@ class SimulatedExecutor:
         depth: int,
     ) -> None:
         self.scheduler = scheduler
-        self.destination = Destination(scheduler)
+        self.view = ExecutorView(scheduler)
         self.steps = self.computed = 0
         self.busy = 0.0
         self._costs = costs
@@ -181,12 +181,11 @@ class Simulation:
             self._let_fetch()
 
     def _let_fetch(self) -> None:
-        directory = Directory()
+        directory = PrefixDirectory()
         for number, executor in enumerate(self.executors):
             endpoint, scheduler = f"executor-{number}", executor.scheduler
             wake = partial(self._blocks_back, executor)
-            directory.lenders[endpoint] = Lender(endpoint, scheduler.kv.block_size, scheduler, wake)
-            scheduler.recoveries.directory, scheduler.recoveries.endpoint = directory, endpoint
+            scheduler.recoveries.join(directory, Peer(endpoint, scheduler.kv.block_size, scheduler, wake))
 
     def _blocks_back(self, executor: SimulatedExecutor) -> None:
         self._at(self.now, executor, None)
@@ -230,7 +229,7 @@ class Simulation:
     def _arrive(self, index: int, trace: TraceRequest) -> SimulatedExecutor | None:
         self._tick(index)
         size = trace.num_prompt_tokens, trace.num_output_tokens
-        able = {one.destination: one for one in self.executors if one.scheduler.fits(*size)}
+        able = {one.view: one for one in self.executors if one.scheduler.fits(*size)}
         if not able:
             self._outcome.refused += 1
             return None
@@ -246,7 +245,7 @@ class Simulation:
         served = Served(trace, self.now, request, placement.reason, placement.predicted)
         self._outcome.served.append(served)
         self._by_id[request.request_id] = (index, served, placement)
-        executor = able[placement.destination]
+        executor = able[placement.executor]
         executor.scheduler.add(request)
         return executor
 

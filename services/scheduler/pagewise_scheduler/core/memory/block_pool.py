@@ -20,8 +20,8 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """``num_blocks`` blocks. Each is in one state: free, cached (content known, no references), or in use.
 
-    ``num_lent``: references of other executors that read blocks. ``unclaimed``: cached blocks from before whose content
-    nobody has asked for yet, by block hash; they are the first to go.
+    ``num_lent``: references of other executors that read blocks. ``restorable``: cached blocks from before, by block
+    hash, whose content nobody has asked for yet; they are the first to go.
 
     Blocks are plain ids, 0 <= id < num_blocks. Allocating and releasing n blocks costs O(n), and O(log blocks) for each
     one that has to be evicted. What is evicted goes to ``host`` if that takes it, else it is dropped.
@@ -39,8 +39,8 @@ class BlockPool:
         "num_blocks",
         "num_lent",
         "policy",
+        "restorable",
         "tree",
-        "unclaimed",
     )
 
     def __init__(
@@ -65,7 +65,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_cached = 0
         self.num_lent = 0
-        self.unclaimed: dict[BlockHash, int] = {}
+        self.restorable: dict[BlockHash, int] = {}
         self._evictable = EvictionQueue(policy, self._may_go)
         self._tick = 0
 
@@ -154,16 +154,16 @@ class BlockPool:
                         self.host.offer(node)
         self._evictable.shrink(self._num_cached)
 
-    def expect(self, unclaimed: dict[BlockHash, int]) -> None:
+    def expect(self, restorable: dict[BlockHash, int]) -> None:
         """The pool, empty so far, holds these blocks from before."""
-        taken = set(unclaimed.values())
+        taken = set(restorable.values())
         self._free = [block for block in self._free if block not in taken]
-        self.unclaimed = unclaimed
-        self._num_cached = len(unclaimed)
+        self.restorable = restorable
+        self._num_cached = len(restorable)
 
-    def claim(self, node: CachedBlock) -> None:
+    def restore(self, node: CachedBlock) -> None:
         """The content of ``node``, whose parent is on the device, is here from before, if it is; it is in the tree."""
-        block = self.unclaimed.pop(node.hash, -1)
+        block = self.restorable.pop(node.hash, -1)
         if block >= 0:
             assert node.parent is not None
             node.block = block
@@ -183,7 +183,9 @@ class BlockPool:
         if blocks:
             self.release(blocks)
 
-    def remember(self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None) -> CachedBlock:
+    def cache_full_block(
+        self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None
+    ) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
 
         ``known``: the tree's node of that content, if it has one, which then is not on the device.
@@ -200,8 +202,8 @@ class BlockPool:
         return node.block >= 0 and self._references[node.block] == 0 and not node.num_on_device
 
     def _evict(self, count: int) -> None:
-        while count and self.unclaimed:
-            self._free.append(self.unclaimed.popitem()[1])
+        while count and self.restorable:
+            self._free.append(self.restorable.popitem()[1])
             self._num_cached -= 1
             self.counters.evicted += 1
             self.counters.dropped += 1

@@ -1,22 +1,20 @@
 """A sequence's page table: which block holds its tokens."""
 
-from collections.abc import Hashable
-
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
 class BlockTable:
     """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``.
 
-    ``space``: whose cache it shares. ``tip``: the node of the last block whose content is in the prefix tree; the
+    ``cache_salt``: whose cache it shares. ``tip``: the node of the last block whose content is in the prefix tree; the
     blocks up to it are the tree's own, those after it are the sequence's alone.
     """
 
-    __slots__ = ("block_size", "blocks", "space", "tip")
+    __slots__ = ("block_size", "blocks", "cache_salt", "tip")
 
-    def __init__(self, block_size: int, space: Hashable = None) -> None:
+    def __init__(self, block_size: int, cache_salt: str | None = None) -> None:
         self.block_size = block_size
-        self.space = space
+        self.cache_salt = cache_salt
         self.blocks: list[int] = []
         self.tip: CachedBlock | None = None
 

@@ -23,7 +23,7 @@ class HostPool:
         stores: pairs (device block, host block) to be copied before the next step computes anything.
         num_storing: blocks whose copy to the host has been asked for and not confirmed. With ``max_storing`` of them
             under way, no more prefixes are begun: what is evicted then is dropped.
-        unclaimed: blocks from before whose content nobody has asked for yet, by block hash; the first to go.
+        restorable: blocks from before whose content nobody has asked for yet, by block hash; the first to go.
         worth_keeping: whether the prefix that ends with a node, which the device evicts, is worth its copies.
     """
 
@@ -35,8 +35,8 @@ class HostPool:
         "max_storing",
         "num_blocks",
         "num_storing",
+        "restorable",
         "stores",
-        "unclaimed",
         "worth_keeping",
     )
 
@@ -53,7 +53,7 @@ class HostPool:
         self.stores: list[int] = []
         self.num_storing = 0
         self.counters = counters
-        self.unclaimed: dict[BlockHash, int] = {}
+        self.restorable: dict[BlockHash, int] = {}
         self.worth_keeping: Callable[[CachedBlock], bool] = lambda node: True
         self._tree = tree
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -64,15 +64,15 @@ class HostPool:
         """Blocks that hold a copy."""
         return self.num_blocks - len(self._free)
 
-    def expect(self, unclaimed: dict[BlockHash, int]) -> None:
+    def expect(self, restorable: dict[BlockHash, int]) -> None:
         """The pool, empty so far, holds these blocks from before."""
-        taken = set(unclaimed.values())
+        taken = set(restorable.values())
         self._free = [block for block in self._free if block not in taken]
-        self.unclaimed = unclaimed
+        self.restorable = restorable
 
-    def claim(self, node: CachedBlock) -> None:
+    def restore(self, node: CachedBlock) -> None:
         """The content of ``node`` is here from before, if it is; it lies in the tree now."""
-        host = self.unclaimed.pop(node.hash, -1)
+        host = self.restorable.pop(node.hash, -1)
         if host >= 0:
             node.host = host
             self.offer(node)
@@ -153,9 +153,9 @@ class HostPool:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        if self.unclaimed:
+        if self.restorable:
             self.counters.host_evicted += 1
-            return self.unclaimed.popitem()[1]
+            return self.restorable.popitem()[1]
         node = self._evictable.pop()
         if node is None:
             return -1

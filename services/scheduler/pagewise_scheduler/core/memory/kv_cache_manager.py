@@ -1,7 +1,7 @@
 """Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
@@ -11,7 +11,7 @@ from pagewise_shared.block_hash import BlockHash, block_hash
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 
 
 @dataclass(slots=True)
@@ -78,9 +78,9 @@ class KVCacheManager:
         """Blocks it takes to hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_table(self, space: Hashable = None) -> BlockTable:
-        """An empty block table that shares the cache of ``space``."""
-        return BlockTable(self.block_size, space)
+    def new_table(self, cache_salt: str | None = None) -> BlockTable:
+        """An empty block table that shares the cache of ``cache_salt``."""
+        return BlockTable(self.block_size, cache_salt)
 
     # ---- from before ---------------------------------------------------------------------------------
 
@@ -97,31 +97,34 @@ class KVCacheManager:
         self.pool.expect(device)
         self.pool.host.expect(host)
 
-    def claim(self, space: Hashable, tokens_of: Callable[[], bytes]) -> None:
+    def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
         """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
-        pool, size = self.pool, 4 * self.block_size
-        if not (pool.unclaimed or pool.host.unclaimed):
+        pool = self.pool
+        if not (pool.restorable or pool.host.restorable):
             return
         tokens = tokens_of()
-        hashes = list(_chain(pool.tree.root_hash(space), tokens, size))
-        keys = [tokens[start : start + size] for start in range(0, size * len(hashes), size)]
-        while hashes and hashes[-1] not in pool.unclaimed and hashes[-1] not in pool.host.unclaimed:
+        hashes = list(_chain(pool.tree.root_hash(cache_salt), tokens, 4 * self.block_size))
+        while hashes and hashes[-1] not in pool.restorable and hashes[-1] not in pool.host.restorable:
             hashes.pop()
-        node = pool.tree.root(space) if hashes else None
-        for key, known in zip(keys, hashes, strict=False):
-            assert node is not None
-            parent, node = node, node.children.get(key) or pool.tree.add(node, key)
+        if not hashes:
+            return
+        keys = list(block_keys(tokens, self.block_size, len(hashes) * self.block_size))
+        last = pool.tree.root(cache_salt)
+        path = pool.tree.walk(last, keys)
+        for key in keys[len(path) :]:
+            path.append(pool.tree.add(path[-1] if path else last, key))
+        for node, known in zip(path, hashes, strict=True):
             node.hash = known
+            parent, last = last, node
             if node.block < 0 and (parent.block >= 0 or not parent.depth):
-                pool.claim(node)
+                pool.restore(node)
             if node.host < 0:
-                pool.host.claim(node)
-        if node is not None:
-            pool.host.tidy(node)
+                pool.host.restore(node)
+        pool.host.tidy(last)
 
     # ---- sharing -------------------------------------------------------------------------------------
 
-    def begin_with(self, space: Hashable, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
+    def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
         """What is cached of a prompt whose full blocks found are ``blocks``; ``rest``: its tokens after them (int32
         bytes), of which those of one block matter. Nothing changes."""
         on_device = len(blocks)
@@ -134,7 +137,7 @@ class KVCacheManager:
             return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, on_host, hole)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
         if rest:
-            last = blocks[-1] if blocks else self.pool.tree.root_of(space)
+            last = blocks[-1] if blocks else self.pool.tree.root_of(cache_salt)
             partial = self.pool.tree.find_partial(last, rest) if last is not None else None
             if partial is not None:
                 found.partial_block, found.partial_tokens = partial[0].block, partial[1]
@@ -142,19 +145,12 @@ class KVCacheManager:
         return found
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
-        """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and published."""
+        """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
-        blocks = [node for node in self._known(table) if node.depth <= full]
+        blocks = [node for node in ancestors(table.tip) if node.depth <= full]
         blocks.reverse()
         return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
-
-    def _known(self, table: BlockTable) -> Iterator[CachedBlock]:
-        """The table's blocks whose content is known, the last one first."""
-        node = table.tip
-        while node is not None and node.depth > 0:
-            yield node
-            node = node.parent
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
@@ -190,13 +186,13 @@ class KVCacheManager:
         table.blocks = shared + copy
         return source, copy[0]
 
-    def publish(
+    def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
     ) -> list[tuple[int, int, int]]:
         """Let others find the table's full blocks among its first ``num_computed`` tokens.
 
         Those are tokens whose K and V a step that came back has computed; ``tokens_of(start, stop)`` gives them as
-        int32 bytes. Where somebody else has published the same content meanwhile, the table takes that block instead of
+        int32 bytes. Where somebody else has cached the same content meanwhile, the table takes that block instead of
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
         """
@@ -206,18 +202,18 @@ class KVCacheManager:
             return []
         replaced: list[tuple[int, int, int]] = []
         if tip is None:
-            tip = pool.tree.root(table.space)
+            tip = pool.tree.root(table.cache_salt)
         for index in range(first, last):
             tokens = tokens_of(index * size, (index + 1) * size)
             own = table.blocks[index]
-            twin = tip.children.get(tokens)
-            if twin is None or twin.block < 0:
-                tip = pool.remember(tip, tokens, own, twin)
+            duplicate = tip.children.get(tokens)
+            if duplicate is None or duplicate.block < 0:
+                tip = pool.cache_full_block(tip, tokens, own, duplicate)
             else:
-                pool.share([twin.block])
-                table.blocks[index] = twin.block
-                replaced.append((index, own, twin.block))
-                tip = twin
+                pool.share([duplicate.block])
+                table.blocks[index] = duplicate.block
+                replaced.append((index, own, duplicate.block))
+                tip = duplicate
         table.tip = tip
         return replaced
 
@@ -240,7 +236,7 @@ class KVCacheManager:
         from it. None: that was no use of the blocks, or it has been counted.
         """
         if output_tokens is not None and self.pool.policy.learns:
-            self.pool.policy.used(reversed(list(self._known(table))), output_tokens)
+            self.pool.policy.used(reversed(list(ancestors(table.tip))), output_tokens)
         blocks, table.blocks, table.tip = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 

@@ -3,11 +3,11 @@
 The way from the root to a node spells the tokens of a prefix, so a node stands for what its chained block hash stands
 for (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the tree knows a
 block's descendants, which eviction asks for. Hashes name blocks outside of it; they are made when somebody asks. Each
-space (the cache salt of a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
 """
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
@@ -55,14 +55,14 @@ class CachedBlock:
 
 
 class _Root(CachedBlock):
-    """Where a space begins."""
+    """Where the prefixes of one cache salt begin."""
 
-    __slots__ = ("space",)
+    __slots__ = ("cache_salt",)
 
-    def __init__(self, space: Hashable, model_fingerprint: str) -> None:
+    def __init__(self, cache_salt: str | None, model_fingerprint: str) -> None:
         super().__init__(None, b"")
-        self.space = space
-        self.hash = root_hash(model_fingerprint, space)
+        self.cache_salt = cache_salt
+        self.hash = root_hash(model_fingerprint, cache_salt)
 
 
 def hash_of(node: CachedBlock) -> BlockHash:
@@ -79,6 +79,21 @@ def hash_of(node: CachedBlock) -> BlockHash:
     return known
 
 
+def ancestors(node: CachedBlock | None) -> Iterator[CachedBlock]:
+    """A block, and those that come before it, the nearest first; without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) -> Iterator[bytes]:
+    """The tokens (int32 bytes) of each full block among the first ``num_tokens`` (None: all), cut as they are asked
+    for."""
+    size = block_size * _BYTES_PER_TOKEN
+    end = len(tokens) if num_tokens is None else num_tokens * _BYTES_PER_TOKEN
+    return (tokens[start : start + size] for start in range(0, end - size + 1, size))
+
+
 class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each."""
 
@@ -87,51 +102,59 @@ class PrefixTree:
     def __init__(self, block_size: int, model_fingerprint: str = "") -> None:
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
-        self._roots: dict[Hashable, _Root] = {}
+        self._roots: dict[str | None, _Root] = {}
         self.num_blocks = 0
 
-    def root(self, space: Hashable) -> CachedBlock:
-        """The root of a space, made if it is not there."""
-        found = self._roots.get(space)
+    def root(self, cache_salt: str | None) -> CachedBlock:
+        """The root of a cache salt, made if it is not there."""
+        found = self._roots.get(cache_salt)
         if found is None:
-            found = self._roots[space] = _Root(space, self.model_fingerprint)
+            found = self._roots[cache_salt] = _Root(cache_salt, self.model_fingerprint)
         return found
 
-    def root_of(self, space: Hashable) -> CachedBlock | None:
-        """The root of a space, if anything of it is cached."""
-        return self._roots.get(space)
+    def root_of(self, cache_salt: str | None) -> CachedBlock | None:
+        """The root of a cache salt, if anything of it is cached."""
+        return self._roots.get(cache_salt)
 
-    def root_hash(self, space: Hashable) -> BlockHash:
-        """Where the block hashes of a space begin."""
-        known = self._roots.get(space)
-        return root_hash(self.model_fingerprint, space) if known is None else known.hash
+    def root_hash(self, cache_salt: str | None) -> BlockHash:
+        """Where the block hashes of a cache salt begin."""
+        known = self._roots.get(cache_salt)
+        return root_hash(self.model_fingerprint, cache_salt) if known is None else known.hash
 
     @property
     def roots(self) -> list[CachedBlock]:
-        """The roots of all spaces of which anything is cached."""
+        """The roots of all cache salts of which anything is cached."""
         return list(self._roots.values())
 
-    def space_of(self, root: CachedBlock) -> str | None:
-        """The cache salt of a root."""
-        assert isinstance(root, _Root)
-        return root.space if isinstance(root.space, str) else None
+    @staticmethod
+    def walk(node: CachedBlock | None, keys: Iterable[bytes]) -> list[CachedBlock]:
+        """The blocks that spell ``keys`` below ``node``, in order, as far as the tree has them; None has none.
 
-    def find(self, space: Hashable, tokens: bytes, num_tokens: int) -> list[CachedBlock]:
-        """The cached blocks of the first ``num_tokens`` of ``tokens`` (int32 bytes), full blocks only, in order."""
+        ``keys``: the tokens of one block each (see ``block_keys``); they are asked for one by one, and none after the
+        first that is not there.
+        """
         path: list[CachedBlock] = []
-        node: CachedBlock | None = self._roots.get(space)
         if node is None:
             return path
-        size = self._key_bytes
-        for start in range(0, num_tokens * _BYTES_PER_TOKEN - size + 1, size):
-            node = node.children.get(tokens[start : start + size])
+        for key in keys:
+            node = node.children.get(key)
             if node is None:
                 break
             path.append(node)
         return path
 
-    def still_there(self, path: list[CachedBlock]) -> None:
-        """Cut a path that ``find`` gave once back to what is still cached of it."""
+    def leaves(self) -> Iterator[tuple[str | None, CachedBlock]]:
+        """Every block that none follows, and the cache salt that it belongs to."""
+        for cache_salt, root in self._roots.items():
+            below = list(root.children.values())
+            for node in below:  # grows while it is walked
+                below += node.children.values()
+                if not node.children:
+                    yield cache_salt, node
+
+    @staticmethod
+    def still_there(path: list[CachedBlock]) -> None:
+        """Cut a path that ``walk`` gave once back to what is still cached of it."""
         while path and path[-1].block < 0 and path[-1].host < 0:
             path.pop()
 
@@ -161,11 +184,11 @@ class PrefixTree:
         return node
 
     def remove(self, node: CachedBlock) -> None:
-        """Take out a node without children; a space that holds nothing any more is forgotten."""
+        """Take out a node without children; the root of a cache salt that holds nothing any more is forgotten."""
         assert not node.children
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
         self.num_blocks -= 1
         if isinstance(parent, _Root) and not parent.children:
-            self._roots.pop(parent.space, None)
+            self._roots.pop(parent.cache_salt, None)

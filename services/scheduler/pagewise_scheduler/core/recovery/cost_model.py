@@ -137,8 +137,8 @@ class Costs:
 
 
 @dataclass(slots=True, frozen=True)
-class Estimate:
-    """Predicted seconds of each way to recover a span."""
+class RecoveryEstimate:
+    """Predicted seconds of each method to recover a span."""
 
     load: float
     recompute: float
@@ -202,7 +202,7 @@ class CostModel:
         share: float = 1.0,
         link: Link | None = None,
         hole: int = 0,
-    ) -> Estimate:
+    ) -> RecoveryEstimate:
         """The ways to get blocks back that follow ``start`` tokens on the device: first ``hole`` that lie nowhere and
         have to be computed, then ``num_blocks`` that ``link`` can bring."""
         link = link or self.load
@@ -219,7 +219,7 @@ class CostModel:
             compute + halvings * empty_step,
             link.seconds(hole + num_blocks - split // self.block_size, queued_blocks) + empty_step,
         )
-        return Estimate(load, recompute, both)
+        return RecoveryEstimate(load, recompute, both)
 
     def both_took(self, seconds: float, predicted: float) -> None:
         """Recovering from both ends took so long: compute and copies may slow each other down."""

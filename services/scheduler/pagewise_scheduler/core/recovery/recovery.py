@@ -11,10 +11,18 @@ from pagewise_shared.protocol import HOST_TIER, Copied, Fetch, pack_int32s, unpa
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Estimate, Link
-from pagewise_scheduler.core.recovery.sources import BlockSource, Directory
-from pagewise_scheduler.core.recovery.ways import Asked, Method, Recovery, RecoveryMode, Transfer, Way, pairs_of
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Link, RecoveryEstimate
+from pagewise_scheduler.core.recovery.recovery_plan import (
+    Asked,
+    Method,
+    Recovery,
+    RecoveryMode,
+    RecoveryPlan,
+    Transfer,
+    pairs_of,
+)
+from pagewise_scheduler.core.recovery.remote_tier import BlockSource, Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
@@ -34,7 +42,7 @@ class Recoveries:
     def __init__(self, kv: KVCacheManager, costs: CostModel, mode: RecoveryMode = "auto") -> None:
         self.costs = costs
         self.mode = mode
-        self.directory: Directory | None = None
+        self.directory: PrefixDirectory | None = None
         self.endpoint = ""
         self.cancelled: list[tuple[int, str]] = []
         self.fetch_seconds = 0.0
@@ -59,51 +67,56 @@ class Recoveries:
         wanted = sum(one.back if one.method == "load" else one.back // 2 for one in active)
         return source.link.num_loading + wanted
 
+    def join(self, directory: PrefixDirectory, own: Peer) -> None:
+        """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
+        self.directory, self.endpoint = directory, own.endpoint
+        directory.peers[own.endpoint] = own
+
     # ---- choosing ------------------------------------------------------------------------------------
 
-    def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> Way:
+    def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> RecoveryPlan:
         """How a sequence that begins with ``prefix`` gets what lies on the host, or further at a peer.
 
         ``share``: the part of a step's token budget that its computing would get.
         """
-        ways = self._ways(prefix, sequence)
-        if not ways:
-            return Way("device")
+        plans = self._plans(prefix, sequence)
+        if not plans:
+            return RecoveryPlan("device")
         size = self._kv.block_size
-        end = max(way.end for way in ways)
-        best, least = Way("device"), float("inf")
-        for way in ways:
-            assert way.source is not None
-            queued = self._queued(way.source)
+        end = max(plan.end for plan in plans)
+        best, least = RecoveryPlan("device"), float("inf")
+        for plan in plans:
+            assert plan.source is not None
+            queued = self._queued(plan.source)
             estimate = self.costs.estimate(
-                way.start * size, len(way.nodes), queued, share, way.source.link, way.first - way.start
+                plan.start * size, len(plan.nodes), queued, share, plan.source.link, plan.first - plan.start
             )
-            rest = self.costs.compute_seconds(way.end * size, (end - way.end) * size, share)
-            way.method, way.estimate = self._method(estimate, way.source.link), estimate
-            if way.seconds + rest < least:
-                best, least = way, way.seconds + rest
+            rest = self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
+            plan.method, plan.estimate = self._method(estimate, plan.source.link), estimate
+            if plan.seconds + rest < least:
+                best, least = plan, plan.seconds + rest
         return best
 
-    def _ways(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[Way]:
+    def _plans(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[RecoveryPlan]:
         """Every source that has what comes after the device's part of the prefix."""
         start = len(prefix.blocks)
-        ways: list[Way] = []
+        plans: list[RecoveryPlan] = []
         if prefix.on_host:
-            ways.append(Way("load", self._own_host(), prefix.on_host, start, start + prefix.hole))
+            plans.append(RecoveryPlan("load", self._own_host(), prefix.on_host, start, start + prefix.hole))
         if self.directory is not None and sequence is not None and sequence.sampling.prompt_logprobs is None:
             size = self._kv.block_size
             most = (sequence.num_tokens - 1) // size
             found = None
-            if most > start and len(self.directory.lenders) > 1:
+            if most > start and len(self.directory.peers) > 1:
                 tokens = sequence.token_bytes()[: 4 * most * size]
-                space = sequence.request.cache_salt
-                found = self.directory.longest(self.endpoint, space, tokens, start, self._usable)
+                salt = sequence.request.cache_salt
+                found = self.directory.longest(self.endpoint, salt, tokens, start, self._usable)
             if found is not None:
-                lender, nodes = found
-                link, lending = self.costs.link(lender.endpoint), lender.scheduler
-                source = BlockSource(lender.endpoint, link, lending.kv.pool, lending.epoch, lender.wake)
-                ways.append(Way("load", source, nodes[start:], start, start))
-        return ways
+                peer, nodes = found
+                link, lending = self.costs.link(peer.endpoint), peer.scheduler
+                source = BlockSource(peer.endpoint, link, lending.kv.pool, lending.epoch, peer.wake)
+                plans.append(RecoveryPlan("load", source, nodes[start:], start, start))
+        return plans
 
     def _usable(self, peer: str) -> bool:
         """Whether a peer may be asked: one that failed is left alone for a while."""
@@ -115,7 +128,7 @@ class Recoveries:
         """Whether that peer's blocks would be of use here, and nothing speaks against asking for them."""
         if self.directory is None or self.mode == "recompute":
             return False
-        own, other = self.directory.lenders.get(self.endpoint), self.directory.lenders.get(peer)
+        own, other = self.directory.peers.get(self.endpoint), self.directory.peers.get(peer)
         if own is None or other is None or own is other:
             return False
         return own.block_format == other.block_format and self.costs.link(peer).rests == 0
@@ -123,7 +136,7 @@ class Recoveries:
     def _own_host(self) -> BlockSource:
         return BlockSource("", self.costs.load, self._kv.pool)
 
-    def _method(self, estimate: Estimate, link: Link) -> Method:
+    def _method(self, estimate: RecoveryEstimate, link: Link) -> Method:
         if self.mode == "swap":
             return "load"
         if self.mode != "auto":
@@ -154,13 +167,13 @@ class Recoveries:
 
     # ---- running -------------------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, prefix: CachedPrefix, way: Way, now: float) -> Recovery:
-        """The sequence has taken ``prefix``, and will have room for what comes by ``way``."""
-        loads = way.source is not None and way.method in ("load", "both")
-        places = way.source.pin(way.nodes) if way.source is not None and loads else []
+    def begin(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
+        """The sequence has taken ``prefix``, and will have room for what comes by ``plan``."""
+        loads = plan.source is not None and plan.method in ("load", "both")
+        places = plan.source.pin(plan.nodes) if plan.source is not None and loads else []
         recovery = Recovery(
             sequence=sequence,
-            way=way,
+            plan=plan,
             places=places,
             back=len(places),
             device_tokens=prefix.num_tokens,
@@ -171,8 +184,8 @@ class Recoveries:
         sequence.history.append(recovery)
         if places:
             self._active[sequence] = recovery
-        elif way.nodes:
-            self._recomputing[sequence] = recovery, min(way.end * self._kv.block_size, sequence.num_tokens)
+        elif plan.nodes:
+            self._recomputing[sequence] = recovery, min(plan.end * self._kv.block_size, sequence.num_tokens)
         else:
             recovery.ended = now
             if prefix.num_tokens or recovery.resumed:
@@ -227,10 +240,10 @@ class Recoveries:
         loads = pairs_of(asked.pop("")) if "" in asked else []
         return Asked(loads, tuple(self._fetch(peer, transfer) for peer, transfer in asked.items()))
 
-    def _fetch(self, peer: str, transfer: Transfer) -> Fetch:
+    def _fetch(self, endpoint: str, transfer: Transfer) -> Fetch:
         assert self.directory is not None
-        lender = self.directory.lenders[peer]
-        lending = lender.scheduler
+        peer = self.directory.peers[endpoint]
+        lending = peer.scheduler
         triples: list[int] = []
         for _, places, blocks in transfer.parts:
             for place, block in zip(places, blocks, strict=True):
@@ -238,7 +251,7 @@ class Recoveries:
         # What is on its device came with steps that are back; only what it sends to its host may be on the way.
         on_host = any(place.tier == HOST_TIER for _, places, _ in transfer.parts for place in places)
         step = lending.last_step if on_host else 0
-        return Fetch(peer, transfer.epoch, step, pack_int32s(triples), lender.key)
+        return Fetch(endpoint, transfer.epoch, step, pack_int32s(triples), peer.key)
 
     def _next_piece(self, recovery: Recovery) -> int:
         piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
@@ -332,7 +345,7 @@ class Recoveries:
             meeting = (recovery.first + recovery.back) * size
             if recovery.loading or sequence.num_scheduled_tokens < meeting:
                 continue
-            done.append((sequence, recovery.way.end * size))
+            done.append((sequence, recovery.plan.end * size))
             recovery.ended = now
             if recovery.method == "load" and not recovery.behind_stores:
                 self.costs.load_waited(recovery.source.link, now - recovery.began - recovery.link_seconds)

@@ -11,9 +11,9 @@ from heapq import nlargest, nsmallest
 from math import inf
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from pagewise_scheduler.core.routing.destination import Destination, Match, Outlook, Placement
-from pagewise_scheduler.core.routing.prompt import Prompt
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
+from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -29,21 +29,21 @@ _MOST_PREDICTED = 8
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An executor that could take ``prompt``. Its prefix tree is asked when somebody wants to know."""
+    """An executor that could take the prompt of ``query``. Its prefix tree is asked when somebody wants to know."""
 
-    destination: Destination
-    prompt: Prompt
+    executor: ExecutorView
+    query: PrefixQuery
     _match: Match | None = field(default=None)
 
     @property
     def match(self) -> Match:
         """What it holds of the prompt."""
         if self._match is None:
-            self._match = self.destination.find(self.prompt)
+            self._match = self.executor.find(self.query)
         return self._match
 
 
-class Recovered(NamedTuple):
+class PredictedRecovery(NamedTuple):
     """How a candidate would get the KV of its prompt if it began now: in ``seconds``, of which it does not compute
     ``start`` tokens."""
 
@@ -51,9 +51,9 @@ class Recovered(NamedTuple):
     start: int
 
 
-Recovery = Callable[[Candidate, Candidate], Recovered]
-"""That of a candidate (the first). The second one holds the most of its prompt: where KV can come from another
-executor, that is where from."""
+RecoveryPredictor = Callable[[Candidate, Candidate], PredictedRecovery]
+"""Predicts the recovery of a candidate (the first). The second one holds the most of its prompt: where KV can come from
+another executor, that is where from."""
 
 
 class Choice(NamedTuple):
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
     candidate: Candidate
     reason: Reason
-    outlook: Outlook | None = None
+    estimate: CostEstimate | None = None
 
 
 class RoutingPolicy(Protocol):
@@ -89,7 +89,7 @@ class LeastLoaded:
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The first of those with the least load."""
-        return Choice(min(candidates, key=lambda candidate: candidate.destination.load), "load")
+        return Choice(min(candidates, key=lambda candidate: candidate.executor.load), "load")
 
 
 class LongestPrefix:
@@ -97,51 +97,53 @@ class LongestPrefix:
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
-        best = max(candidates, key=lambda candidate: (candidate.match.promised, -candidate.destination.load))
-        return Choice(best, "cached" if best.match.promised else "load")
+        best = max(candidates, key=lambda candidate: (candidate.match.expected, -candidate.executor.load))
+        return Choice(best, "cached" if best.match.expected else "load")
 
 
-def cheapest_recovery(candidate: Candidate, holder: Candidate) -> Recovered:
+def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
     """What is on the device costs nothing, what is on the host the cheapest of its ways, the rest is computed; or what
     the holder has is fetched from there, if that is sooner."""
-    scheduler, match = candidate.destination.scheduler, candidate.match
-    costs, share, start = scheduler.costs, candidate.destination.share, match.device
+    scheduler, match = candidate.executor.scheduler, candidate.match
+    costs, share, start = scheduler.costs, candidate.executor.share, match.device
     seconds = 0.0
-    if match.host and match.promised == match.device + match.host:
+    if match.host and match.expected == match.device + match.host:
         estimate = costs.estimate(start, match.host // costs.block_size, scheduler.recoveries.num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
-    seconds += costs.compute_seconds(match.promised, candidate.prompt.num_tokens - match.promised, share)
-    own, fetched = Recovered(seconds, match.promised), _fetched(candidate, holder)
+    seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
+    own, fetched = PredictedRecovery(seconds, match.expected), _fetched(candidate, holder)
     return own if fetched is None or own.seconds <= fetched.seconds else fetched
 
 
-def _fetched(candidate: Candidate, holder: Candidate) -> Recovered | None:
+def _fetched(candidate: Candidate, holder: Candidate) -> PredictedRecovery | None:
     """Fetching from the holder what the candidate's device lacks, and computing the rest; None if it cannot."""
-    recoveries, costs = candidate.destination.scheduler.recoveries, candidate.destination.scheduler.costs
+    recoveries, costs = candidate.executor.scheduler.recoveries, candidate.executor.scheduler.costs
     start, end = candidate.match.device, holder.match.device + holder.match.host
-    peer = holder.destination.scheduler.recoveries.endpoint
+    peer = holder.executor.scheduler.recoveries.endpoint
     if end <= start or not peer or not recoveries.can_fetch_from(peer):
         return None
-    share, link = candidate.destination.share, costs.link(peer)
+    share, link = candidate.executor.share, costs.link(peer)
     estimate = costs.estimate(start, (end - start) // costs.block_size, link.num_loading, share, link)
-    rest = costs.compute_seconds(end, candidate.prompt.num_tokens - end, share)
+    rest = costs.compute_seconds(end, candidate.query.num_tokens - end, share)
     if estimate.load <= estimate.both:
-        return Recovered(estimate.load + rest, end)
+        return PredictedRecovery(estimate.load + rest, end)
     front = costs.split(start, end - start, link.num_loading, share, link)
-    return Recovered(estimate.both + rest, end - front)
+    return PredictedRecovery(estimate.both + rest, end - front)
 
 
-def outlook(candidate: Candidate, holder: Candidate, now: float, recovery: Recovery = cheapest_recovery) -> Outlook:
+def estimate_costs(
+    candidate: Candidate, holder: Candidate, now: float, predict: RecoveryPredictor = cheapest_recovery
+) -> CostEstimate:
     """What is predicted for a candidate at the time ``now``."""
-    destination, prompt = candidate.destination, candidate.prompt
-    kv, match = destination.scheduler.kv, candidate.match
-    num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
-    seconds, start = recovery(candidate, holder)
-    return Outlook(
-        destination.queue_seconds(prompt.priority, now) + destination.room_seconds(prompt, num_blocks, now),
+    executor, query = candidate.executor, candidate.query
+    kv, match = executor.scheduler.kv, candidate.match
+    num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
+    seconds, start = predict(candidate, holder)
+    return CostEstimate(
+        executor.queue_seconds(query.priority, now) + executor.room_seconds(query, num_blocks, now),
         seconds,
-        destination.eviction_seconds(num_blocks),
-        destination.busy(seconds, now),
+        executor.eviction_seconds(num_blocks),
+        executor.busy(seconds, now),
         start,
     )
 
@@ -151,9 +153,9 @@ def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     time."""
     if len(candidates) <= 2 * _MOST_PREDICTED:
         return candidates
-    held = nlargest(_MOST_PREDICTED, candidates, key=lambda candidate: candidate.match.promised)
+    held = nlargest(_MOST_PREDICTED, candidates, key=lambda candidate: candidate.match.expected)
     others = [candidate for candidate in candidates if candidate not in held]
-    return held + nsmallest(_MOST_PREDICTED, others, key=lambda candidate: candidate.destination.load)
+    return held + nsmallest(_MOST_PREDICTED, others, key=lambda candidate: candidate.executor.load)
 
 
 class LeastTimeToFirstToken:
@@ -164,27 +166,27 @@ class LeastTimeToFirstToken:
     work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
     """
 
-    def __init__(self, recovery: Recovery = cheapest_recovery) -> None:
-        self._recovery = recovery
+    def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
+        self._predict = predict
 
     def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
         """The one whose first token is predicted to cost the least."""
-        holder = max(candidates, key=lambda candidate: candidate.match.promised)
+        holder = max(candidates, key=lambda candidate: candidate.match.expected)
 
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
-            found = outlook(candidate, holder, now, self._recovery)
-            cost = self.cost(found), candidate.destination.load
+            estimate = estimate_costs(candidate, holder, now, self._predict)
+            cost = self.cost(estimate), candidate.executor.load
             if cost < least:
-                best, least = Choice(candidate, "load", found), cost
-        if not holder.match.promised:
+                best, least = Choice(candidate, "load", estimate), cost
+        if not holder.match.expected:
             return best
-        held = best.candidate.match.promised == holder.match.promised
+        held = best.candidate.match.expected == holder.match.expected
         return best._replace(reason="cached" if held else "elsewhere")
 
-    def cost(self, found: Outlook) -> float:
+    def cost(self, estimate: CostEstimate) -> float:
         """Seconds that a placement costs this request and others."""
-        return found.queue + (found.recovery + found.evicted) / (1.0 - found.busy)
+        return estimate.queue + (estimate.recovery + estimate.evicted) / (1.0 - estimate.busy)
 
 
 def make_routing(name: RoutingName) -> RoutingPolicy:
@@ -198,11 +200,11 @@ def make_routing(name: RoutingName) -> RoutingPolicy:
     return policies[name]()
 
 
-def place(policy: RoutingPolicy, request: Request, destinations: Sequence[Destination], now: float) -> Placement:
-    """Place a request on one of ``destinations``, at least one, all of which could hold it. ``now``: seconds."""
-    prompt = Prompt(request)
-    candidates = [Candidate(destination, prompt) for destination in destinations]
+def place(policy: RoutingPolicy, request: Request, executors: Sequence[ExecutorView], now: float) -> Placement:
+    """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds."""
+    query = PrefixQuery(request)
+    candidates = [Candidate(executor, query) for executor in executors]
     choice = policy.choose(candidates, now) if len(candidates) > 1 else Choice(candidates[0], "only")
     best = choice.candidate
-    found = choice.outlook or outlook(best, best, now)
-    return best.destination.place(request, prompt, best.match, found, choice.reason, now)
+    estimate = choice.estimate or estimate_costs(best, best, now)
+    return best.executor.place(request, query, best.match, estimate, choice.reason, now)

@@ -7,8 +7,8 @@ and one whose next block is being computed by somebody else waits for it instead
 from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.requests.request import Sequence
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 _WINDOW = 16
@@ -92,18 +92,12 @@ class Admission:
         path, most = sequence.path, (sequence.num_tokens - 1) // size
         del path[most:]
         tree.still_there(path)
-        if path:
-            node: CachedBlock | None = path[-1]
-            while node is not None and len(path) < most:
-                start = len(path) * size
-                node = node.children.get(sequence.tokens_between(start, start + size))
-                if node is not None:
-                    path.append(node)
-        elif most and (root := tree.root_of(sequence.request.cache_salt)) is not None:
-            # Most prompts share nothing: one look before all tokens are put into one piece.
-            shares = sequence.tokens_between(0, size) in root.children
-            if shares:
-                path += tree.find(sequence.request.cache_salt, sequence.token_bytes(), sequence.num_tokens - 1)
+        if len(path) < most:
+            last = path[-1] if path else tree.root_of(sequence.request.cache_salt)
+            start = len(path) * size
+            # Most prompts share nothing more: one look before all their tokens are put into one piece.
+            if last is not None and sequence.tokens_between(start, start + size) in last.children:
+                path += tree.walk(last, block_keys(sequence.tokens_between(start, most * size), size))
         return path
 
     def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
@@ -115,9 +109,9 @@ class Admission:
         return (place, sequence.tokens_between(start, stop)) in self._busy
 
     def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
-        """Where a sequence stands that has found blocks up to ``tip``; its space has no root before its first block."""
-        space = sequence.request.cache_salt
-        return tip or self._kv.pool.tree.root_of(space) or ("root", space)
+        """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""
+        salt = sequence.request.cache_salt
+        return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:
         """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""

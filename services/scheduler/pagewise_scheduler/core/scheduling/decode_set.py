@@ -7,8 +7,9 @@ therefore costs nothing per sequence.
 
 from collections import defaultdict
 
-from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, Account
+from pagewise_scheduler.core.requests.account import Account
+from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
 
 _Calendar = defaultdict[int, dict[Sequence, None]]
 

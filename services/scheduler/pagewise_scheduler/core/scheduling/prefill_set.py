@@ -8,8 +8,8 @@ from pagewise_shared.block_hash import BlockHash
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
-from pagewise_scheduler.core.scheduling.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
@@ -136,16 +136,16 @@ class PrefillSet:
         kv, table = self._kv, sequence.table
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
-        way = self._recoveries.choose(prefix, share, sequence)
-        if way.nodes:
+        plan = self._recoveries.choose(prefix, share, sequence)
+        if plan.nodes:
             prefix = kv.without_copy(prefix)
         if copy := kv.take(table, prefix):
             self._plan.copy(*copy)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of the host.
-        recovery = self._recoveries.begin(sequence, prefix, way, now)
+        recovery = self._recoveries.begin(sequence, prefix, plan, now)
         size = self._size(sequence, budget)
-        kv.grow(table, max(prefix.num_tokens + size, way.end * kv.block_size if recovery.places else 0))
+        kv.grow(table, max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0))
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
         sequence.num_scheduled_tokens += size

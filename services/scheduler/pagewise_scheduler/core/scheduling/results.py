@@ -5,7 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import StepResult, unpack_int32s
 
-from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]

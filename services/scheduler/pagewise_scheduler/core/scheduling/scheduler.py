@@ -9,11 +9,11 @@ from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.ways import Asked, RecoveryMode
-from pagewise_scheduler.core.scheduling.choosing import Choosing
+from pagewise_scheduler.core.recovery.recovery_plan import Asked, RecoveryMode
+from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.results import check_result, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
@@ -63,7 +63,7 @@ class Scheduler:
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
-        self._choosing = Choosing(self.kv, self.waiting, self._prefilling, self._plan)
+        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self.last_step, self._now = 0, 0.0
@@ -132,12 +132,12 @@ class Scheduler:
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
-                self.kv.claim(request.cache_salt, sequence.token_bytes)
+                self.kv.restore(request.cache_salt, sequence.token_bytes)
                 sequence.table = self.kv.new_table(request.cache_salt)
                 sequence.last_step = 0
                 sequence.path.clear()
                 self.waiting.push(sequence)
-        self._choosing.begin(request)
+        self._beam_groups.begin(request)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
@@ -166,7 +166,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.request_id, None)
-        self._choosing.drop(request)
+        self._beam_groups.drop(request)
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
@@ -177,7 +177,7 @@ class Scheduler:
                     self._vacate(sequence)
         self.waiting.clear()
         self.recoveries.clear()
-        self._choosing.clear()
+        self._beam_groups.clear()
         self._requests.clear()
         self._in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -199,7 +199,7 @@ class Scheduler:
             sequence.status = SequenceStatus.DRAINING
         for sequence in self._decoding.blocks_due(step):
             if sequence.prefilled:
-                self._publish(sequence, sequence.num_tokens - 1)
+                self._cache_full_blocks(sequence, sequence.num_tokens - 1)
         if not self._make_room_for_decodes(step):
             return None
         for sequence in self._decoding.blocks_due(step):
@@ -223,11 +223,11 @@ class Scheduler:
                 return False
         return True
 
-    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+    def _cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
         if not sequence.table.blocks:
             return  # a hypothesis that has given them up while it waits for the others
-        replaced = self.kv.publish(sequence.table, num_computed, sequence.tokens_between)
+        replaced = self.kv.cache_full_blocks(sequence.table, num_computed, sequence.tokens_between)
         if replaced:
             if sequence.row >= 0:
                 for index, _, block in replaced:
@@ -238,7 +238,7 @@ class Scheduler:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
         if self._in_flight or self.recoveries.num_loading:
             return None
-        if self._choosing.make_room():
+        if self._beam_groups.make_room():
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
@@ -295,20 +295,20 @@ class Scheduler:
         output = StepOutput(num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             drains = sequence.status is SequenceStatus.DRAINING
-            if sequence.row >= 0 or drains:  # else it was preempted or ended, and has published what came back before
+            if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached
                 sequence.num_computed_tokens = num_computed
                 decodes = drains or sequence.status is SequenceStatus.DECODE
                 sequence.prefilled = decodes and num_computed == sequence.decode_base
-                self._publish(sequence, num_computed)
+                self._cache_full_blocks(sequence, num_computed)
         for entry in result.logprobs:
             if 0 <= entry.index < len(step.sampled):
                 sequence = step.sampled[entry.index]
                 if not sequence.request.chooses:
                     output.logprobs[sequence] = entry
                 elif not sequence.finished:
-                    self._choosing.take(sequence, entry, output)
+                    self._beam_groups.take(sequence, entry, output)
         for request in take_tokens(step, tokens, output, self.finish):
-            self._choosing.ended(request, output)
+            self._beam_groups.ended(request, output)
         for sequence in output.finished:
             if sequence.request.chooses:
                 self._forget(sequence.request)
@@ -363,13 +363,15 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
-        that what the step in flight computes can be published."""
+        that what the step in flight computes can be cached."""
         if sequence.status is SequenceStatus.DECODE:
             self._decoding.remove(sequence)
         elif sequence.status is SequenceStatus.PREFILL:
             self._prefilling.remove(sequence)
         self.recoveries.abandon(sequence)
-        self._publish(sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens)
+        self._cache_full_blocks(
+            sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
+        )
         if sequence.row >= 0:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0

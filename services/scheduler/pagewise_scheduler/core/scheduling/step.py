@@ -7,8 +7,8 @@ from itertools import chain
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s, unpack_int32s
 
-from pagewise_scheduler.core.recovery.ways import Asked
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.recovery.recovery_plan import Asked
+from pagewise_scheduler.core.requests.request import Request, Sequence
 
 Chunks = list[tuple[Sequence, int]]
 """Sequences, and how many of their known tokens a step computes."""

@@ -4,7 +4,7 @@ import heapq
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.requests.request import Sequence
 
 _CANDIDATES = 16
 

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
-from pagewise_scheduler.replay.reserving import BuddyAllocator, ReservingKVManager, reserved_slots
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest
+
+from benchmarks.orca.reserving import BuddyAllocator, ReservingKVManager, reserved_slots
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,9 +10,9 @@ from pagewise_shared.protocol import TokenLogprobs
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.scheduling.beam_search import BeamSearch, Continuation
+from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
@@ -26,7 +26,7 @@ class _Group:
     candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
 
 
-class Choosing:
+class BeamGroups:
     """The beam searches of one scheduler, and the samples to choose from."""
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, prefilling: PrefillSet, plan: PlanBuilder) -> None:
@@ -126,7 +126,7 @@ class Choosing:
 
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""
-        fork = self._kv.new_table(table.space)
+        fork = self._kv.new_table(table.cache_salt)
         if table.blocks and self._kv.num_available > 1:
             prefix = self._kv.fork(table, num_computed)
             if copy := self._kv.take(fork, prefix):

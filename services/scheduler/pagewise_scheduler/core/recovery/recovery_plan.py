@@ -1,4 +1,4 @@
-"""A way for a sequence to get its KV back, and how far it has come on it."""
+"""How a sequence is to get its KV back, and how far it has come."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 from pagewise_shared.protocol import Fetch
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import Estimate, Link
-from pagewise_scheduler.core.recovery.sources import BlockSource, Place
-from pagewise_scheduler.core.scheduling.request import Sequence
+from pagewise_scheduler.core.recovery.cost_model import Link, RecoveryEstimate
+from pagewise_scheduler.core.recovery.remote_tier import BlockSource, Place
+from pagewise_scheduler.core.requests.request import Sequence
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
@@ -23,8 +23,8 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Way:
-    """A way to get blocks back: ``nodes`` of ``source``, of which ``first`` is the index of the first in the table.
+class RecoveryPlan:
+    """How blocks are to come back: ``nodes`` of ``source``, of which ``first`` is the index of the first in the table.
 
     ``start``: blocks on the device. What lies between them and ``first`` lies nowhere and has to be computed.
     """
@@ -34,7 +34,7 @@ class Way:
     nodes: list[CachedBlock] = field(default_factory=list)
     start: int = 0
     first: int = 0
-    estimate: Estimate | None = None
+    estimate: RecoveryEstimate | None = None
 
     @property
     def end(self) -> int:
@@ -53,10 +53,10 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    """One sequence's way back.
+    """One sequence that gets its KV back.
 
     Fields:
-        way: what was chosen. method "device": everything that is cached is still there.
+        plan: what was chosen. method "device": everything that is cached is still there.
         places: where its blocks are pinned, if any of them are loaded.
         back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
         device_tokens: tokens found on the device. resumed: it had run before.
@@ -67,7 +67,7 @@ class Recovery:
     """
 
     sequence: Sequence
-    way: Way
+    plan: RecoveryPlan
     places: list[Place]
     back: int
     device_tokens: int
@@ -82,7 +82,7 @@ class Recovery:
     @property
     def method(self) -> Method:
         """What was chosen."""
-        return self.way.method
+        return self.plan.method
 
     @property
     def origin(self) -> Origin:
@@ -90,30 +90,30 @@ class Recovery:
 
         "device": nothing of it was known to lie elsewhere.
         """
-        if self.way.source is None:
+        if self.plan.source is None:
             return "device"
-        return "peer" if self.way.source.peer else "host"
+        return "peer" if self.plan.source.peer else "host"
 
     @property
-    def estimate(self) -> Estimate | None:
-        """What each way was predicted to cost; None if there was nothing to get."""
-        return self.way.estimate
+    def estimate(self) -> RecoveryEstimate | None:
+        """What each method was predicted to cost; None if there was nothing to get."""
+        return self.plan.estimate
 
     @property
     def predicted(self) -> float:
-        """Seconds the chosen way was predicted to take."""
-        return self.way.seconds
+        """Seconds the chosen method was predicted to take."""
+        return self.plan.seconds
 
     @property
     def first(self) -> int:
         """Index in the table of the first block that the source has."""
-        return self.way.first
+        return self.plan.first
 
     @property
     def source(self) -> BlockSource:
         """Where blocks come from, if any do."""
-        assert self.way.source is not None
-        return self.way.source
+        assert self.plan.source is not None
+        return self.plan.source
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ The baselines of the vLLM paper (arXiv 2309.06180, section 6.1), which are Orca 
 to reserve, over a buddy allocator. They run under the same scheduler as everything else.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,32 +76,32 @@ class BuddyAllocator:
 
 @dataclass(slots=True)
 class _Reserved(CachedPrefix):
-    """Nothing is ever cached; ``space`` says whose reservation is asked for."""
+    """Nothing is ever cached; ``cache_salt`` says whose reservation is asked for."""
 
-    space: Hashable = None
+    cache_salt: str | None = None
 
 
 class ReservingKVManager(KVCacheManager):
     """Admits a sequence only if one piece holds all that is reserved for it.
 
-    ``reservations``: slots by the sequence's space (its ``cache_salt``, one of its own). ``pieces``: those that are
+    ``reservations``: slots by the sequence's ``cache_salt``, of which it has one of its own. ``pieces``: those that are
     held. The block tables beneath are bookkeeping: there are always blocks enough.
     """
 
     def __init__(self, num_slots: int, block_size: int, longest: int) -> None:
         super().__init__(num_blocks=2 * (num_slots // block_size + longest), block_size=block_size)
         self.buddy = BuddyAllocator(num_slots)
-        self.reservations: dict[Hashable, int] = {}
-        self.pieces: dict[Hashable, tuple[int, int]] = {}
+        self.reservations: dict[str | None, int] = {}
+        self.pieces: dict[str | None, tuple[int, int]] = {}
 
-    def begin_with(self, space: Hashable, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
+    def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
         """Nothing is shared."""
-        return _Reserved([], -1, 0, 0, space=space)
+        return _Reserved([], -1, 0, 0, cache_salt=cache_salt)
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """0 if the reservation fits, else more than there is."""
         assert isinstance(prefix, _Reserved)
-        return 0 if self.buddy.fits(self.reservations[prefix.space]) else self.pool.num_blocks + 1
+        return 0 if self.buddy.fits(self.reservations[prefix.cache_salt]) else self.pool.num_blocks + 1
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same: nothing is copied."""
@@ -110,11 +109,11 @@ class ReservingKVManager(KVCacheManager):
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> None:
         """Reserve."""
-        self.pieces[table.space] = self.buddy.allocate(self.reservations[table.space])
+        self.pieces[table.cache_salt] = self.buddy.allocate(self.reservations[table.cache_salt])
 
     def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Give the piece back."""
-        self.buddy.free(self.pieces.pop(table.space))
+        self.buddy.free(self.pieces.pop(table.cache_salt))
         super().free(table, in_flight_step, output_tokens)
 
 

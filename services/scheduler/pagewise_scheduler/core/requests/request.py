@@ -12,8 +12,8 @@ from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.beam_search import BeamSearch
-from pagewise_scheduler.core.scheduling.virtual_tokens import Account
+from pagewise_scheduler.core.requests.account import Account
+from pagewise_scheduler.core.requests.beam_search import BeamSearch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.routing.promises import Promises
-from pagewise_scheduler.core.routing.prompt import Prompt
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.routing.pending_prefixes import PendingPrefixes
+from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _LOOKED_AT = 8
@@ -26,15 +26,15 @@ _MOST_BUSY = 0.9
 class Match(NamedTuple):
     """Leading tokens of a prompt: ``device`` of them lie on the device, ``host`` more on the host.
 
-    ``promised``: tokens that are cached or will be when the prompts placed before are computed, at least those.
+    ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
     """
 
     device: int
     host: int
-    promised: int
+    expected: int
 
 
-class Outlook(NamedTuple):
+class CostEstimate(NamedTuple):
     """What is predicted for a prompt on one executor; times in seconds.
 
     Fields:
@@ -65,13 +65,13 @@ class Placement:
         reason: why there. predicted: seconds from ``time`` to its first token.
         start: tokens of its prompt that others have computed or will, here or where they are fetched from.
         seconds: computing the rest, without the fixed costs of steps, which are shared.
-        num_blocks: blocks that it takes beside what is there or promised.
+        num_blocks: blocks that it takes beside what is there or expected.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
 
-    destination: "Destination"
+    executor: "ExecutorView"
     request: Request
-    prompt: Prompt
+    query: PrefixQuery
     reason: str
     predicted: float
     time: float
@@ -85,14 +85,14 @@ class Placement:
         """Its first token is back: its prompt is computed and cached. Harmless the second time."""
         if self.waits:
             self.waits = False
-            self.destination.answered(self, now)
+            self.executor.answered(self, now)
 
     def end(self, now: float) -> None:
         """It has finished, failed, or leaves the executor; harmless the second time."""
         self.answered(now)
         if not self.ended:
             self.ended = True
-            self.destination.ended(self, now)
+            self.executor.ended(self, now)
 
 
 class _Lately:
@@ -110,7 +110,7 @@ class _Lately:
         return self._sum * exp((self._at - now) / _LATELY) if self._sum else 0.0
 
 
-class Destination:
+class ExecutorView:
     """``load``: sequences placed and unfinished. ``scheduler``: the executor's own, which is only read."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -121,7 +121,7 @@ class Destination:
         self._num_blocks = 0
         self._num_sequences = 0
         self._answered_at = 0.0
-        self._promises = Promises()
+        self._pending = PendingPrefixes()
         self._victim: CachedBlock | None = None
         self._victim_seconds = 0.0
         self._computed = _Lately()
@@ -134,28 +134,21 @@ class Destination:
 
     # ---- what is there -------------------------------------------------------------------------------
 
-    def find(self, prompt: Prompt) -> Match:
+    def find(self, query: PrefixQuery) -> Match:
         """How much of a prompt is cached. O(blocks found)."""
         kv = self.scheduler.kv
-        kv.claim(prompt.space, lambda: prompt.tokens)
-        size, keys, node = kv.block_size, prompt.keys(kv.block_size), kv.pool.tree.root_of(prompt.space)
-        device = there = 0
-        if node is not None:
-            for key in keys:
-                found = node.children.get(key)
-                if found is None:
-                    break
-                node = found
-            there = node.depth
-            while node.parent is not None and node.block < 0:
-                if node.host < 0:  # it lies nowhere: what comes after it is of no use
-                    there = node.depth - 1
-                node = node.parent
-            device = node.depth
-        promised = there * size
+        kv.restore(query.cache_salt, lambda: query.tokens)
+        size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
+        path = tree.walk(tree.root_of(query.cache_salt), keys)
+        device = there = len(path)
+        while device and path[device - 1].block < 0:
+            device -= 1
+            if path[device].host < 0:  # it lies nowhere: what comes after it is of no use
+                there = device
+        expected = there * size
         if self._waiting and there < len(keys):
-            promised = min(self._promises.shared(prompt.space, prompt.tokens, promised, size), len(keys) * size)
-        return Match(device * size, (there - device) * size, promised)
+            expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
+        return Match(device * size, (there - device) * size, expected)
 
     # ---- what it would take --------------------------------------------------------------------------
 
@@ -184,7 +177,7 @@ class Destination:
         begun, since = 0.0, now
         for placement in islice(self._waiting, _LOOKED_AT):
             when = placement.request.scheduled_time
-            if when >= placement.time and placement.prompt.priority <= priority:  # it is NaN before
+            if when >= placement.time and placement.query.priority <= priority:  # it is NaN before
                 begun += placement.seconds
                 since = min(since, when)
         done = min(now - max(since, self._answered_at), begun) if begun else 0.0
@@ -194,14 +187,14 @@ class Destination:
         constants = self.costs.prefill.constants
         return max(0.0, seconds - done) + steps * (constants[0] + constants[1] * self.num_decoding)
 
-    def room_seconds(self, prompt: Prompt, num_blocks: int, now: float) -> float:
+    def room_seconds(self, query: PrefixQuery, num_blocks: int, now: float) -> float:
         """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
 
         Going by how many have ended lately.
         """
         scheduler = self.scheduler
         pool, running = scheduler.kv.pool, max(1, scheduler.num_running)
-        rows = self.load + prompt.num_sequences - scheduler.limits.max_num_seqs
+        rows = self.load + query.num_sequences - scheduler.limits.max_num_seqs
         blocks = num_blocks + self._num_blocks - pool.num_available
         missing = max(rows, blocks * running / max(1, pool.num_in_use))
         return missing * _LATELY / max(1.0, self._ended.sum(now)) if missing > 0 else 0.0
@@ -228,43 +221,43 @@ class Destination:
     # ---- what is placed ------------------------------------------------------------------------------
 
     def place(
-        self, request: Request, prompt: Prompt, match: Match, found: Outlook, reason: str, now: float
+        self, request: Request, query: PrefixQuery, match: Match, estimate: CostEstimate, reason: str, now: float
     ) -> Placement:
-        """The request is the executor's from now on. ``found``: what was predicted for it there."""
-        kv, start = self.scheduler.kv, found.start
-        num_tokens = prompt.num_tokens - start
+        """The request is the executor's from now on. ``estimate``: what was predicted for it there."""
+        kv, start = self.scheduler.kv, estimate.start
+        num_tokens = query.num_tokens - start
         steps, *features = self.costs.features(start, num_tokens, self.share)
         seconds = self.costs.prefill.predict(0, *features)
         # What is fetched takes blocks too.
-        num_blocks = kv.blocks_for(prompt.num_tokens) - match.promised // kv.block_size
-        predicted = found.first_token
-        placement = Placement(self, request, prompt, reason, predicted, now, start, seconds, num_blocks)
+        num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
+        predicted = estimate.first_token
+        placement = Placement(self, request, query, reason, predicted, now, start, seconds, num_blocks)
         self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
-        self.load += prompt.num_sequences
-        self._num_sequences += prompt.num_sequences
+        self.load += query.num_sequences
+        self._num_sequences += query.num_sequences
         self._num_blocks += num_blocks
         self._waiting[placement] = None
-        others = self._work.get(prompt.priority, (0, 0.0))
-        self._work[prompt.priority] = others[0] + num_tokens, others[1] + seconds
-        if prompt.uses_cache:
-            self._promises.add(prompt.space, prompt.tokens)
+        others = self._work.get(query.priority, (0, 0.0))
+        self._work[query.priority] = others[0] + num_tokens, others[1] + seconds
+        if query.uses_cache:
+            self._pending.add(query.cache_salt, query.tokens)
         return placement
 
     def answered(self, placement: Placement, now: float) -> None:
         """A placement does not wait any more."""
         self._answered_at = now
-        prompt = placement.prompt
+        query = placement.query
         del self._waiting[placement]
-        self._num_sequences -= prompt.num_sequences
+        self._num_sequences -= query.num_sequences
         self._num_blocks -= placement.num_blocks
-        tokens, seconds = self._work.pop(prompt.priority)
-        tokens -= prompt.num_tokens - placement.start
+        tokens, seconds = self._work.pop(query.priority)
+        tokens -= query.num_tokens - placement.start
         if tokens:  # else nobody waits any more: what is left of the seconds is rounding
-            self._work[prompt.priority] = tokens, seconds - placement.seconds
-        if prompt.uses_cache:
-            self._promises.remove(prompt.space, prompt.tokens)
+            self._work[query.priority] = tokens, seconds - placement.seconds
+        if query.uses_cache:
+            self._pending.remove(query.cache_salt, query.tokens)
 
     def ended(self, placement: Placement, now: float) -> None:
         """A placement is not the executor's any more."""
-        self.load -= placement.prompt.num_sequences
-        self._ended.add(placement.prompt.num_sequences, now)
+        self.load -= placement.query.num_sequences
+        self._ended.add(placement.query.num_sequences, now)

@@ -1,26 +1,26 @@
-"""What routing looks at of a request: its tokens, cut into block keys once for all executors."""
+"""What routing asks of every executor about a request: how much of its tokens is cached there."""
 
-from collections.abc import Hashable
-
-from pagewise_scheduler.core.scheduling.request import Request
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
+from pagewise_scheduler.core.requests.request import Request
 
 _BYTES_PER_TOKEN = 4
 
 
-class Prompt:
-    """All known tokens of a request that is to be placed.
+class PrefixQuery:
+    """All known tokens of a request that is to be placed, cut into block keys once for all executors.
 
-    ``tokens``: int32 bytes. ``space``: whose cache it may use. ``num_sequences``: the most that run for it at a time.
+    ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use. ``num_sequences``: the most
+    that run for it at a time.
     """
 
-    __slots__ = ("_keys", "num_sequences", "num_tokens", "priority", "space", "tokens", "uses_cache")
+    __slots__ = ("_keys", "cache_salt", "num_sequences", "num_tokens", "priority", "tokens", "uses_cache")
 
     def __init__(self, request: Request) -> None:
         # One that moves goes on from its tokens: the outputs of its sequences count as well, the first one's here.
         sequence = next((one for one in request.sequences if not one.finished), None)
         self.tokens = sequence.token_bytes() if sequence is not None else request.prompt_token_ids.tobytes()
         self.num_tokens = len(self.tokens) // _BYTES_PER_TOKEN
-        self.space: Hashable = request.cache_salt
+        self.cache_salt: str | None = request.cache_salt
         self.priority = request.priority
         self.num_sequences = request.num_sequences
         self.uses_cache = request.sampling.prompt_logprobs is None  # those come from computing the prompt
@@ -33,7 +33,6 @@ class Prompt:
         """
         keys = self._keys.get(block_size)
         if keys is None:
-            size, tokens = block_size * _BYTES_PER_TOKEN, self.tokens
-            end = (self.num_tokens - 1) // block_size * size if self.uses_cache else 0
-            keys = self._keys[block_size] = [tokens[start : start + size] for start in range(0, end, size)]
+            most = self.num_tokens - 1 if self.uses_cache else 0
+            keys = self._keys[block_size] = list(block_keys(self.tokens, block_size, most))
         return keys

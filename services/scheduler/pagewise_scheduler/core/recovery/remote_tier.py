@@ -6,13 +6,14 @@ are pinned in its own pool while they are being fetched, so that they neither mo
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.recovery.cost_model import Link
 
 
@@ -48,11 +49,10 @@ class BlockSource:
         """
         places = []
         self._pinned += len(nodes)
-        before = nodes[0].parent if self.peer else None
-        while before is not None and before.block >= 0:
-            self._lent.append(before.block)
-            before = before.parent
-        self._lent.reverse()
+        if self.peer:
+            before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
+            self._lent += [node.block for node in before]
+            self._lent.reverse()
         for node in nodes:
             if self.peer and node.block >= 0:
                 self._lent.append(node.block)
@@ -78,7 +78,7 @@ class BlockSource:
             self.wake()
 
 
-class Lending(Protocol):
+class PeerScheduler(Protocol):
     """The scheduler of an executor that lends blocks."""
 
     kv: KVCacheManager
@@ -91,7 +91,7 @@ class Lending(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Lender:
+class Peer:
     """An executor whose blocks others may fetch.
 
     ``endpoint``: where. ``block_format``: of what is fetched; equal ones fit. ``wake``: tells it that blocks came back.
@@ -100,53 +100,46 @@ class Lender:
 
     endpoint: str
     block_format: Hashable
-    scheduler: Lending
+    scheduler: PeerScheduler
     wake: Callable[[], None]
     key: str = ""
 
 
 @dataclass(slots=True)
-class Directory:
-    """All lenders of a fleet, by their endpoints."""
+class PrefixDirectory:
+    """All peers of a fleet, by their endpoints."""
 
-    lenders: dict[str, Lender] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
 
     def longest(
-        self, asker: str, space: Hashable, tokens: bytes, more_than: int, usable: Callable[[str], bool]
-    ) -> tuple[Lender, list[CachedBlock]] | None:
-        """The lender that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
+        self, asker: str, cache_salt: str | None, tokens: bytes, more_than: int, usable: Callable[[str], bool]
+    ) -> tuple[Peer, list[CachedBlock]] | None:
+        """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
 
         ``asker``: the endpoint of who asks; it gets blocks of its own format only. ``usable``: whether an endpoint may
         be asked. Costs nothing for executors that do not hold the first block, and a look-up per block for others.
         """
-        own = self.lenders.get(asker)
+        own = self.peers.get(asker)
         if own is None:
             return None
-        best: tuple[Lender, list[CachedBlock]] | None = None
+        best: tuple[Peer, list[CachedBlock]] | None = None
         keys: list[bytes] = []
-        for lender in self.lenders.values():
-            if lender is own or lender.block_format != own.block_format or not usable(lender.endpoint):
+        for peer in self.peers.values():
+            if peer is own or peer.block_format != own.block_format or not usable(peer.endpoint):
                 continue
-            tree = lender.scheduler.kv.pool.tree
-            node = tree.root_of(space)
+            tree = peer.scheduler.kv.pool.tree
+            node = tree.root_of(cache_salt)
             if node is None:
                 continue
             if not keys:  # cut once: a bytes object remembers its hash
-                size = 4 * lender.scheduler.kv.block_size
-                keys = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+                keys = list(block_keys(tokens, peer.scheduler.kv.block_size))
             # Until its next plan goes out, what it has just demoted is not on its way to its host.
-            nodes = _held(node, keys, host_too=not lender.scheduler.kv.pool.host.stores)
+            nodes = _readable(tree.walk(node, keys), host_too=not peer.scheduler.kv.pool.host.stores)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
-                best = lender, nodes
+                best = peer, nodes
         return best
 
 
-def _held(node: CachedBlock | None, keys: list[bytes], *, host_too: bool) -> list[CachedBlock]:
-    """The blocks below a root that spell ``keys``, as far as they lie on the device, or on the host if ``host_too``."""
-    nodes: list[CachedBlock] = []
-    for key in keys:
-        node = node.children.get(key) if node is not None else None
-        if node is None or (node.block < 0 and (node.host < 0 or not host_too)):
-            break
-        nodes.append(node)
-    return nodes
+def _readable(path: list[CachedBlock], *, host_too: bool) -> list[CachedBlock]:
+    """The beginning of a path that lies on the device, or on the host if ``host_too``."""
+    return [*takewhile(lambda node: node.block >= 0 or (host_too and node.host >= 0), path)]

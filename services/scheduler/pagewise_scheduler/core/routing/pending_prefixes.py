@@ -1,36 +1,35 @@
-"""Prompts that an executor was given and has not computed yet: what they share will be cached when they are done."""
+"""Prompts that an executor was given and has not computed yet: their prefixes will be cached when they are done."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 
 _BYTES_PER_TOKEN = 4
 
 
-class Promises:
-    """Sorted lists of prompts, one for each space: the longest common prefix of one more is with its neighbours."""
+class PendingPrefixes:
+    """A sorted list of prompts for each cache salt: the longest common prefix of one more is with its neighbours."""
 
-    __slots__ = ("_spaces",)
+    __slots__ = ("_prompts",)
 
     def __init__(self) -> None:
-        self._spaces: dict[Hashable, list[bytes]] = {}
+        self._prompts: dict[str | None, list[bytes]] = {}
 
-    def add(self, space: Hashable, tokens: bytes) -> None:
+    def add(self, cache_salt: str | None, tokens: bytes) -> None:
         """These tokens (int32 bytes) will be computed."""
-        insort(self._spaces.setdefault(space, []), tokens)
+        insort(self._prompts.setdefault(cache_salt, []), tokens)
 
-    def remove(self, space: Hashable, tokens: bytes) -> None:
+    def remove(self, cache_salt: str | None, tokens: bytes) -> None:
         """The counterpart of ``add``."""
-        prompts = self._spaces[space]
+        prompts = self._prompts[cache_salt]
         del prompts[bisect_left(prompts, tokens)]
         if not prompts:
-            del self._spaces[space]
+            del self._prompts[cache_salt]
 
-    def shared(self, space: Hashable, tokens: bytes, known: int, unit: int) -> int:
+    def shared(self, cache_salt: str | None, tokens: bytes, known: int, unit: int) -> int:
         """The most leading tokens, ``known`` plus whole ``unit``s of them, that ``tokens`` shares with any of them.
 
         At least ``known``, whether they are shared or not: who has so many elsewhere asks only for more.
         """
-        prompts = self._spaces.get(space)
+        prompts = self._prompts.get(cache_salt)
         if prompts is None:
             return known
         index = bisect_left(prompts, tokens)
