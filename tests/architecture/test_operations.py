@@ -51,6 +51,11 @@ def test_counters_that_are_named_exist(document: Path) -> None:
     assert named <= METRICS.keys()
 
 
+def test_a_metric_is_counted_by_one_kind_of_process() -> None:
+    """The scheduler adds up what gateways count and shows it beside its own: twice the same name would count twice."""
+    assert [metric.name for metric in METRICS.values() if len(metric.of) > 1] == []
+
+
 def test_a_document_asks_for_tables_that_there_are() -> None:
     for text, message in (
         ("<!-- table: nothing --><!-- end of table -->", "no table 'nothing'"),

@@ -191,7 +191,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
     api_keys: Annotated[
         str | None,
-        Meta(description="API keys, NAME: KEY with commas between them, or a single key", extra={"secret": True}),
+        Meta(
+            description="API keys, NAME: KEY with commas between them, or a single key",
+            extra={"environment_only": True},
+        ),
     ] = None
     api_keys_file: Annotated[
         str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")

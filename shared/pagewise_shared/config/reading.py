@@ -35,7 +35,7 @@ class Option(NamedTuple):
     @property
     def secret(self) -> bool:
         """Whether it is read from the environment alone."""
-        return bool(self.meta.get("secret"))
+        return bool(self.meta.get("environment_only"))
 
     @property
     def flag(self) -> str:
