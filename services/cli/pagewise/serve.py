@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from pagewise_shared.config import ServeConfig, to_argv
+from pagewise_shared.cpu_threads import wait_variables
 
 from pagewise.gateways import answers, gateway_group, reserved_port, url_of
 from pagewise.process import Service
@@ -59,7 +60,7 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     for number, gpu in enumerate(gpus):
         name = f"executor-{number}"
         argv = to_argv(replace(config.executor, executor_id=name, threads=threads))
-        executors.append(Service(name, "pagewise_executor.main", argv, variables=executor_variables(config, gpu)))
+        executors.append(Service(name, "pagewise_executor.main", argv, variables=executor_variables(gpu)))
     return [
         gateway_group(config.gateway, config.gateways),
         Group(executors, signal.SIGINT),  # not SIGTERM, which would have them moved to one another first
@@ -67,9 +68,9 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     ]
 
 
-def executor_variables(config: ServeConfig, gpu: dict[str, str]) -> dict[str, str]:
-    """What an executor finds in its environment beside our own: the GPU that it is given."""
-    return gpu
+def executor_variables(gpu: dict[str, str]) -> dict[str, str]:
+    """What an executor finds in its environment beside our own: the GPU that it is given, and how its threads wait."""
+    return gpu | wait_variables(os.environ)
 
 
 def visible_gpus() -> list[str]:

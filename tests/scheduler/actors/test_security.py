@@ -66,7 +66,7 @@ async def test_executors_with_keys_serve(folder: Path) -> None:
 async def test_an_unknown_key_is_refused_until_it_is_added(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewise_executor.connection._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("pagewise_shared.scheduler_connection._RETRY_SECONDS", 0.05)
     stranger = Keys(folder, "one")
     card = public_file(folder, "one").read_bytes()
     public_file(folder, "one").unlink()
