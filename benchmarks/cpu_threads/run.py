@@ -4,9 +4,9 @@
     python -m benchmarks.cpu_threads.run --preload libiomp5.so     # also Intel's OpenMP runtime in place of GNU's
 
 Each setting of the OpenMP runtime has a process of its own, which runs decode steps of 16 sequences on a model runner,
-without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others use
-too, a run waits for a quiet moment, but not forever, and with ``--first`` (for root) it goes before the others. The CPU
-time that others got during a run is written beside it; if enough runs were quiet, the medians are of these alone.
+without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others
+use too, a run waits for a quiet moment, but not forever, and with ``--first`` (for root) it goes before the others. The
+CPU time that others got during a run is written beside it; if enough runs were quiet, the medians are of these alone.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def _rate(before: tuple[float, float], after: tuple[float, float]) -> float:
 
 
 def go_first() -> None:
-    """Let this process go before those of others: it has a session of its own, and Linux schedules by sessions first."""
+    """Let this process go before those of others: by its session, which Linux looks at first, and by itself."""
     os.setpriority(os.PRIO_PROCESS, 0, -20)
     Path("/proc/self/autogroup").write_text("-20")
 

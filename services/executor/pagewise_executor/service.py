@@ -35,7 +35,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
-from pagewise_executor.connection import watch_connection
+from pagewise_executor.connection import mind_connection
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
-                    watch_connection(connections, self._socket, self._endpoint, self._keys, self._reconnected),
+                    mind_connection(connections, self._socket, self._endpoint, self._keys, self._reconnected),
                     self._stop.wait(),
                     self._leave(),
                     asyncio.wrap_future(worker.failed),
