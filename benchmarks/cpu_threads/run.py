@@ -182,7 +182,7 @@ def _rate(before: tuple[float, float], after: tuple[float, float]) -> float:
 
 
 def go_first() -> None:
-    """Let this process go before those of others: it has a session of its own, by which Linux schedules first."""
+    """Let this process go before those of others: by its session, which Linux looks at first, and by itself."""
     os.setpriority(os.PRIO_PROCESS, 0, -20)
     Path("/proc/self/autogroup").write_text("-20")
 

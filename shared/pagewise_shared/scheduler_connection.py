@@ -22,7 +22,7 @@ HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 
 _RETRY_SECONDS = 2.0
 _OWN_SECONDS = 0.5
-"""A break that is reported so soon after a new connection was made is that of the old connection."""
+"""What breaks so soon after a connection was made anew is the old one."""
 
 
 def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
@@ -52,11 +52,11 @@ async def watch_connection(
     keys: Keys | None,
     on_broken: Callable[[], None],
 ) -> None:
-    """Call ``on_broken`` after a connection was lost and made anew. Log why the scheduler at ``endpoint`` refuses one,
-    and try again: its allow-list may have grown.
+    """Tell ``on_broken`` of a connection that was lost; say why the scheduler at ``endpoint`` does not take one, and
+    try again: its allow-list may have grown.
 
     Raises:
-        ConfigError: the scheduler asks for a key and this executor has none, so trying again would not help.
+        ConfigError: the scheduler asks for a key and there is none, so that trying again is of no use.
     """
     complaints = BoundedLog(log, burst=1)
     renewed = 0.0
@@ -79,7 +79,7 @@ async def watch_connection(
                 _RETRY_SECONDS,
             )
             await asyncio.sleep(_RETRY_SECONDS)
-            # ZeroMQ does not retry after a refusal: only a new connection asks again.
+            # ZeroMQ takes a refusal for final: only a new connection asks again.
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(endpoint)
             socket.connect(endpoint)
@@ -92,8 +92,8 @@ async def watch_connection(
 
 
 def _connect_anew(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Connect under a new identity. The scheduler may not know yet that the old connection is gone, and its socket
-    would reject a second connection with the same identity."""
+    """Connect under another identity: the scheduler may not know yet that the old connection is gone, and gives an
+    identity that is in use to nobody else."""
     with contextlib.suppress(zmq.ZMQError):
         socket.disconnect(endpoint)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
