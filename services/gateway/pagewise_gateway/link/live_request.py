@@ -64,7 +64,7 @@ class Output:
         self._live = prompt.live
         self._text = IncrementalDetokenizer(
             tokenizer,
-            prompt.prompt.tokens,
+            prompt.given.tokens,
             skip_special_tokens=request.skip_special_tokens,
             stop=request.stop,
             include_stop_str_in_output=request.include_stop_str_in_output,
@@ -141,13 +141,13 @@ class Output:
             self._told = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
-        if not self.prompt.prompt.max_tokens:  # one may have been computed all the same
+        if not self.prompt.given.max_tokens:  # one may have been computed all the same
             delta.text, delta.token_ids, delta.logprobs = "", [], []
         return delta
 
     def progress(self) -> StreamProgress:
         """What another scheduler has to know to go on. What is chosen at the end starts over: nobody has seen it."""
-        if not self.prompt.prompt.max_tokens:
+        if not self.prompt.given.max_tokens:
             return StreamProgress(finished=self.finished)
         return StreamProgress(self.tokens.tobytes(), self.finished)
 
@@ -158,10 +158,10 @@ class Output:
 
 
 class LivePrompt:
-    """One prompt of a live request.
+    """One prompt of a live request. ``given``: its tokens, as the client sent them.
 
     ``logprobs``: of its tokens, complete before the first delta of its outputs. ``cached_tokens``: how many of its
-    tokens were found in a cache. ``outputs``: its n outputs. ``unfinished``: how many of them have not ended.
+    tokens were found in a cache. ``index``: of its first output. ``unfinished``: how many of its n have not ended.
     """
 
     __slots__ = (
@@ -169,17 +169,17 @@ class LivePrompt:
         "_metrics",
         "_started",
         "cached_tokens",
+        "given",
+        "index",
         "live",
         "logprobs",
-        "outputs",
-        "prompt",
         "unfinished",
     )
 
-    def __init__(self, live: "LiveRequest", prompt: Prompt, metrics: Metrics) -> None:
+    def __init__(self, live: "LiveRequest", prompt: Prompt, index: int, metrics: Metrics) -> None:
         self.live = live
-        self.prompt = prompt
-        self.outputs: list[Output] = []
+        self.given = prompt
+        self.index = index
         self.logprobs: list[TokenLogprobs] = []
         self.cached_tokens = 0
         self.unfinished = live.request.n
@@ -194,7 +194,7 @@ class LivePrompt:
         self._started = True
         self.cached_tokens = started.cached_tokens
         waited = self.live.submission_time - self.live.request.arrival_time
-        self._metrics.prompt_tokens.inc(len(self.prompt.tokens))
+        self._metrics.prompt_tokens.inc(len(self.given.tokens))
         self._metrics.request_queue_time_seconds.observe(waited + started.queue_us / 1e6)
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
@@ -247,11 +247,9 @@ class LiveRequest:
         self.prompts: list[LivePrompt] = []
         self.outputs: list[Output] = []
         for prompt in request.prompts:
-            live_prompt = LivePrompt(self, prompt, metrics)
             first = len(self.outputs)
-            live_prompt.outputs = [Output(live_prompt, first + number, tokenizer) for number in range(request.n)]
-            self.prompts.append(live_prompt)
-            self.outputs += live_prompt.outputs
+            self.prompts.append(live_prompt := LivePrompt(self, prompt, first, metrics))
+            self.outputs += [Output(live_prompt, first + number, tokenizer) for number in range(request.n)]
         self._unfinished_prompts = len(self.prompts)
         self._metrics = metrics
         self._on_news, self._on_end = on_news, on_end
@@ -295,19 +293,24 @@ class LiveRequest:
         self._follower = follower
 
     def abort(self) -> None:
-        """Stop all outputs; harmless once they have ended."""
+        """Nobody reads it any more: stop all outputs that have not ended, and let go of everything.
+
+        What refers to each other here would else wait for the garbage collector, which is told to look seldom.
+        """
         if not self.ended:
             self._end("abort")
+        self.prompts, self.outputs, self._changed = [], [], []
+        self._follower = self._error = None
 
     @property
     def unfinished(self) -> bool:
         """Whether a scheduler that has it still has something to do for it."""
-        return self._unfinished_prompts > 0 or not self.prompts
+        return self._unfinished_prompts > 0 or not self.request.prompts
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens so far. A prompt that none are wanted of may have got one, which does not count."""
-        return sum(len(output.tokens) for output in self.outputs if output.prompt.prompt.max_tokens)
+        return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)
 
     # ---- the scheduler's side ------------------------------------------------------------------------
 
@@ -342,11 +345,13 @@ class LiveRequest:
             log.info("request %s: its client left too much unread, stopping it", self.request.request_id)
             self._metrics.slow_readers.inc()
             self._error = SlowReaderError("the answer was not read fast enough")
-            self.abort()
+            self._end("abort")
             self._changed.clear()
 
     def output_finished(self, output: Output, reason: FinishReason, now: float) -> None:
         """One of its outputs has ended."""
+        if self.ended:  # cut off by a token of the same frame
+            return
         self._metrics.request_success(reason).inc()
         prompt = output.prompt
         prompt.unfinished -= 1

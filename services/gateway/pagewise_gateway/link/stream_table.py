@@ -61,7 +61,7 @@ class StreamTable:
         self._next += max(1, len(live.outputs))
         self._requests[stream] = live
         for prompt in live.prompts:
-            self._prompts[stream + prompt.outputs[0].index] = prompt
+            self._prompts[stream + prompt.index] = prompt
         for output in live.outputs:
             if not output.finished:
                 self._outputs[stream + output.index] = output
@@ -74,7 +74,7 @@ class StreamTable:
         live.stream = None
         del self._requests[stream]
         for prompt in live.prompts:
-            del self._prompts[stream + prompt.outputs[0].index]
+            del self._prompts[stream + prompt.index]
         for output in live.outputs:
             self._outputs.pop(stream + output.index, None)
 
