@@ -2,7 +2,8 @@
 
 from pagewise_shared.protocol import PromptToGenerate, Submit
 
-from pagewise_gateway.link.live_request import LivePrompt, LiveRequest
+from pagewise_gateway.link.live_request import LiveRequest
+from pagewise_gateway.link.output import LivePrompt
 
 
 def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
