@@ -114,15 +114,15 @@ async def gateway(
             shutdown_timeout=60.0,
             reuse_port=config.reuse_port,
             certificate=certificate,
-        ) as door:
-            port = door.address[1]
+        ) as acceptor:
+            port = acceptor.address[1]
             url = f"http{'s' if certificate else ''}://127.0.0.1:{port}"
             async with (
                 aiohttp.ClientSession() as http,
                 AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
             ):
                 yield Server(url, port, scheduler, link, metrics, http, openai)
-            await door.close()
+            await acceptor.close()
             await link.close(5.0)
         assert not linked.done(), linked.exception()
     finally:

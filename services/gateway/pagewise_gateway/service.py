@@ -71,14 +71,14 @@ async def serve(config: GatewayConfig) -> None:
     async with asyncio.TaskGroup() as tasks:
         linked = tasks.create_task(link.run(), name="link")
         try:
-            async with surface as door:
+            async with surface as acceptor:
                 calm_garbage_collector()
-                host, port = door.address
+                host, port = acceptor.address
                 scheme = "http" if certificate is None else "https"
                 print(f"listening {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
                 await stop.wait()
                 log.info("stopping")
-                await door.close()
+                await acceptor.close()
                 await link.close(config.shutdown_timeout)
         finally:
             linked.cancel()

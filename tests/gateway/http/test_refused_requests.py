@@ -1,4 +1,4 @@
-"""What was refused does not wait for the collector, which seldom looks."""
+"""What is over does not wait for the collector, which seldom looks."""
 
 import asyncio
 import gc
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from aiohttp.web_protocol import RequestHandler
+from pagewise_gateway.link import LiveRequest
 
 from tests.gateway.server import Server, serving
 
@@ -49,3 +50,19 @@ async def test_connections_that_were_refused_do_not_stay(data: bytes) -> None:
         for _ in range(200):
             await refused(server, data)
         assert sum(type(each) is RequestHandler for each in gc.get_objects()) < 100
+
+
+@pytest.mark.usefixtures("calm_collector")
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"stream": True}, {"stream": True, "n": 3}, {"prompt": ["a", "b"]}, {"stream": True, "stop": "fox"}],
+    ids=["whole", "stream", "outputs", "prompts", "stopped"],
+)
+async def test_requests_that_were_served_do_not_stay(fields: dict[str, object]) -> None:
+    async with serving() as server:
+        for _ in range(50):
+            body = {"prompt": "the fox jumps", **fields}
+            async with server.http.post(server.url + "/v1/completions", json=body) as response:
+                assert response.status == 200
+                await response.read()
+        assert sum(type(each) is LiveRequest for each in gc.get_objects()) < 10

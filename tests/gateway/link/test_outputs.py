@@ -252,6 +252,16 @@ async def test_a_client_that_leaves_too_much_unread_is_cut_off(fields: dict[str,
     assert table.value("http_slow_readers_total") == 1
 
 
+async def test_one_that_is_cut_off_by_a_frame_that_also_ends_it_counts_once() -> None:
+    table = Table()
+    table.add(max_tokens=10**6, n=2, stop=("fox",))
+    stopping = [(0, token) for token in TOKENIZER.encode("the fox")]
+    table.take([*stopping, *[(1, 70)] * (MOST_UNREAD + 2)], finished=(StreamFinished(1, "length"),))
+    assert len(table.ended) == 1
+    ended = [table.value("request_success_total", finished_reason=reason) for reason in ("abort", "stop", "length")]
+    assert ended == [2, 0, 0]
+
+
 @pytest.mark.parametrize("fields", [{"whole": True}, {"best_of": 3}])
 async def test_what_nobody_could_have_read_yet_is_no_reason_to_cut_off(fields: dict[str, Any]) -> None:
     table = Table()

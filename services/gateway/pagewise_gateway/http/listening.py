@@ -37,7 +37,7 @@ async def listening(
     shutdown_timeout: float,
     reuse_port: bool = False,
     certificate: Certificate | None = None,
-) -> AsyncIterator["Door"]:
+) -> AsyncIterator["Acceptor"]:
     """Serve ``app`` until the context is left.
 
     ``keepalive_timeout``: seconds that a connection may be without a request, or take to send the head of one.
@@ -59,13 +59,13 @@ async def listening(
     assert runner.server is not None
     try:
         sockets = await _bound(host, port, reuse_port)
-        door = Door(runner.server, max_connections, metrics, certificate, keepalive_timeout)
+        acceptor = Acceptor(runner.server, max_connections, metrics, certificate, keepalive_timeout)
         for listener in sockets:
-            door.open(listener)
+            acceptor.open(listener)
         try:
-            yield door
+            yield acceptor
         finally:
-            await door.close()
+            await acceptor.close()
     finally:
         await runner.cleanup()
 
@@ -95,7 +95,7 @@ async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
     return sockets
 
 
-class Door:
+class Acceptor:
     """Accepts connections, as many as there may be, and turns the others away.
 
     It takes all that wait at once. libuv takes one each time round the event loop, which is a few a second where

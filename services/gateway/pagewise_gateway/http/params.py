@@ -1,4 +1,4 @@
-"""From a request body to what the engine runs: defaults, limits, and errors that name the field."""
+"""From a request body to what the scheduler runs: defaults, limits, and errors that name the field."""
 
 import secrets
 from array import array

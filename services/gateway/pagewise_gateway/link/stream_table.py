@@ -9,7 +9,8 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Outputs, PromptFailed, RequestRefused, TokenLogprobs, unpack_int32s
 
 from pagewise_gateway.generation import GenerationError, NoExecutorError
-from pagewise_gateway.link.live_request import LivePrompt, LiveRequest, Output
+from pagewise_gateway.link.live_request import LiveRequest
+from pagewise_gateway.link.output import LivePrompt, Output
 from pagewise_gateway.metrics import Metrics
 
 MOST_STREAMS = 2**31 - 1
@@ -61,7 +62,7 @@ class StreamTable:
         self._next += max(1, len(live.outputs))
         self._requests[stream] = live
         for prompt in live.prompts:
-            self._prompts[stream + prompt.outputs[0].index] = prompt
+            self._prompts[stream + prompt.index] = prompt
         for output in live.outputs:
             if not output.finished:
                 self._outputs[stream + output.index] = output
@@ -74,7 +75,7 @@ class StreamTable:
         live.stream = None
         del self._requests[stream]
         for prompt in live.prompts:
-            del self._prompts[stream + prompt.outputs[0].index]
+            del self._prompts[stream + prompt.index]
         for output in live.outputs:
             self._outputs.pop(stream + output.index, None)
 

@@ -2,7 +2,8 @@
 
 from pagewise_shared.protocol import PromptToGenerate, Submit
 
-from pagewise_gateway.link.live_request import LivePrompt, LiveRequest
+from pagewise_gateway.link.live_request import LiveRequest
+from pagewise_gateway.link.output import LivePrompt
 
 
 def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
@@ -17,7 +18,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         epoch=epoch,
         stream=live.stream,
         request_id=request.request_id,
-        prompts=tuple(_prompt(prompt, again) for prompt in live.prompts),
+        prompts=tuple(_prompt(live, prompt, again) for prompt in live.prompts),
         sampling=request.sampling,
         n=request.n,
         best_of=request.best_of if request.beam is None else 0,
@@ -30,7 +31,8 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
     )
 
 
-def _prompt(live: LivePrompt, again: bool) -> PromptToGenerate:
+def _prompt(live: LiveRequest, prompt: LivePrompt, again: bool) -> PromptToGenerate:
     """Also of outputs that have nothing yet there is progress, so that a scheduler knows who was taken once."""
-    progress = tuple(output.progress() for output in live.outputs) if again else ()
-    return PromptToGenerate(live.prompt.tokens.tobytes(), live.prompt.max_tokens, progress)
+    outputs = live.outputs[prompt.index : prompt.index + live.request.n] if again else []
+    progress = tuple(output.progress() for output in outputs)
+    return PromptToGenerate(prompt.given.tokens.tobytes(), prompt.given.max_tokens, progress)
