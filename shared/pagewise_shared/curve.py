@@ -1,23 +1,25 @@
-"""CURVE between processes: key pairs in a folder, an allow-list of executors, and who was turned away.
+"""CURVE between processes: key pairs in a folder, allow-lists of executors and gateways, and who was turned away.
 
 ``pagewise keys`` makes the folder. A process needs ``public/`` and the folder of its own name, nothing else of it::
 
     keys/
         public/scheduler.key        the scheduler's public key
-        public/NAME.key             public key of an executor: the allow-list
+        public/NAME.key             public key of an executor: their allow-list
+        public/gateways/NAME.key    public key of a gateway: their allow-list
         NAME/NAME.key_secret        key pair of NAME, readable by its owner alone
 
-Files are ZeroMQ certificates (``zmq.auth``). The allow-list is read again when files come, go or change, so that adding
-and revoking a key needs no restart.
+Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files come, go or change, so that
+adding and revoking a key needs no restart. A key is of one kind: an executor's opens no socket for gateways, nor the
+other way around.
 """
 
 import contextlib
 import ipaddress
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import zmq
 from zmq.auth import load_certificate
@@ -29,21 +31,38 @@ from pagewise_shared.logs import BoundedLog
 log = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler"
-"""Name of the scheduler's key; every other name is an executor's."""
+"""Name of the scheduler's key."""
 EXECUTOR = "executor"
 """Name of the key that executors use unless told otherwise."""
+GATEWAY = "gateway"
+"""Name of the key that gateways use unless told otherwise."""
 PUBLIC = "public"
 """Name of the folder of public keys."""
+GATEWAYS = "gateways"
+"""Name of the folder inside it that holds those of gateways."""
 
-_ZAP_DOMAIN = b"pagewise"
+Kind = Literal["executor", "gateway"]
+"""Whose key it is; the scheduler's own is neither."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
 _LOOPBACK_NAMES = ("localhost", "lo")
 
 
-class _AllowList(NamedTuple):
-    """Names of executors by public key, and what the files looked like that they were read from."""
+class _KeyFile(NamedTuple):
+    """A file of a public key, and what tells whether it has changed."""
 
-    names: dict[str, str]
-    files: frozenset[tuple[str, int, int, int]]
+    kind: Kind
+    name: str
+    inode: int
+    size: int
+    changed: int
+
+
+class _AllowLists(NamedTuple):
+    """Names by public key, for each kind, and the files that they were read from."""
+
+    names: dict[Kind, dict[str, str]]
+    files: frozenset[_KeyFile]
 
 
 class Keys:
@@ -69,17 +88,23 @@ class Keys:
         self.secret = secret
         self.scheduler = _load(public_file(directory, SCHEDULER), SCHEDULER)[0]
         self._complaints = BoundedLog(log)
-        self._allowed = _AllowList({}, frozenset())
+        self._allowed = _AllowLists({kind: {} for kind in KINDS}, frozenset())
         self._refresh()
 
-    def allowed(self) -> Mapping[str, str]:
-        """The allow-list as it is now: names of executors by public key (Z85 text)."""
+    def allowed(self, kind: Kind = "executor") -> Mapping[str, str]:
+        """The allow-list of a kind as it is now: names by public key (Z85 text)."""
         self._refresh()
-        return self._allowed.names
+        return self._allowed.names[kind]
+
+    def kind(self, public_key: str) -> Kind | None:
+        """Whether a public key is an executor's or a gateway's; None: it is on no allow-list now."""
+        self._refresh()
+        return next((kind for kind, names in self._allowed.names.items() if public_key in names), None)
 
     def owner(self, public_key: str) -> str | None:
-        """The executor that a public key belongs to; None: it is not on the allow-list now."""
-        return self.allowed().get(public_key)
+        """The name that a public key belongs to; None: it is on no allow-list now."""
+        kind = self.kind(public_key)
+        return None if kind is None else self._allowed.names[kind].get(public_key)
 
     def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
         """Have ``socket`` talk to the owner of ``server_key`` (by default the scheduler) alone. Before connect."""
@@ -87,29 +112,27 @@ class Keys:
         socket.curve_serverkey = server_key or self.scheduler
 
     def _refresh(self) -> None:
-        """Read the allow-list again if its files have changed. What cannot be listed is taken to be as it was."""
+        """Read the allow-lists again if files have changed. What cannot be listed is taken to be as it was."""
         try:
-            files = _stat_keys(self._directory / PUBLIC)
+            files = frozenset(_list_keys(self._directory))
         except OSError as error:
-            self._complaints.warning("the allow-list cannot be read and stays as it was: %s", error)
+            self._complaints.warning("the allow-lists cannot be read and stay as they were: %s", error)
             return
         if files == self._allowed.files:
             return
-        names: dict[str, str] = {}
-        for file, *_ in files:
-            name = file.removesuffix(".key")
-            if name == SCHEDULER:
-                continue
+        names: dict[Kind, dict[str, str]] = {kind: {} for kind in KINDS}
+        for file in files:
             try:
-                names[_load(public_file(self._directory, name), name)[0].decode()] = name
+                public, _ = _load(public_file(self._directory, file.name, file.kind), file.name)
+                names[file.kind][public.decode()] = file.name
             except ConfigError as error:
                 self._complaints.warning("not on the allow-list: %s", error)
-        # One assignment: threads see the old list or the new one.
-        self._allowed = _AllowList(names, files)
+        # One assignment: threads see the old lists or the new ones.
+        self._allowed = _AllowLists(names, files)
 
 
 class Gate:
-    """Lets the executors of an allow-list, and nobody else, in to the server sockets of one ZeroMQ context.
+    """Lets those on an allow-list, and nobody else, in to the server sockets of one ZeroMQ context.
 
     ``on_refused`` is called for every connection whose key is not on the list, on a thread of its own. A context has
     one gate at most. Without one, secured sockets accept nobody.
@@ -120,11 +143,12 @@ class Gate:
         self._authenticator = _Authenticator(context, keys, on_refused)
         self._authenticator.start()
 
-    def secure_server(self, socket: "zmq.Socket[Any]") -> None:
-        """Have ``socket`` accept executors of the allow-list only. Before bind."""
+    def secure_server(self, socket: "zmq.Socket[Any]", kind: Kind = "executor") -> None:
+        """Have ``socket`` accept those on the allow-list of ``kind`` only. Before bind."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
-        socket.zap_domain = _ZAP_DOMAIN
+        # ZeroMQ names the domain of the socket when it asks about a key.
+        socket.zap_domain = kind.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
@@ -140,7 +164,8 @@ class _Authenticator(ThreadAuthenticator):
         self._keys, self._on_refused = keys, on_refused
         self._address = ""
         self._complaints = BoundedLog(log)
-        self.configure_curve_callback(_ZAP_DOMAIN.decode(), self)
+        for kind in KINDS:
+            self.configure_curve_callback(kind, self)
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         """Answer one question of ZeroMQ, whether a key may come in."""
@@ -148,10 +173,12 @@ class _Authenticator(ThreadAuthenticator):
         await super().handle_zap_message(msg)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of ``key`` (Z85) is allowed."""
-        if self._keys.owner(key.decode()) is not None:
+        """Whether the owner of ``key`` (Z85) is allowed to connect to a socket for its kind, ``domain``."""
+        kind = self._keys.kind(key.decode())
+        if kind == domain:
             return True
-        self._complaints.warning("refused a connection from %s: unknown key %s", self._address, key.decode())
+        what = "unknown key" if kind is None else f"key of the wrong kind ({kind}, not {domain})"
+        self._complaints.warning("refused a connection from %s: %s %s", self._address, what, key.decode())
         self._on_refused()
         return False
 
@@ -188,9 +215,9 @@ def leaves_host(endpoint: str) -> bool:
         return host not in _LOOPBACK_NAMES
 
 
-def public_file(directory: Path, name: str) -> Path:
-    """Where the public key of ``name`` lies."""
-    return directory / PUBLIC / f"{name}.key"
+def public_file(directory: Path, name: str, kind: Kind = "executor") -> Path:
+    """Where the public key of ``name`` lies; the scheduler's lies beside those of executors."""
+    return _public_folder(directory, kind) / f"{name}.key"
 
 
 def secret_file(directory: Path, name: str) -> Path:
@@ -212,13 +239,21 @@ def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def _stat_keys(directory: Path) -> frozenset[tuple[str, int, int, int]]:
-    """Name, inode, size and time of change of each public key."""
-    with os.scandir(directory) as entries:
-        found = []
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                if entry.name.endswith(".key"):
+def _public_folder(directory: Path, kind: Kind) -> Path:
+    return directory / PUBLIC / GATEWAYS if kind == "gateway" else directory / PUBLIC
+
+
+def _list_keys(directory: Path) -> Iterator[_KeyFile]:
+    """The public keys of executors and gateways."""
+    for kind in KINDS:
+        folder = _public_folder(directory, kind)
+        if kind == "gateway" and not folder.exists():  # nobody has made a key of a gateway yet
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(".key")
+                if name in (entry.name, SCHEDULER):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     stat = entry.stat()
-                    found.append((entry.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return frozenset(found)
+                    yield _KeyFile(kind, name, stat.st_ino, stat.st_size, stat.st_mtime_ns)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pagewise.keys import keys
-from pagewise_shared.curve import Keys, public_file, secret_file
+from pagewise_shared.curve import Keys, Kind, public_file, secret_file
 from zmq.auth import load_certificate
 
 
@@ -15,23 +15,54 @@ def run(directory: Path, *arguments: str) -> int:
     return keys(["--keys", str(directory), *arguments])
 
 
-def test_init_makes_a_pair_for_the_scheduler_and_one_for_executors(tmp_path: Path) -> None:
+def test_init_makes_a_pair_for_the_scheduler_one_for_executors_and_one_for_gateways(tmp_path: Path) -> None:
     assert run(tmp_path, "init") == 0
-    for name in ("scheduler", "executor"):
+    kinds: dict[str, Kind] = {"scheduler": "executor", "executor": "executor", "gateway": "gateway"}
+    for name, kind in kinds.items():
         secret = secret_file(tmp_path, name)
         assert secret.stat().st_mode & 0o777 == 0o600
         assert secret.parent.stat().st_mode & 0o777 == 0o700
-        assert load_certificate(secret)[0] == load_certificate(public_file(tmp_path, name))[0]
-        assert load_certificate(public_file(tmp_path, name))[1] is None, "no secret in the public folder"
-    pair = Keys(tmp_path, "executor")
-    assert Keys(tmp_path, "scheduler").owner(pair.public.decode()) == "executor"
+        assert load_certificate(secret)[0] == load_certificate(public_file(tmp_path, name, kind))[0]
+        assert load_certificate(public_file(tmp_path, name, kind))[1] is None, "no secret in the public folder"
+    keys = Keys(tmp_path, "scheduler")
+    for name in ("executor", "gateway"):
+        public = Keys(tmp_path, name).public.decode()
+        assert (keys.owner(public), keys.kind(public)) == (name, name)
+
+
+def test_keys_are_added_for_a_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    assert run(tmp_path, "add", "--kind", "gateway", "edge-1", "edge-2") == 0
+    assert run(tmp_path, "add", "gpu-7") == 0
+    keys = Keys(tmp_path, "scheduler")
+    assert set(keys.allowed("gateway").values()) == {"gateway", "edge-1", "edge-2"}
+    assert set(keys.allowed().values()) == {"executor", "gpu-7"}
+    assert run(tmp_path, "add", "--kind", "gateway", "gpu-7") == 1, "a name has one key"
+    assert run(tmp_path, "revoke", "edge-1", "gpu-7") == 0
+    assert set(keys.allowed("gateway").values()) == {"gateway", "edge-2"}
+    assert set(keys.allowed().values()) == {"executor"}
+
+
+def test_a_folder_from_before_gateways_gets_their_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "init")
+    run(tmp_path, "revoke", "gateway")
+    (tmp_path / "public" / "gateways").rmdir()
+    assert set(Keys(tmp_path, "scheduler").allowed().values()) == {"executor"}
+    assert run(tmp_path, "init") == 0
+    assert set(Keys(tmp_path, "scheduler").allowed("gateway").values()) == {"gateway"}
+    # Unless somebody has called an executor so.
+    run(tmp_path, "revoke", "gateway")
+    run(tmp_path, "add", "gateway")
+    capsys.readouterr()
+    assert run(tmp_path, "init") == 1
+    assert "gateway is the key of an executor" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "init") == 0
     assert run(tmp_path, "add", "gpu-7") == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.key*")}
-    assert len(before) == 9
+    assert len(before) == 12
     assert run(tmp_path, "init") == 0
     assert "is there already" in capsys.readouterr().out
     assert run(tmp_path, "add", "gpu-7") == 1
@@ -65,7 +96,7 @@ def test_names_are_listed_with_their_public_keys(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert run(tmp_path, "list") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["executor", "scheduler"]
+    assert [line.split()[:2] for line in lines] == [[name, name] for name in ("executor", "gateway", "scheduler")]
     assert Keys(tmp_path, "executor").public.decode() in lines[0]
     assert Keys(tmp_path, "executor").secret.decode() not in lines[0]
 

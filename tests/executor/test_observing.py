@@ -16,7 +16,7 @@ from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 from tests.executor.test_recovery import build_runner
 from tests.model_builders import build_model
 from tests.scheduler.actors.test_fleet import Stack, running
-from tests.shared.test_curve import make
+from tests.shared.key_pairs import make_key_pairs
 
 PROMPT, *OTHERS = [list(range(start, start + 60)) for start in (3, 63, 123)]
 
@@ -110,7 +110,7 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
 
 
 async def test_who_has_no_key_and_knocks_at_a_block_socket_is_counted(tmp_path: Path, model_path: Path) -> None:
-    make(tmp_path, SCHEDULER, EXECUTOR, "stranger")
+    make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "stranger")
     stranger = Keys(tmp_path, "stranger")
     public_file(tmp_path, "stranger").unlink()
     executors = Keys(tmp_path, EXECUTOR)

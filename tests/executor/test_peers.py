@@ -37,7 +37,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.test_greedy_equality import reference
 from tests.executor.test_recovery import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
-from tests.shared.test_curve import make
+from tests.shared.key_pairs import make_key_pairs
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_a_block_larger_than_a_frame_comes_in_several(tmp_path: Path) -> None:
 
 
 def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
-    make(tmp_path, "scheduler", "lender", "borrower")
+    make_key_pairs(tmp_path, "scheduler", "lender", "borrower")
     lender, borrower = (Keys(tmp_path, name) for name in ("lender", "borrower"))
     with contextlib.closing(Exchange(tmp_path, lender, borrower, num_blocks=8, head_size=40_000)) as exchange:
         exchange.server.begun(7, 3)
@@ -334,7 +334,7 @@ def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_SILENCE_SECONDS", 1.0)
-    make(tmp_path, "scheduler", "lender", "borrower", "stranger")
+    make_key_pairs(tmp_path, "scheduler", "lender", "borrower", "stranger")
     lender, borrower, stranger = (Keys(tmp_path, name) for name in ("lender", "borrower", "stranger"))
     public_file(tmp_path, "stranger").unlink()
     for keys, arrives in ((borrower, True), (stranger, False), (None, False)):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,20 +11,11 @@ import pytest
 import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections, HandshakeFailure
-from pagewise_shared.curve import Gate, Keys, leaves_host, load_keys, public_file, secret_file
+from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
-from zmq.auth import create_certificates
 
-
-def make(directory: Path, *names: str) -> Path:
-    for name in names:
-        secret_file(directory, name).parent.mkdir()
-        public, _ = create_certificates(secret_file(directory, name).parent, name)
-        secret_file(directory, name).chmod(0o600)
-        public_file(directory, name).parent.mkdir(exist_ok=True)
-        public_file(directory, name).write_bytes(Path(public).read_bytes())
-    return directory
+from tests.shared.key_pairs import make_key_pairs
 
 
 @pytest.mark.parametrize(
@@ -60,10 +52,10 @@ def test_plain_text_leaves_the_host_only_if_asked_to(caplog: pytest.LogCaptureFi
 def test_keys_that_are_missing_or_broken_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"no key of 'executor'.*executor/executor.key_secret"):
         Keys(tmp_path, "executor")
-    make(tmp_path, "executor")
+    make_key_pairs(tmp_path, "executor")
     with pytest.raises(ConfigError, match=r"public/scheduler.key"):
         Keys(tmp_path, "executor")
-    make(tmp_path, "scheduler")
+    make_key_pairs(tmp_path, "scheduler")
     assert not caplog.records
     secret_file(tmp_path, "executor").chmod(0o644)
     Keys(tmp_path, "executor")
@@ -74,11 +66,11 @@ def test_keys_that_are_missing_or_broken_are_named(tmp_path: Path, caplog: pytes
 
 
 def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = Keys(make(tmp_path, "scheduler", "one"), "scheduler")
+    keys = Keys(make_key_pairs(tmp_path, "scheduler", "one"), "scheduler")
     one, scheduler = Keys(tmp_path, "one").public.decode(), keys.public.decode()
     assert keys.owner(one) == "one"
     assert keys.owner(scheduler) is None, "the scheduler is no executor"
-    two = Keys(make(tmp_path, "two"), "two").public.decode()
+    two = Keys(make_key_pairs(tmp_path, "two"), "two").public.decode()
     assert dict(keys.allowed()) == {one: "one", two: "two"}
     # Another key under an old name.
     public_file(tmp_path, "one").write_bytes(public_file(tmp_path, "two").read_bytes())
@@ -88,11 +80,22 @@ def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCapt
     assert keys.owner(two) is None
     assert "not on the allow-list" in caplog.text
     # A folder that is away for a moment cuts nobody off.
-    two = Keys(make(tmp_path, "three"), "three").public.decode()
+    two = Keys(make_key_pairs(tmp_path, "three"), "three").public.decode()
     assert keys.owner(two) == "three"
     (tmp_path / "public").rename(tmp_path / "away")
     assert keys.owner(two) == "three"
-    assert "stays as it was" in caplog.text
+    assert "stay as they were" in caplog.text
+
+
+def test_a_key_is_an_executor_s_or_a_gateway_s(tmp_path: Path) -> None:
+    keys = Keys(make_key_pairs(tmp_path, "scheduler", "one"), "scheduler")
+    one, scheduler = Keys(tmp_path, "one").public.decode(), keys.public.decode()
+    assert (keys.kind(one), keys.kind(scheduler), keys.kind("nobody's")) == ("executor", None, None)
+    gateway = Keys(make_key_pairs(tmp_path, "gateway", kind="gateway"), "gateway").public.decode()
+    assert (keys.kind(gateway), keys.owner(gateway)) == ("gateway", "gateway")
+    assert (dict(keys.allowed()), dict(keys.allowed("gateway"))) == ({one: "one"}, {gateway: "gateway"})
+    public_file(tmp_path, "gateway", "gateway").unlink()
+    assert keys.kind(gateway) is None
 
 
 class Refused:
@@ -114,22 +117,29 @@ def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 
 
 def served(
-    context: "zmq.Context[zmq.Socket[bytes]]", server: Keys, client: Keys | None, server_key: bytes | None = None
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    server: Keys,
+    client: Keys | None,
+    server_key: bytes | None = None,
+    kind: Kind = "executor",
 ) -> tuple[bytes | None, str, int]:
-    """What a plain ROUTER got from a client, the sender's User-Id, and how many were refused."""
+    """What a ROUTER for this kind got from a client, the sender's User-Id, and how many were refused."""
     refused = Refused()
     gate = Gate(context, server, refused)
     with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
         try:
             for socket in (router, dealer):
                 socket.linger = 0
-            gate.secure_server(router)
+            gate.secure_server(router, kind)
             port = router.bind_to_random_port("tcp://127.0.0.1")
             if client is not None:
                 client.secure_client(dealer, server_key)
             dealer.connect(f"tcp://127.0.0.1:{port}")
             dealer.send(b"hello")
-            if not router.poll(5000 if client is not None else 500):
+            deadline = time.monotonic() + (5.0 if client is not None else 0.5)
+            while not router.poll(50) and not refused.count and time.monotonic() < deadline:
+                pass
+            if not router.poll(0):
                 return None, "", refused.count
             frame = router.recv_multipart(copy=False)[-1]
             return frame.bytes, str(frame.get("User-Id")), refused.count
@@ -138,20 +148,40 @@ def served(
 
 
 def test_an_executor_may_be_a_server_for_executors(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    make(tmp_path, "scheduler", "one", "two")
+    make_key_pairs(tmp_path, "scheduler", "one", "two")
     one, two = Keys(tmp_path, "one"), Keys(tmp_path, "two")
     assert served(context, one, two, one.public) == (b"hello", two.public.decode(), 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_key_opens_only_the_socket_of_its_kind(
+    tmp_path: Path,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    kind: Kind,
+    name: Kind,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_key_pairs(tmp_path, "scheduler", "executor")
+    make_key_pairs(tmp_path, "gateway", kind="gateway")
+    scheduler, client = Keys(tmp_path, "scheduler"), Keys(tmp_path, name)
+    found = served(context, scheduler, client, kind=kind)
+    if kind == name:
+        assert found == (b"hello", client.public.decode(), 0)
+    else:
+        assert found == (None, "", 1)
+        assert f"wrong kind ({name}, not {kind})" in caplog.text
+
+
 def test_a_client_without_keys_is_not_heard(tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    make(tmp_path, "scheduler")
+    make_key_pairs(tmp_path, "scheduler")
     assert served(context, Keys(tmp_path, "scheduler"), None) == (None, "", 0)
 
 
 def test_without_its_gate_a_secured_socket_accepts_nobody(
     tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
-    make(tmp_path, "scheduler", "one")
+    make_key_pairs(tmp_path, "scheduler", "one")
     gate = Gate(context, Keys(tmp_path, "scheduler"), Refused())
     gate.close()
     with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
@@ -166,7 +196,7 @@ def test_without_its_gate_a_secured_socket_accepts_nobody(
 
 
 async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> None:
-    make(tmp_path, "scheduler", "one", "gone")
+    make_key_pairs(tmp_path, "scheduler", "one", "gone")
     server, one, gone = (Keys(tmp_path, name) for name in ("scheduler", "one", "gone"))
     public_file(tmp_path, "gone").unlink()
     refused = Refused()

@@ -1,4 +1,4 @@
-"""``pagewise keys``: the key pairs of the scheduler and its executors, in a folder that ``--keys`` names."""
+"""``pagewise keys``: key pairs of the scheduler, executors and gateways, in a folder that ``--keys`` names."""
 
 import argparse
 import contextlib
@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewise_shared.curve import EXECUTOR, PUBLIC, SCHEDULER, public_file, secret_file
+from pagewise_shared.curve import EXECUTOR, GATEWAY, GATEWAYS, KINDS, PUBLIC, SCHEDULER, Kind, public_file, secret_file
 from zmq.auth import create_certificates, load_certificate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_INITIAL: dict[str, Kind] = {SCHEDULER: "executor", EXECUTOR: "executor", GATEWAY: "gateway"}
+"""The names of the pairs that ``init`` makes, and which folder their public keys go to."""
 
 
 class KeysError(Exception):
@@ -28,7 +30,7 @@ def keys(arguments: Sequence[str]) -> int:
             case "init":
                 _init(directory)
             case "add":
-                _add(directory, names)
+                _add(directory, names, options.kind)
             case "revoke":
                 _revoke(directory, names)
             case _:
@@ -42,9 +44,9 @@ def keys(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewise keys",
-        description="Key pairs that encrypt and authenticate the connections between a scheduler and its executors. A "
-        "scheduler takes additions and revocations up by itself. On another host an executor needs the folder public/ "
-        "and the folder of its own name.",
+        description="Key pairs that encrypt and authenticate the connections of a scheduler with its executors and "
+        "gateways. A scheduler takes additions and revocations up by itself. On another host an executor or a gateway "
+        "needs the folder public/ and the folder of its own name.",
     )
     # On the verbs too, where it must not undo what came before them.
     folder = argparse.ArgumentParser(add_help=False)
@@ -53,21 +55,21 @@ def _parser() -> argparse.ArgumentParser:
             "--keys", metavar="DIR", default=default, help="folder of keys (default: PAGEWISE_KEYS, or keys)"
         )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    verbs.add_parser(
-        "init", parents=[folder], help=f"make the pairs {SCHEDULER!r} and {EXECUTOR!r}; those that are there stay"
-    )
-    verbs.add_parser("list", parents=[folder], help="print names and public keys")
-    for verb, text in (
-        ("add", "make a pair for an executor and let it in"),
-        ("revoke", "delete a key: its owner is cut off"),
-    ):
-        verbs.add_parser(verb, parents=[folder], help=text).add_argument("names", nargs="+", metavar="NAME")
+    verbs.add_parser("init", parents=[folder], help=f"make the pairs {', '.join(_INITIAL)}; those that are there stay")
+    verbs.add_parser("list", parents=[folder], help="print names, kinds and public keys")
+    add = verbs.add_parser("add", parents=[folder], help="make a pair for an executor or a gateway, and let it in")
+    add.add_argument("--kind", choices=KINDS, default="executor", help="whose it is (default: executor)")
+    revoke = verbs.add_parser("revoke", parents=[folder], help="delete a key: its owner is cut off")
+    for verb in (add, revoke):
+        verb.add_argument("names", nargs="+", metavar="NAME")
     return parser
 
 
 def _init(directory: Path) -> None:
-    for name in (SCHEDULER, EXECUTOR):
-        present = [path for path in (public_file(directory, name), secret_file(directory, name)) if path.exists()]
+    for name, kind in _INITIAL.items():
+        if (other := _kind(directory, name)) not in (None, kind):
+            raise KeysError(f"{name} is the key of an {other}: revoke it first")
+        present = [path for path in (public_file(directory, name, kind), secret_file(directory, name)) if path.exists()]
         if len(present) == 1:
             raise KeysError(
                 f"only one half of the key {name} is there, {present[0]}: remove it, or bring the other half"
@@ -75,25 +77,30 @@ def _init(directory: Path) -> None:
         if present:
             print(f"{name} is there already")
         else:
-            _make(directory, name)
+            _make(directory, name, kind)
 
 
-def _add(directory: Path, names: Sequence[str]) -> None:
+def _add(directory: Path, names: Sequence[str], kind: Kind) -> None:
     for name in names:
         if not _NAME.fullmatch(name) or name in (SCHEDULER, PUBLIC):
             raise KeysError(f"{name!r} cannot be a key's name: letters, digits, '.', '_' and '-', not {PUBLIC}")
-        for path in (public_file(directory, name), secret_file(directory, name)):
+        for path in (*(public_file(directory, name, each) for each in KINDS), secret_file(directory, name)):
             if path.exists():
                 raise KeysError(f"{path} is there already: revoke {name} first, or take another name")
     if not public_file(directory, SCHEDULER).exists():
         raise KeysError(f"{directory} has no key of the scheduler: run `pagewise keys init` first")
     for name in names:
-        _make(directory, name)
+        _make(directory, name, kind)
 
 
-def _make(directory: Path, name: str) -> None:
+def _kind(directory: Path, name: str) -> Kind | None:
+    """Whose public keys the one of ``name`` lies among."""
+    return next((kind for kind in KINDS if public_file(directory, name, kind).exists()), None)
+
+
+def _make(directory: Path, name: str, kind: Kind) -> None:
     """A new pair: first the secret half, readable by its owner alone, then the public one, whole or not at all."""
-    public = public_file(directory, name)
+    public = public_file(directory, name, kind)
     public.parent.mkdir(parents=True, exist_ok=True)
     before = os.umask(0o077)
     try:
@@ -108,21 +115,25 @@ def _make(directory: Path, name: str) -> None:
 
 
 def _revoke(directory: Path, names: Sequence[str]) -> None:
+    kinds: dict[str, Kind] = {}
     for name in names:
-        if not _NAME.fullmatch(name) or not public_file(directory, name).exists():
+        if not _NAME.fullmatch(name) or (kind := _kind(directory, name)) is None:
             raise KeysError(f"there is no key {name!r} in {directory / PUBLIC}")
-    for name in names:
-        public_file(directory, name).unlink()
+        kinds[name] = kind
+    for name, kind in kinds.items():
+        public_file(directory, name, kind).unlink()
         secret = secret_file(directory, name)
         for path in (secret, secret.with_suffix(".key")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody else's files, or a mount
             secret.parent.rmdir()
-        after = "; run `pagewise keys init`, then start the scheduler and all executors again"
+        after = "; run `pagewise keys init`, then start all processes again"
         print(f"{name} revoked{after if name == SCHEDULER else ''}")
 
 
 def _list(directory: Path) -> None:
-    for path in sorted((directory / PUBLIC).glob("*.key")):
-        here = "its secret is here too" if secret_file(directory, path.stem).exists() else ""
-        print(f"{path.stem:<20} {load_certificate(path)[0].decode()}  {here}".rstrip())
+    for path in sorted([*(directory / PUBLIC).glob("*.key"), *(directory / PUBLIC / GATEWAYS).glob("*.key")]):
+        name = path.stem
+        kind = GATEWAY if path.parent.name == GATEWAYS else SCHEDULER if name == SCHEDULER else EXECUTOR
+        here = "its secret is here too" if secret_file(directory, name).exists() else ""
+        print(f"{name:<20} {kind:<10} {load_certificate(path)[0].decode()}  {here}".rstrip())

@@ -25,13 +25,13 @@ from pagewise_shared.protocol import (
 )
 
 from tests.scheduler.actors.stack import RawExecutor, Stack, executor, hello, running, until
-from tests.shared.test_curve import make
+from tests.shared.key_pairs import make_key_pairs
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of keys with three executors' (and a socket's path)."""
-    return make(tmp_path, SCHEDULER, EXECUTOR, "one", "two")
+    return make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "one", "two")
 
 
 def refused(stack: Stack, reason: str) -> float:
