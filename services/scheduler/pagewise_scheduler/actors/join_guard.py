@@ -36,7 +36,7 @@ class JoinGuard:
 
     def revoked(self, keys: Iterable[str]) -> set[str]:
         """Those of ``keys`` that are not on the allow-list any more."""
-        return set() if self._keys is None else set(keys) - self._keys.allowed().keys()
+        return set() if self._keys is None else set(keys) - self._keys.allowed(self._kind).keys()
 
     def refusal(self, name: str, key: str, others: Iterable[tuple[str, str]]) -> str | None:
         """Why the owner of ``key`` may not join under ``name``; None: it may.
@@ -47,22 +47,12 @@ class JoinGuard:
             return f"its name is longer than {MAX_TEXT} characters, or has some that cannot be printed"
         if self._keys is None:
             return None
-        allowed = self._keys.allowed()
+        allowed = self._keys.allowed(self._kind)
         if (owner := allowed.get(key)) is None:
-            return "its key was revoked"
-        if (kind := key_kind(self._keys, key)) not in (None, self._kind):
-            return f"its key {owner} is that of a{'n' if kind == 'executor' else ''} {kind}"
+            kind = self._keys.kind(key)
+            return "its key was revoked" if kind is None else f"its key is one for {kind}s"
         if name != owner and name in allowed.values():
             return f"the name {name} belongs to the key {name}, and its key is {owner}"
         if any(other == name and other_key != key for other, other_key in others):
-            return f"a{'n' if self._kind == 'executor' else ''} {self._kind} {name} with another key is in already"
+            return f"{self._kind} {name} with another key is in already"
         return None
-
-
-def key_kind(keys: Keys, key: str) -> str | None:
-    """The kind of process that a key on the allow-list was made for; None: for any.
-
-    The one place where kinds of keys are looked at. A folder of keys that does not tell kinds apart allows any.
-    """
-    kind = getattr(keys, "kind", None)
-    return kind(key) if kind is not None else None

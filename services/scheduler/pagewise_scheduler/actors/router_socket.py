@@ -71,7 +71,7 @@ class RouterSocket:
         self._gate: Gate | None = None
         if keys is not None:
             self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
-            self._gate.secure_server(self._socket)
+            self._gate.secure_server(self._socket, kind)
         self._connections = Connections(monitored)
         self._monitored = monitored
         self._socket.bind(endpoint)
