@@ -8,7 +8,7 @@ import pytest
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
 from pagewise_scheduler.actors.submissions import MAX_STREAM
-from pagewise_shared.curve import SCHEDULER, Keys
+from pagewise_shared.curve import SCHEDULER, Keys, public_file
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     Abort,
@@ -34,7 +34,7 @@ from pagewise_shared.protocol import (
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.actors.played_gateway import GREEDY, PlayedGateway, RefusedRequestError, prompts_of
-from tests.scheduler.actors.stack import executor, gateway, gateways_of, int32s, running, until
+from tests.scheduler.actors.stack import RawExecutor, executor, gateway, gateways_of, hello, int32s, running, until
 from tests.shared.key_pairs import make_key_pairs
 
 GOOD = Submit(0, 0, "r", prompts_of([[1, 2, 3]], 4), GREEDY)
@@ -212,22 +212,27 @@ async def test_metrics_that_are_none_do_not_spoil_the_others(tmp_path: Path, fam
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_key_pairs(tmp_path, SCHEDULER, "one")
-    return make_key_pairs(tmp_path, "two", kind="gateway")
+    """A folder of keys: "one" is an executor's, "two" and "three" are gateways'."""
+    folder = make_key_pairs(tmp_path, SCHEDULER, "one")
+    return make_key_pairs(folder, "two", "three", kind="gateway")
 
 
 def test_a_key_lets_in_its_own_kind_only(folder: Path) -> None:
     keys = Keys(folder, SCHEDULER)
     one, two = (Keys(folder, name).public.decode() for name in ("one", "two"))
-    assert JoinGuard("executor", keys).refusal("e", one, []) is None
-    assert JoinGuard("gateway", keys).refusal("g", two, []) is None
-    # The socket turns a key of the other kind away; for the guard it is not on the allow-list.
-    assert JoinGuard("gateway", keys).refusal("g", one, []) is not None
-    assert JoinGuard("executor", keys).refusal("e", two, []) is not None
+    executors, gateways = JoinGuard("executor", keys), JoinGuard("gateway", keys)
+    assert executors.refusal("e", one, []) is None
+    assert gateways.refusal("g", two, []) is None
+    assert gateways.refusal("g", one, []) == "its key is one for executors"
+    assert executors.refusal("e", two, []) == "its key is one for gateways"
+    assert "belongs to the key three" in str(gateways.refusal("three", two, []))
+    assert "with another key is in already" in str(gateways.refusal("g", two, [("g", "another")]))
+    assert gateways.revoked([one, two]) == {one}
 
 
 async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) -> None:
-    async with running(folder, gateway_keys=Keys(folder, SCHEDULER)) as stack:
+    keys = Keys(folder, SCHEDULER)
+    async with running(folder, gateway_keys=keys, keys=keys) as stack:
         good = PlayedGateway(gateways_of(folder), "good", Keys(folder, "two"))
         assert isinstance(await good.join(), GatewayWelcome)
         wrong = PlayedGateway(gateways_of(folder), "wrong", Keys(folder, "one"))
@@ -237,8 +242,15 @@ async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) ->
         await plain.send(GatewayHello(PROTOCOL_MAJOR, 0, "plain"))
         await until(lambda: stack.metrics.connections_refused("handshake")._value.get() == 1)
         assert len(stack.gateways) == 1
-        async with executor(folder):
+        raw = RawExecutor(folder, Keys(folder, "three"))
+        await raw.send(hello())
+        await until(lambda: stack.metrics.connections_refused("unknown_key")._value.get() == 2)
+        assert not len(stack.fleet)
+        raw.close()
+        async with executor(folder, keys=Keys(folder, "one")):
             request = await good.submit([1, 2, 3])
             assert len((await request.result())[0]) == 8
+        public_file(folder, "two", "gateway").unlink()
+        await until(lambda: not len(stack.gateways))
         for played in (good, wrong, plain):
             await played.close()

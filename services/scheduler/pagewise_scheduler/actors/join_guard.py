@@ -49,9 +49,10 @@ class JoinGuard:
             return None
         allowed = self._keys.allowed(self._kind)
         if (owner := allowed.get(key)) is None:
-            return "its key was revoked"
+            kind = self._keys.kind(key)
+            return "its key was revoked" if kind is None else f"its key is one for {kind}s"
         if name != owner and name in allowed.values():
             return f"the name {name} belongs to the key {name}, and its key is {owner}"
         if any(other == name and other_key != key for other, other_key in others):
-            return f"a{'n' if self._kind == 'executor' else ''} {self._kind} {name} with another key is in already"
+            return f"{self._kind} {name} with another key is in already"
         return None
