@@ -12,9 +12,11 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    GatewayHello,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
+    Hello,
     Message,
     Refused,
     Rejoin,
@@ -132,9 +134,10 @@ class Sessions(ABC, Generic[PeerT]):
             self._apply(session, message)
 
     def _hello(self, identity: bytes, key: str, hello: Message, now: float) -> None:
-        major: int = hello.protocol_major  # type: ignore[attr-defined]
-        if major != PROTOCOL_MAJOR:
-            self.refuse(identity, "", f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}")
+        assert isinstance(hello, Hello | GatewayHello)
+        if (major := hello.protocol_major) != PROTOCOL_MAJOR:
+            name = hello.executor_id if isinstance(hello, Hello) else hello.gateway_id
+            self.refuse(identity, name, f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}")
             return
         self._admit(identity, key, hello, now)
 
