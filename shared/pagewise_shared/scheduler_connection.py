@@ -30,7 +30,7 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     connection."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.LINGER, 1000)  # for a Goodbye on a machine that is busy
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
     socket.setsockopt(zmq.IMMEDIATE, 1)
