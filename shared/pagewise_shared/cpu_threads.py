@@ -3,7 +3,7 @@
 torch runs every operation on a team of OpenMP threads, which meet at a barrier behind it. A thread that arrives early
 spins there before it sleeps: for some milliseconds, unless the OpenMP runtime is told otherwise. That saves wake-ups
 between the short operations of a decode step, but it becomes a disaster as soon as another process needs one of the
-cores: the spinning threads then keep the core from the very thread that they wait for, and a step takes 30 times as long.
+cores: the spinning threads then keep the core from the very thread that they wait for, and steps take 30 times as long.
 ``docs/performance.md`` has the measurements. The variables are read when the runtime is loaded with torch, so they must
 be in the environment before that.
 
