@@ -35,7 +35,7 @@ QUIET = 0.1
 ENOUGH = 3
 """Quiet runs from which on the others are left out."""
 
-_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "LD_PRELOAD")
+VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "LD_PRELOAD")
 
 
 class Setting(NamedTuple):
@@ -115,7 +115,7 @@ class Contender:
     """The process of one setting."""
 
     def __init__(self, setting: Setting, model: str, first: bool) -> None:
-        environ = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+        environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         command = [sys.executable, "-m", "benchmarks.cpu_threads.run", "--child", model]
         self._process = subprocess.Popen(
             [*command, "--threads", str(setting.threads or 0)],
@@ -181,10 +181,11 @@ def _rate(before: tuple[float, float], after: tuple[float, float]) -> float:
     return (after[1] - before[1]) / (after[0] - before[0])
 
 
-def go_first() -> None:
-    """Let this process go before those of others: by its session, which Linux looks at first, and by itself."""
-    os.setpriority(os.PRIO_PROCESS, 0, -20)
-    Path("/proc/self/autogroup").write_text("-20")
+def go_first(pid: int = 0, thread: int = 0) -> None:
+    """Let a thread of a process, by default of this one, go before others: by its session, which Linux looks at first,
+    and by itself."""
+    os.setpriority(os.PRIO_PROCESS, thread, -20)
+    Path(f"/proc/{pid or 'self'}/autogroup").write_text("-20")
 
 
 def busy_process(first: bool) -> "subprocess.Popen[bytes]":

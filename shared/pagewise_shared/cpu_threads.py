@@ -1,9 +1,9 @@
 """The CPU threads of an executor: how many there are, and how they wait for each other.
 
 torch runs every operation on a team of OpenMP threads, which meet at a barrier behind it. A thread that arrives early
-spins there before it sleeps: for some milliseconds, unless the OpenMP runtime is told otherwise. Between the short
-operations of a decode step these threads mostly spin. That costs CPU time, and it becomes a disaster as soon as another
-process needs one of the cores: the spinning threads then keep the core from the one thread that they wait for.
+spins there before it sleeps: for some milliseconds, unless the OpenMP runtime is told otherwise. That saves wake-ups
+between the short operations of a decode step, but it becomes a disaster as soon as another process needs one of the
+cores: the spinning threads then keep the core from the very thread that they wait for, and steps take 30 times as long.
 ``docs/performance.md`` has the measurements. The variables are read when the runtime is loaded with torch, so they must
 be in the environment before that.
 
@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-_WAIT_VARIABLES = {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""Threads sleep at once: in GNU's runtime, which torch brings along, and in Intel's, which some builds use instead."""
-_CHOSEN_BY_USER = ("OMP_WAIT_POLICY", *_WAIT_VARIABLES)
+_WAIT_VARIABLES = {"GOMP_SPINCOUNT": "0"}
+"""For GNU's runtime, which comes with torch: its threads sleep at once. Intel's gives way to others while it spins, and
+was slower with ``KMP_BLOCKTIME=0``."""
+_CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 _ROOT = Path("/")
 
