@@ -1,13 +1,14 @@
 """The content of blocks by tier and id, as other executors and their links see it: bytes in host memory."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
+from pagewise_shared.protocol import DEVICE
 
-from pagewise_executor.host_tier import HostTier
+from pagewise_executor.block_copies import Tier
 from pagewise_executor.kv_pool import KVPool
 from pagewise_executor.rows import Int32s
 
@@ -16,32 +17,36 @@ Rows = npt.NDArray[np.uint8]
 
 
 class BlockStore:
-    """Reads and writes whole blocks, beside the steps. Who calls sees to it that nobody else writes them meanwhile."""
+    """Reads and writes whole blocks, beside the steps. Who calls sees to it that nobody else writes them meanwhile.
 
-    def __init__(self, pool: KVPool, host: HostTier | None) -> None:
+    ``tiers``: those below the device, by number.
+    """
+
+    def __init__(self, pool: KVPool, tiers: Mapping[int, Tier]) -> None:
         self.bytes_per_block = pool.bytes_per_block
-        self._pool, self._host = pool, host
+        self._pool, self._tiers = pool, tiers
         self._cuda = pool.device.type == "cuda"
 
     def has(self, places: Int32s) -> bool:
-        """Whether ``places`` [n, 2] (tier, block) are all in one of the pools."""
-        tiers, blocks = places[:, 0], places[:, 1]
-        sizes = np.array([self._pool.num_blocks, self._host.num_blocks if self._host is not None else 0])
-        if not np.isin(tiers, (DEVICE_TIER, HOST_TIER)).all():
-            return False
-        return bool(((blocks >= 0) & (blocks < sizes[tiers])).all())
+        """Whether ``places`` [n, 2] (tier, block) are all in one of the tiers."""
+        for tier in np.unique(places[:, 0]).tolist():
+            blocks = places[places[:, 0] == tier, 1]
+            held = self._pool if tier == DEVICE else self._tiers.get(tier)
+            if held is None or blocks.min() < 0 or blocks.max() >= held.num_blocks:
+                return False
+        return True
 
     def read(self, places: Int32s) -> Rows:
-        """The content of ``places`` [n, 2] (tier, block). Waits for copies to the host that have been asked for."""
+        """The content of ``places`` [n, 2] (tier, block). Waits for copies to those tiers that have been asked for."""
         rows = np.empty((len(places), self.bytes_per_block), np.uint8)
-        on_device = places[:, 0] == DEVICE_TIER
-        if on_device.any():
+        for tier in np.unique(places[:, 0]).tolist():
+            here = places[:, 0] == tier
+            if tier != DEVICE:
+                rows[here] = self._tiers[tier].read(places[here, 1].tolist())
+                continue
             with torch.inference_mode(), self._stream():
-                gathered: Any = self._pool.gather(places[on_device, 1])
-                rows[on_device] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
-        if not on_device.all():
-            assert self._host is not None
-            rows[~on_device] = self._host.read(places[~on_device, 1].tolist())
+                gathered: Any = self._pool.gather(places[here, 1])
+                rows[here] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
         return rows
 
     def write(self, blocks: Int32s, rows: Rows, after: "torch.cuda.Event | None" = None) -> None:

@@ -4,20 +4,19 @@ No torch here: the simulated runner keeps its rows in the same table.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_fetches, check_sampling, check_tokens
+from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_sampling, check_tokens, checked_copies
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-_NO_MEMORY_WORK = MemoryWork()
 
 
 @dataclass(slots=True)
@@ -55,9 +54,8 @@ class StepWork:
     """What a plan asks to compute.
 
     ``decoding`` [num_decodes]: rows that compute one token each, in order. ``changed``: its members are not those of
-    the step before. ``copies`` [n, 2]: block pairs source, destination. ``stores`` [n, 2]: device block, host block.
-    ``loads`` [n, 2]: host block, device block. ``changed_tables``: (row, start, stop) of
-    stretches of block tables that are new.
+    the step before. ``copies``: of blocks, in order. ``changed_tables``: (row, start, stop) of stretches of block
+    tables that are new.
     """
 
     decoding: Int64s
@@ -65,9 +63,7 @@ class StepWork:
     chunks: list[Chunk]
     joined: list[int]
     left: list[int]
-    copies: Int32s
-    stores: Int32s
-    loads: Int32s
+    copies: list[CopyJob]
     changed_tables: list[tuple[int, int, int]]
 
     @property
@@ -81,7 +77,8 @@ class RowTable:
 
     ``num_computed`` [rows]: tokens whose K and V are in the pool. ``tables`` [rows, max_blocks] int32, of which the
     first ``num_blocks`` [rows] entries count. ``on_leave``: told of a row that leaves, its blocks, and how many of its
-    tokens are in them. ``vocab_size``: tokens that plans may name.
+    tokens are in them. ``vocab_size``: tokens that plans may name. ``tiers``: blocks of each tier below the device, by
+    its number.
     """
 
     def __init__(
@@ -91,13 +88,13 @@ class RowTable:
         max_model_len: int,
         block_size: int,
         pool_blocks: int,
-        host_blocks: int = 0,
+        tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
     ) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.pool_blocks = pool_blocks
-        self.host_blocks = host_blocks
+        self._num_blocks_of = {DEVICE: pool_blocks, **(tiers or {})}
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.rows: dict[int, Row] = {}
@@ -128,22 +125,17 @@ class RowTable:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
         order = self._order
         self._check_slots(order)
-        memory = plan.memory or _NO_MEMORY_WORK
-        for row, num_computed in memory.skips:
-            self._skip(row, num_computed)
+        for row, num_computed in plan.computed:
+            self._set_computed(row, num_computed)
         if len({row for row, _ in plan.chunks}) < len(plan.chunks):
             raise InvalidPlanError("a row has two chunks in one step")
-        check_fetches(memory.fetches, self.pool_blocks)
-        device, host = self.pool_blocks, self.host_blocks
         work = StepWork(
             decoding=order,
             changed=self._changed,
             chunks=[self._chunk(row, size) for row, size in plan.chunks],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
-            copies=_pairs(memory.copies, device, device),
-            stores=_pairs(memory.stores, device, host),
-            loads=_pairs(memory.loads, host, device),
+            copies=checked_copies(plan, self._num_blocks_of),
             changed_tables=self._changed_tables,
         )
         self._changed, self._changed_tables = False, []
@@ -241,26 +233,16 @@ class RowTable:
         if short.any():
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 
-    def _skip(self, row: int, num_computed: int) -> None:
+    def _set_computed(self, row: int, num_computed: int) -> None:
         held = self.rows.get(row)
         if held is None or row in self._decoding:
-            raise InvalidPlanError(f"row {row} has no known tokens left to skip")
+            raise InvalidPlanError(f"row {row} has no known tokens left to have computed")
         most = min(len(held.tokens) - 1, int(self.num_blocks[row]) * self.block_size)
         if not self.num_computed[row] <= num_computed <= most:
             raise InvalidPlanError(
-                f"row {row} skips to {num_computed}, it has computed {self.num_computed[row]} and may skip to {most}"
+                f"row {row} is to have computed {num_computed} tokens; it has {self.num_computed[row]}, at most {most}"
             )
         self.num_computed[row] = num_computed
-
-
-def _pairs(data: bytes, sources: int, targets: int) -> Int32s:
-    pairs = _int32s(data)
-    if len(pairs) % 2:
-        raise InvalidPlanError("block copies are pairs")
-    pairs = pairs.reshape(-1, 2)
-    if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= sources or pairs[:, 1].max() >= targets):
-        raise InvalidPlanError(f"block copies go outside the pools of {sources} and {targets} blocks")
-    return pairs
 
 
 def _int32s(data: bytes) -> Int32s:

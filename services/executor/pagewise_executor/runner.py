@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,8 +52,8 @@ class Runner(Protocol):
         """Connections of others that wanted its blocks and were refused, so far; read from any thread."""
         ...
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
-        """What a step fetches is not wanted any more; comes from any thread."""
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
+        """What a step copies from a peer is not wanted any more; comes from any thread."""
         ...
 
     def inventory(self) -> Inventory | None:
