@@ -8,6 +8,8 @@ from pagewise_scheduler.actors import entry as entry_module
 from pagewise_scheduler.actors.checks import flaw_of_copies, flaw_of_result
 from pagewise_scheduler.actors.entry import MAX_FLEET_BLOCKS, Entry
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
     Copied,
     MeasuredCosts,
     PromptLogprobs,
@@ -85,9 +87,9 @@ def test_results_that_cannot_be(result: StepResult) -> None:
 
 
 def test_copies_that_cannot_be() -> None:
-    assert flaw_of_copies(Copied(1, 1, "load", 5, ONE)) is None
-    assert flaw_of_copies(Copied(1, 1, "load", -5)) is not None
-    assert flaw_of_copies(Copied(1, 1, "load", 5, b"abc")) is not None
+    assert flaw_of_copies(Copied(1, 1, HOST, DEVICE, "", 5, ONE)) is None
+    assert flaw_of_copies(Copied(1, 1, HOST, DEVICE, "", -5)) is not None
+    assert flaw_of_copies(Copied(1, 1, HOST, DEVICE, "", 5, b"abc")) is not None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import CancelFetch, Copied, MemoryWork, StepResult, Welcome, encode
+from pagewise_shared.protocol import BlockCopies, CancelCopies, Copied, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
@@ -124,7 +124,7 @@ class Engine(Actor[EngineMessage]):
         self.executor_id = executor_id
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
-        self._copies: dict[tuple[int, str, str], float] = {}
+        self._copies: dict[tuple[int, int, int, str], float] = {}
         self.ended = False
         self._link = link
         self._sink = sink
@@ -234,8 +234,8 @@ class Engine(Actor[EngineMessage]):
                 return
             if self.scheduler.num_in_flight == 1:
                 self.oldest_step_time = now
-            if plan.memory is not None:
-                self._expect_copies(plan.step, plan.memory, now)
+            for copies in plan.copies:
+                self._expect_copies(plan.step, copies, now)
             if not await self._link.send(encode(plan)):
                 self._lost = "it cannot be reached"
                 return
@@ -245,28 +245,23 @@ class Engine(Actor[EngineMessage]):
         cancelled = self.scheduler.recoveries.cancelled
         while cancelled:
             step, peer = cancelled.pop()
-            await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
+            await self._link.send(encode(CancelCopies(self.scheduler.epoch, step, peer)))
 
-    def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
-        costs, pool = self.scheduler.costs, self.scheduler.kv.pool
-        if work.loads:
-            seconds = costs.load.seconds(costs.load.num_loading)
-            self._copies[step, "load", ""] = now + 4 * seconds
-        if work.stores:
-            self._copies[step, "store", ""] = now + 4 * costs.store.predict(1, pool.host.num_storing)
-        for fetch in work.fetches:
-            link = costs.link(fetch.peer)
-            self._copies[step, "fetch", fetch.peer] = now + _FETCH_GRACE + 4 * link.seconds(link.num_loading)
+    def _expect_copies(self, step: int, copies: BlockCopies, now: float) -> None:
+        peer = copies.peer.endpoint if copies.peer is not None else ""
+        if peer or copies.source != copies.target:  # those inside the device are done with the step
+            seconds = 4 * self.scheduler.recoveries.copy_seconds(copies)
+            self._copies[step, copies.source, copies.target, peer] = now + (_FETCH_GRACE if peer else 0.0) + seconds
 
     async def _cancel_late_fetches(self) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
         now = clock()
-        for (step, direction, peer), due in self._copies.items():
-            if direction == "fetch" and due < now:
+        for (step, _, _, peer), due in self._copies.items():
+            if peer and due < now:
                 self._complaints.warning(
                     "%s: a fetch from %s takes too long, cancelling it", self.name, printable(peer)
                 )
-                await self._link.send(encode(CancelFetch(self.scheduler.epoch, step, peer)))
+                await self._link.send(encode(CancelCopies(self.scheduler.epoch, step, peer)))
 
     async def _take_result(self, result: StepResult) -> None:
         if result.epoch != self.scheduler.epoch:
@@ -310,7 +305,7 @@ class Engine(Actor[EngineMessage]):
                 f"copies of step {message.step} failed: {printable(message.error.message)}", blame_step=False
             )
         else:
-            self._copies.pop((message.step, message.direction, message.peer), None)
+            self._copies.pop((message.step, message.source, message.target, message.peer), None)
             try:
                 self.scheduler.copied(message)
             except ProtocolError as error:
