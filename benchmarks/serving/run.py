@@ -203,17 +203,18 @@ class Pagewise:
         began = time.perf_counter()
         options = ("--device", device, "--dtype", dtype, "--log-level", "warning")
         self._server = Served(model_path, *options, ready_seconds=3600)
+        self.process = self._server.process
         self.start_seconds = time.perf_counter() - began
         asyncio.run(drive(self._server.url, [Work([11] * 8, 4)] * 4, None, 0))
 
     def round(self, works: list[Work], rate: float | None, seed: int) -> dict[str, object]:
-        cpu, began = cpu_seconds_of_tree(self._server.process.pid), time.perf_counter()
+        cpu, began = cpu_seconds_of_tree(self.process.pid), time.perf_counter()
         timings = asyncio.run(drive(self._server.url, works, rate, seed))
         seconds = time.perf_counter() - began
         assert sum(t.tokens for t in timings) == sum(w.output for w in works)
         return {
             "seconds": seconds,
-            "cpu_seconds": cpu_seconds_of_tree(self._server.process.pid) - cpu,
+            "cpu_seconds": cpu_seconds_of_tree(self.process.pid) - cpu,
             "ttft": [t.first_token for t in timings],
             "itl": [gap for t in timings for gap in t.gaps],
         }

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import HOST
 
 BLOCK_SIZE = 8
 
@@ -29,3 +31,10 @@ def build_runner(
         exchange=exchange,
         host_folder=host_folder,
     )
+
+
+def host_of(runner: ModelRunner) -> HostTier:
+    """The host tier of a runner that has one."""
+    host = runner._tiers[HOST]
+    assert isinstance(host, HostTier)
+    return host

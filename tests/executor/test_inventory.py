@@ -19,7 +19,7 @@ from pagewise_shared.protocol import Welcome, named_blocks
 
 from tests.executor.driver import drive, request
 from tests.executor.references import reference
-from tests.executor.runners import build_runner
+from tests.executor.runners import build_runner, host_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
 PROMPTS = [[(7 * i + 11 * p) % (VOCAB_SIZE - 3) + 3 for i in range(60 + p)] for p in range(4)]
@@ -112,10 +112,10 @@ def test_an_inventory_waits_for_copies_that_are_on_their_way(model_path: Path) -
     inventory = runner.inventory()
     assert inventory is not None
     _, offered = named_blocks(inventory)
-    assert runner._host is not None
-    assert offered == {name: block for block, name in runner._host.memory.names().items()}
+    host = host_of(runner)
+    assert offered == {name: block for block, name in host.memory.names().items()}
     time.sleep(0.5)
-    assert offered == {name: block for block, name in runner._host.memory.names().items()}, "nothing changes later"
+    assert offered == {name: block for block, name in host.memory.names().items()}, "nothing changes later"
 
 
 CHILD = """
@@ -158,9 +158,8 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     assert not device
     assert len(host) > 10
     if spoiled:
-        assert runner._host is not None
         for block in host.values():
-            runner._host.memory.slot(block)[0] ^= 1
+            host_of(runner).memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
     scheduler.kv.expect(device, host)
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
@@ -178,8 +177,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
 @pytest.mark.parametrize("unnamed", [0, 3])
 def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, unnamed: int) -> None:
     runner = build_runner(model_path, verify_copies=False)
-    host = runner._host
-    assert host is not None
+    host = host_of(runner)
     named = range(unnamed, host.num_blocks)
     for block in named:
         host.memory.slot(block)[:] = block % 251

@@ -15,7 +15,7 @@ from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 
 from tests.executor.runners import build_runner
 from tests.model_builders import build_model
-from tests.scheduler.actors.test_fleet import Stack, running
+from tests.scheduler.actors.stack import Stack, running
 from tests.shared.key_pairs import make_key_pairs
 
 PROMPT, *OTHERS = [list(range(start, start + 60)) for start in (3, 63, 123)]
@@ -99,7 +99,7 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
             await asyncio.sleep(0)
         fetched = 7  # full blocks of 60 tokens
         assert lent == fetched
-        bytes_per_block = stack.fleet._members[next(iter(stack.fleet._members))].hello.bytes_per_block
+        bytes_per_block = borrower.hello.bytes_per_block
         assert stack.metric("block_transfer_bytes_total") == fetched * bytes_per_block > 0
         assert 0 < stack.metric("block_transfer_seconds_total") < 20
         (link,) = borrower.memory_report(10).costs.peers

@@ -11,16 +11,17 @@ import torch
 import transformers
 from pagewise_executor import profile
 from pagewise_executor.kv import host_tier
+from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import Copied, MemoryWork, StepPlan, Welcome, pack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
 from tests.executor.references import beam_reference, reference
-from tests.executor.runners import build_runner
+from tests.executor.runners import build_runner, host_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
 
@@ -114,8 +115,7 @@ def test_greedy_tokens_stay_equal_on_a_gpu(model_path: Path, mode: RecoveryMode)
 
 def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:
     runner = build_runner(model_path)
-    host = runner._host
-    assert host is not None
+    host = host_of(runner)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(80)] for _ in range(3)]
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -137,8 +137,7 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
 def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = build_runner(model_path)._host
-    assert host is not None
+    host = host_of(build_runner(model_path))
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     host.report = done.put
     pairs = np.array([[3, 7]], np.int32)
@@ -149,10 +148,10 @@ def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(host_tier, "_copy", copy_badly)
-        host.store(StepPlan(0, 1), pairs)
+        host.begin(CopyJob(0, 1, DEVICE, HOST, pairs))
         assert done.get(timeout=10).bad == b""
-    host.load(StepPlan(0, 2), pairs[:, ::-1])
-    assert done.get(timeout=10).bad == pack_int32s([7])
+    host.begin(CopyJob(0, 2, HOST, DEVICE, pairs[:, ::-1]))
+    assert done.get(timeout=10).bad == pack_int32s([3])
 
 
 def test_a_block_may_be_copied_and_then_loaded_into_in_one_step(model_path: Path) -> None:
@@ -162,12 +161,12 @@ def test_a_block_may_be_copied_and_then_loaded_into_in_one_step(model_path: Path
     runner.report_copies(done.put)
     keys = runner._pool.keys[0]
     keys[5] = 7.0
-    runner.execute(StepPlan(1, 1, memory=MemoryWork(stores=pack_int32s([5, 0]))))
+    runner.execute(StepPlan(1, 1, copies=(BlockCopies(DEVICE, HOST, pack_int32s([5, 0])),)))
     done.get(timeout=10)
     for step in range(2, 200):
         keys[5], keys[6] = 1.0, 0.0
-        memory = MemoryWork(copies=pack_int32s([5, 6]), loads=pack_int32s([0, 5]))
-        runner.execute(StepPlan(1, step, memory=memory))
+        copy, load = BlockCopies(DEVICE, DEVICE, pack_int32s([5, 6])), BlockCopies(HOST, DEVICE, pack_int32s([0, 5]))
+        runner.execute(StepPlan(1, step, copies=(copy, load)))
         done.get(timeout=10)
         assert (keys[6] == 1.0).all()
         assert (keys[5] == 7.0).all()

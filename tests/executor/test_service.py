@@ -13,19 +13,21 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    BlockCopies,
     Drain,
-    Fetch,
     FromExecutor,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Leaving,
-    MemoryWork,
     Message,
     NewSequence,
     Refused,
     Rejoin,
+    RemoteTier,
     StepPlan,
     StepResult,
     Welcome,
@@ -102,6 +104,8 @@ def new(row: int = 0, blocks: tuple[int, ...] = (3,), prompt: int = 3, **samplin
     return NewSequence(row, pack_int32s([1, 2, 3]), prompt, 0, pack_int32s(blocks), params)
 
 
+NOBODY = RemoteTier("ipc:///nobody", 1, 1)
+
 FIRST = {"joined": (new(),), "chunks": ((0, 3),)}
 
 
@@ -138,9 +142,15 @@ async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) 
         {"tables": pack_int32s([0, 0, 99999])},
         {"tables": pack_int32s([1, 1])},
         {"tables": b"abc"},
-        {"memory": MemoryWork(copies=pack_int32s([0, 99]))},
-        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0, 8])),))},
-        {"memory": MemoryWork(fetches=(Fetch("ipc:///nobody", 1, 1, pack_int32s([0, 0])),))},
+        {"copies": (BlockCopies(DEVICE, DEVICE, pack_int32s([0, 99])),)},
+        {"copies": (BlockCopies(DEVICE, DEVICE, pack_int32s([0])),)},
+        {"copies": (BlockCopies(DEVICE, DEVICE, pack_int32s([0, 8]), NOBODY),)},
+        {"copies": (BlockCopies(DEVICE, DEVICE, pack_int32s([0, 0, 1]), NOBODY),)},
+        {"copies": (BlockCopies(2**40, DEVICE, pack_int32s([0, 0]), NOBODY),)},
+        {"copies": (BlockCopies(DEVICE, HOST, pack_int32s([0, 0]), NOBODY),)},
+        {"copies": (BlockCopies(DEVICE, 2, pack_int32s([0, 0])),)},
+        {"copies": (BlockCopies(-1, DEVICE, pack_int32s([0, 0])),)},
+        {"computed": ((0, 1),)},
         {"chunks": ((0, 1),)},
         {"joined": (new(),), "chunks": ((0, 4),)},
         {"joined": (new(blocks=()),), "chunks": ((0, 3),)},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.worker import Worker
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Inventory, StepPlan, StepResult, Welcome
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Device:
     def report_copies(self, report: object) -> None:
         pass
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
         pass
 
     def inventory(self) -> Inventory | None:

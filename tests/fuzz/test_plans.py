@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, Welcome, pack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from tests import model_builders
@@ -62,16 +61,20 @@ JOINED = st.builds(
     blocks=packed(ints(0, BLOCKS), 4),
     sampling=SAMPLING,
 )
-SKIPS = st.lists(st.tuples(ROW, ints(0, MAX_LEN)), max_size=1).map(tuple)
-MEMORY = st.one_of(
-    st.builds(MemoryWork, stores=packed(ints(0, HOST_BLOCKS), 2, 2)),
-    st.builds(MemoryWork, copies=packed(ints(0, BLOCKS), 2, 2)),
-    st.builds(MemoryWork, loads=packed(ints(0, HOST_BLOCKS), 2, 2)),
-    st.builds(MemoryWork, skips=SKIPS),
+COMPUTED = st.lists(st.tuples(ROW, ints(0, MAX_LEN)), max_size=1).map(tuple)
+TIERS = {DEVICE: BLOCKS, HOST: HOST_BLOCKS}
+TIER = ints(DEVICE, HOST + 1)
+COPIES = st.one_of(
+    st.builds(BlockCopies, st.just(DEVICE), st.just(HOST), packed(ints(0, HOST_BLOCKS), 2, 2)),
+    st.builds(BlockCopies, st.just(DEVICE), st.just(DEVICE), packed(ints(0, BLOCKS), 2, 2)),
+    st.builds(BlockCopies, st.just(HOST), st.just(DEVICE), packed(ints(0, HOST_BLOCKS), 2, 2)),
+    st.builds(BlockCopies, TIER, TIER, packed(ints(0, BLOCKS), 2, 2)),
+    messages.of(BlockCopies),
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "left": st.lists(ROW, max_size=2).map(tuple),
-    "memory": MEMORY,
+    "copies": st.lists(COPIES, max_size=3).map(tuple),
+    "computed": COMPUTED,
     "joined": st.lists(JOINED, max_size=2).map(tuple),
     "tables": st.lists(st.tuples(ROW, ints(0, 4), ints(0, BLOCKS)), max_size=2)
     .filter(lambda triples: all(-(2**31) <= value < 2**31 for triple in triples for value in triple))
@@ -107,7 +110,7 @@ def new_batch() -> InputBatch:
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
         pool_blocks=BLOCKS,
-        host_blocks=HOST_BLOCKS,
+        tiers={HOST: HOST_BLOCKS},
         vocab_size=VOCAB,
     )
 
@@ -127,13 +130,15 @@ def test_what_the_input_batch_accepts_stays_inside_the_pool(plans: list[StepPlan
         assert not len(slots) or (slots.min() >= 0 and slots.max() < BLOCKS * BLOCK_SIZE)
         assert not len(positions) or positions.max() < MAX_LEN
         assert len(set(work.sampled_rows)) == len(work.sampled_rows) <= ROWS
-        for pairs, source, target in (
-            (work.copies, BLOCKS, BLOCKS),
-            (work.stores, BLOCKS, HOST_BLOCKS),
-            (work.loads, HOST_BLOCKS, BLOCKS),
-        ):
-            assert (pairs >= 0).all()
-            assert (pairs < np.array([source, target])).all()
+        for job in work.copies:
+            assert (job.pairs[:, 1] >= 0).all()
+            assert (job.pairs[:, 1] < TIERS[job.target]).all()
+            if job.peer is None:
+                assert {job.source, job.target} in ({DEVICE}, {DEVICE, HOST})
+                assert (job.pairs[:, 0] >= 0).all()
+                assert (job.pairs[:, 0] < TIERS[job.source]).all()
+            else:
+                assert job.target == DEVICE
         assert all(0 <= start < stop <= batch.block_tables.shape[1] for _, start, stop in work.changed_tables)
         for held in batch.sequences.values():
             assert held.tokens.min() >= 0

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,7 +123,7 @@ async def make(raw: RawExecutor, move: Message | bytes | str) -> None:
     epoch, step = (plan.epoch, plan.step) if plan is not None else (1, 1)
     with suppress(OverflowError, UnicodeEncodeError):
         if isinstance(move, Copied):
-            await raw.send(Copied(epoch, step, move.direction, move.elapsed_us, move.bad, move.error))
+            await raw.send(msgspec.structs.replace(move, epoch=epoch, step=step))
         elif isinstance(move, StepResult):
             tail = (move.tokens, move.logprobs, move.prompt_logprobs, move.elapsed_us, move.error)
             await raw.send(StepResult(epoch, step, *tail))

@@ -6,20 +6,19 @@ the sampler and the plans know it. This module does not import torch, because th
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_fetches, check_sampling, check_tokens
+from pagewise_executor.kv.block_copies import CopyJob
+from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_sampling, check_tokens, checked_copies
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-_NO_MEMORY_WORK = MemoryWork()
 
 
 @dataclass(slots=True)
@@ -60,9 +59,8 @@ class StepWork:
     """What one step has to compute.
 
     ``decoding`` [num_decodes]: the rows that compute one token each, in order. ``changed``: these are not the rows that
-    decoded in the step before. ``copies`` [n, 2]: pairs of source block and destination block. ``stores`` [n, 2]: pairs
-    of device block and host block. ``loads`` [n, 2]: pairs of host block and device block. ``changed_tables``: the
-    stretches (row, start, stop) of block tables that are new in this step.
+    decoded in the step before. ``copies``: copies of blocks between tiers, in order. ``changed_tables``: the stretches
+    (row, start, stop) of block tables that are new in this step.
     """
 
     decoding: Int64s
@@ -70,9 +68,7 @@ class StepWork:
     chunks: list[Chunk]
     joined: list[int]
     left: list[int]
-    copies: Int32s
-    stores: Int32s
-    loads: Int32s
+    copies: list[CopyJob]
     changed_tables: list[tuple[int, int, int]]
 
     @property
@@ -87,7 +83,8 @@ class InputBatch:
     State that every step reads lies in arrays that are indexed by row. ``num_computed`` [num_rows]: the number of
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
-    and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it.
+    and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
+    number of blocks of each tier below the device, by the tier's number.
     """
 
     def __init__(
@@ -97,13 +94,13 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         pool_blocks: int,
-        host_blocks: int = 0,
+        tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
     ) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.pool_blocks = pool_blocks
-        self.host_blocks = host_blocks
+        self._num_blocks_of = {DEVICE: pool_blocks, **(tiers or {})}
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.sequences: dict[int, SequenceState] = {}
@@ -134,22 +131,17 @@ class InputBatch:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
         order = self._order
         self._check_slots(order)
-        memory = plan.memory or _NO_MEMORY_WORK
-        for row, num_computed in memory.skips:
-            self._skip(row, num_computed)
+        for row, num_computed in plan.computed:
+            self._set_computed(row, num_computed)
         if len({row for row, _ in plan.chunks}) < len(plan.chunks):
             raise InvalidPlanError("a row has two chunks in one step")
-        check_fetches(memory.fetches, self.pool_blocks)
-        device, host = self.pool_blocks, self.host_blocks
         work = StepWork(
             decoding=order,
             changed=self._changed,
             chunks=[self._chunk(row, size) for row, size in plan.chunks],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
-            copies=_pairs(memory.copies, device, device),
-            stores=_pairs(memory.stores, device, host),
-            loads=_pairs(memory.loads, host, device),
+            copies=checked_copies(plan, self._num_blocks_of),
             changed_tables=self._changed_tables,
         )
         self._changed, self._changed_tables = False, []
@@ -247,26 +239,16 @@ class InputBatch:
         if short.any():
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 
-    def _skip(self, row: int, num_computed: int) -> None:
+    def _set_computed(self, row: int, num_computed: int) -> None:
         held = self.sequences.get(row)
         if held is None or row in self._decoding:
-            raise InvalidPlanError(f"row {row} has no known tokens left to skip")
+            raise InvalidPlanError(f"row {row} has no known tokens left to have computed")
         most = min(len(held.tokens) - 1, int(self.num_blocks[row]) * self.block_size)
         if not self.num_computed[row] <= num_computed <= most:
             raise InvalidPlanError(
-                f"row {row} skips to {num_computed}, it has computed {self.num_computed[row]} and may skip to {most}"
+                f"row {row} is to have computed {num_computed} tokens; it has {self.num_computed[row]}, at most {most}"
             )
         self.num_computed[row] = num_computed
-
-
-def _pairs(data: bytes, sources: int, targets: int) -> Int32s:
-    pairs = _int32s(data)
-    if len(pairs) % 2:
-        raise InvalidPlanError("block copies are pairs")
-    pairs = pairs.reshape(-1, 2)
-    if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= sources or pairs[:, 1].max() >= targets):
-        raise InvalidPlanError(f"block copies go outside the pools of {sources} and {targets} blocks")
-    return pairs
 
 
 def _int32s(data: bytes) -> Int32s:

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepPlan, Welcome
+from pagewise_shared.protocol import HOST, CancelCopies, Copied, Inventory, StepPlan, Welcome
 
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
 from pagewise_executor.issued_step import IssuedStep
+from pagewise_executor.kv.block_copies import BlockCopier, Tier
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_tier import STAGING_BYTES, HostTier, make_host_tier
+from pagewise_executor.kv.host_tier import STAGING_BYTES
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.kv.peers import MakePeers, Peers
+from pagewise_executor.kv.tiers import make_tiers
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, profile_run
 from pagewise_executor.runner import RunnerInfo
@@ -70,7 +72,7 @@ class ModelRunner:
         # one behind the rows is for what pads a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._choose_backend(config, loaded)
-        self._host: HostTier | None = None
+        self._tiers: dict[int, Tier] = {}
         self._peers: Peers | None = None
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
@@ -83,20 +85,20 @@ class ModelRunner:
         block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
         # The fingerprint takes samples; what outlives the process must not meet weights that were changed meanwhile.
         content = f"{loaded.fingerprint} {loaded.weights_changed} {block_format} {config.block_size}"
-        self._host = make_host_tier(config, self._pool, host_folder, content)
-        self._keep_host_memory = config.keep_host_memory
-        self.info = dataclasses.replace(self.info, num_host_blocks=self._host.num_blocks if self._host else 0)
+        self._tiers |= make_tiers(config, self._pool, host_folder, content)
+        host = self._tiers.get(HOST)
+        self.info = dataclasses.replace(self.info, num_host_blocks=host.num_blocks if host is not None else 0)
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
         if self._graphs is not None and self._device.type == "cuda":
             self._warm_up(self._graphs, config, loaded.dtype)
         if config.profile:
-            costs = measure_costs(self, config.max_num_batched_tokens, self._host)
+            costs = measure_costs(self, config.max_num_batched_tokens, host)
             self.info = dataclasses.replace(self.info, costs=costs)
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
-            self._peers = exchange(BlockStore(self._pool, self._host))
+            self._copier.peers = self._peers = exchange(BlockStore(self._pool, self._tiers))
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
@@ -111,6 +113,7 @@ class ModelRunner:
             triton=loaded.kernels == "triton",
         )
         self._names = BlockHashes(num_blocks, config.block_size)
+        self._copier = BlockCopier(pool, self._tiers, self._names.of)
         for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._forward_context, scales)  # type: ignore[assignment]
         self.info = RunnerInfo(
@@ -153,34 +156,31 @@ class ModelRunner:
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of every copy to and from the host that has been made, on a link's thread."""
-        if self._host is not None:
-            self._host.report = report
-        if self._peers is not None:
-            self._peers.report = report
+        """Tell ``report`` of every list of copies between tiers that has been made, on any thread."""
+        self._copier.report_to(report)
 
     @property
     def num_refused(self) -> int:
         """Connections for its blocks that were refused."""
         return self._peers.num_refused if self._peers is not None else 0
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
-        """What a step fetches is not wanted any more."""
-        if self._peers is not None:
-            self._peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
+        """What a step copies from a peer is not wanted any more."""
+        self._copier.cancel(cancelled)
 
     def inventory(self) -> Inventory | None:
         """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
         for row in list(self._batch.sequences):
             self._batch.remove(row)
-        return self._names.inventory(self._host.names() if self._host is not None else {})
+        host = self._tiers.get(HOST)
+        return self._names.inventory(host.names() if host is not None else {})
 
     def close(self) -> None:
         """Lend nothing any more, and leave nothing behind."""
         if self._peers is not None:
             self._peers.close()
-        if self._host is not None and not self._keep_host_memory:
-            self._host.memory.close()
+        for tier in self._tiers.values():
+            tier.close()
 
     def reset(self, welcome: Welcome) -> None:
         """Empty all rows and make room for as many as the scheduler wants."""
@@ -189,17 +189,14 @@ class ModelRunner:
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
-            host_blocks=self.info.num_host_blocks,
+            tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
             vocab_size=self.info.vocab_size,
         )
         self._batch.on_remove = self._names.cache_full_blocks
         if not welcome.keeps_blocks:
             self._names.clear()
         self._attention.reset(self._batch)
-        if self._peers is not None:
-            self._peers.reset(welcome.epoch)
-        if self._host is not None:
-            self._host.reset(welcome.epoch, keep=welcome.keeps_blocks)
+        self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(self._token_sampler, self._penalties, self._compute_logprobs, self._device)
 
     @torch.inference_mode()
@@ -219,15 +216,9 @@ class ModelRunner:
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-        if self._host is not None:
-            self._host.store(plan, work.stores, self._names.of(work.stores[:, 0].tolist()))
+        self._copier.begin(plan.epoch, plan.step, work.copies)
+        # After the copies, which tell what leaves the device by its hash.
         self._names.discard_overwritten(batch, work.changed_tables)
-        if len(work.copies):
-            self._pool.copy_blocks(work.copies)
-        if self._host is not None:  # after the copies: they may read a block that is loaded into
-            self._host.load(plan, work.loads)
-        if self._peers is not None:
-            self._peers.begin(plan)
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []

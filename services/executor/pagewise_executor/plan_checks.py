@@ -1,19 +1,22 @@
 """What a plan says of tokens and sampling, checked before anything indexes with it: on a GPU an index that is out of
 range ends the process, not the step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import Fetch
+from pagewise_shared.protocol import DEVICE, BlockCopies, StepPlan
 from pagewise_shared.sampling import SamplingParams
+
+from pagewise_executor.kv.block_copies import CopyJob, Pairs
 
 ANY_TOKEN = 2**31
 """The vocabulary of whoever does not index with tokens."""
 
 _MOST_ALTERNATIVES = 2**16
+_MOST_TIERS = 128
 
 
 class InvalidPlanError(PagewiseError):
@@ -56,18 +59,39 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidPlanError(f"a number of log-probabilities is not from 0 to {_MOST_ALTERNATIVES}")
 
 
-def check_fetches(fetches: Iterable[Fetch], pool_blocks: int) -> None:
-    """Look at where blocks of other executors are to go; what they have is theirs to check.
+def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
+    """The copies that a plan asks for, ready to be carried out. ``num_blocks``: of each tier here, the device's too.
 
     Raises:
-        InvalidPlanError: a block is outside the pool, or a list is not of triples.
+        InvalidPlanError: there is no such tier or block, or a list is not of pairs. A peer checks what it has itself.
     """
-    for fetch in fetches:
-        if len(fetch.blocks) % 12:
-            raise InvalidPlanError("fetches come in triples of tier, block there and block here")
-        own = np.frombuffer(fetch.blocks, np.int32)[2::3]
-        if len(own) and not (own.min() >= 0 and own.max() < pool_blocks):
-            raise InvalidPlanError(f"a fetch goes outside the pool of {pool_blocks} blocks")
+    jobs = []
+    for copies in plan.copies:
+        pairs = _pairs(copies)
+        if copies.peer is not None:
+            if copies.target != DEVICE or not 0 <= copies.source < _MOST_TIERS:
+                raise InvalidPlanError(f"a peer's tier {copies.source} cannot be copied to tier {copies.target}")
+        elif copies.source not in num_blocks or (copies.source == copies.target != DEVICE):
+            raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
+        else:
+            _check_blocks(pairs[:, 0], copies.source, num_blocks[copies.source])
+        if copies.target not in num_blocks:
+            raise InvalidPlanError(f"there is no tier {copies.target}")
+        _check_blocks(pairs[:, 1], copies.target, num_blocks[copies.target])
+        if len(pairs):
+            jobs.append(CopyJob(plan.epoch, plan.step, copies.source, copies.target, pairs, copies.peer))
+    return jobs
+
+
+def _pairs(copies: BlockCopies) -> Pairs:
+    if len(copies.pairs) % 8:
+        raise InvalidPlanError(f"{len(copies.pairs)} bytes are no pairs of blocks")
+    return np.frombuffer(copies.pairs, np.int32).reshape(-1, 2)
+
+
+def _check_blocks(blocks: npt.NDArray[np.int32], tier: int, num_blocks: int) -> None:
+    if len(blocks) and not (blocks.min() >= 0 and blocks.max() < num_blocks):
+        raise InvalidPlanError(f"copies go outside tier {tier}, which has {num_blocks} blocks")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

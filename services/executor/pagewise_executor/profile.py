@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.kv.host_tier import Direction, HostTier
+from pagewise_executor.kv.block_copies import CopyJob, Tier
 from pagewise_executor.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class _Fastest:
         return second <= _SPREAD * fastest + _SLACK
 
 
-def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | None) -> MeasuredCosts:
+def measure_costs(runner: Runner, max_num_batched_tokens: int, host: Tier | None) -> MeasuredCosts:
     """Time prefill chunks, and copies between ``host`` and the device. The runner must be reset afterwards.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the host tier, which may be
@@ -84,10 +84,10 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, host: HostTier | 
     )
     costs = MeasuredCosts(*steps)
     if host is not None:
-        load = _measure_copies(host, "load", runner.info.num_blocks, range(host.num_blocks))
+        load = _measure_copies(host, HOST, DEVICE, runner, range(host.num_blocks))
         unnamed = host.unnamed()
         # If no block may be written over, a store is taken to cost what a load costs.
-        store = _measure_copies(host, "store", runner.info.num_blocks, unnamed) if unnamed else load
+        store = _measure_copies(host, DEVICE, HOST, runner, unnamed) if unnamed else load
         costs = MeasuredCosts(*steps, *load, *store)
     log.info(
         "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs, loading a block %.1f µs",
@@ -221,24 +221,21 @@ def dummy_prefill(runner: Runner, start: int, count: int) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def _measure_copies(
-    host: HostTier, direction: Direction, num_blocks: int, host_blocks: Sequence[int]
-) -> tuple[float, float]:
-    """Return the microseconds of a list of copies between ``host_blocks`` and the first of ``num_blocks`` on the
-    device, and of each block in it."""
+def _measure_copies(tier: Tier, source: int, target: int, runner: Runner, blocks: Sequence[int]) -> tuple[float, float]:
+    """Return the microseconds of a list of copies between ``blocks`` of a tier and the first blocks of the device, and
+    of each block in it."""
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-    host.report = done.put
-    begin = host.load if direction == "load" else host.store
+    tier.report = done.put
 
     def copy(count: int) -> float:
-        pairs = np.stack([np.arange(count), host_blocks[:count]], axis=1).astype(np.int32)
-        begin(StepPlan(epoch=0, step=1), pairs if direction == "store" else pairs[:, ::-1])
+        pairs = np.stack([np.arange(count), blocks[:count]], axis=1).astype(np.int32)
+        tier.begin(CopyJob(0, 1, source, target, pairs if source == DEVICE else pairs[:, ::-1]))
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
         except queue.Empty:
             raise ModelError(
-                f"copying a block of {host.bytes_per_block} bytes to or from the host takes over {_COPY_TIMEOUT} s: "
-                "is --host-bandwidth right?"
+                f"copying a block of {runner.info.bytes_per_block} bytes to or from the host takes over "
+                f"{_COPY_TIMEOUT} s: is --host-bandwidth right?"
             ) from None
         if copied.error is not None:
             raise ModelError(f"copies to or from the host fail: {copied.error.message}")
@@ -246,10 +243,10 @@ def _measure_copies(
 
     first = copy(1)
     affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
-    largest = min(64, num_blocks, len(host_blocks), affordable)
+    largest = min(64, runner.info.num_blocks, len(blocks), affordable)
     if largest < 2:
         return 0.0, first
-    return measure_copies(copy, largest, direction)
+    return measure_copies(copy, largest, "store" if source == DEVICE else "load")
 
 
 def measure_copies(copy: Callable[[int], float], largest: int, direction: str) -> tuple[float, float]:

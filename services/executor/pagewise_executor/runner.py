@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,8 +52,8 @@ class Runner(Protocol):
         """The number of refused connections of executors that wanted blocks; read from any thread."""
         ...
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
-        """Stop fetching the blocks of a step, which nobody needs any more; called from any thread."""
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
+        """Stop copying the blocks of a step from a peer, which nobody needs any more; called from any thread."""
         ...
 
     def inventory(self) -> Inventory | None:

@@ -15,7 +15,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
-    CancelFetch,
+    CancelCopies,
     Copied,
     Drain,
     Goodbye,
@@ -287,7 +287,7 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     pass
-                case CancelFetch():
-                    worker.cancel_fetch(message)
+                case CancelCopies():
+                    worker.cancel_copies(message)
                 case Drain():
                     self.stop("drained")

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelFetch, Copied, StepPlan, StepResult, TokenLogprobs, Welcome, pack_int32s
+from pagewise_shared.protocol import (
+    HOST,
+    CancelCopies,
+    Copied,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Welcome,
+    pack_int32s,
+)
 
 from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.runner import FinishedStep, RunnerInfo
@@ -43,7 +52,7 @@ class SimulatedRunner:
         """Tell ``report`` of copies: they are made at once, for there is nothing to copy."""
         self._report = report
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
         """Nothing is ever fetched: it lends nothing, so nobody lends to it."""
 
     def inventory(self) -> None:
@@ -59,7 +68,7 @@ class SimulatedRunner:
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
-            host_blocks=self.info.num_host_blocks,
+            tiers={HOST: self.info.num_host_blocks},
         )
         self._hashes.clear()
 
@@ -72,10 +81,9 @@ class SimulatedRunner:
         began = time.perf_counter()
         batch = self._batch
         work = batch.apply(plan)
-        if len(work.stores):
-            self._report(Copied(plan.epoch, plan.step, "store"))
-        if len(work.loads):
-            self._report(Copied(plan.epoch, plan.step, "load"))
+        for job in work.copies:
+            if job.source != job.target:
+                self._report(job.confirmed(0.0))
         for row in work.joined:
             held = batch.sequences[row]
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagewise_shared.protocol import CancelFetch, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
 
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerInfo
@@ -77,9 +77,9 @@ class Worker:
         """Leave work for the thread."""
         self._inbox.put(message)
 
-    def cancel_fetch(self, cancelled: CancelFetch) -> None:
-        """Pass it on at once: what is fetched does not wait for steps."""
-        self._runner.cancel_fetch(cancelled)
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
+        """Pass it on at once: what comes from peers does not wait for steps."""
+        self._runner.cancel_copies(cancelled)
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
         """What the runner holds that a scheduler may use; asked for when no step is under way."""

@@ -5,17 +5,18 @@ defaults, so that minor versions understand each other; a change that cannot be 
 ``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
 """
 
-from typing import Literal
-
 from msgspec import Struct
 
 from pagewise_shared.sampling import SamplingParams
 
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MAJOR = 2
+PROTOCOL_MINOR = 0
 
-DEVICE_TIER, HOST_TIER = 0, 1
-"""What a tier is called where a block of another executor is meant."""
+DEVICE, HOST = 0, 1
+"""The tiers of KV memory by their numbers, the nearest to the computing first."""
+
+TIER_NAMES = ("device", "host")
+"""What the tiers are called, by number."""
 
 
 class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
@@ -151,23 +152,25 @@ class StepResult(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """The copies that a step asked for have been made, all of one direction, and of one peer if they are fetches.
+    """One list of a step's copies has been made: that between these tiers, and from this peer if it is one of those.
+
+    If a step has several such lists, their confirmations come in the order of the plan.
 
     Fields:
-        direction: "store" (to the host), "load" (from the host) or "fetch" (from ``peer``, its block endpoint).
+        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: it was an own tier.
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
-        bad: of a load, host blocks whose content is not what was stored in them; of a fetch, device blocks that did
-            not arrive whole (int32 bytes).
+        bad: target blocks that do not hold what they should (int32 bytes): the source was spoiled, or did not arrive.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 
     epoch: int
     step: int
-    direction: Literal["store", "load", "fetch"]
+    source: int
+    target: int
+    peer: str = ""
     elapsed_us: int = 0
     bad: bytes = b""
     error: StepError | None = None
-    peer: str = ""
 
 
 class Heartbeat(Message, frozen=True):
@@ -253,43 +256,33 @@ class NewSequence(Piece, frozen=True):
     root: bytes = b""
 
 
-class Fetch(Piece, frozen=True):
-    """Copies of blocks of another executor.
+class RemoteTier(Piece, frozen=True):
+    """Another executor, from one of whose tiers blocks are copied.
 
     Fields:
-        peer: its block endpoint. epoch: its epoch; under another one it refuses.
-        step: it answers once it has begun this step, which may send the blocks to its host.
-        blocks: triples of tier (DEVICE_TIER or HOST_TIER) and block there, and own device block (int32 bytes).
-        key: the peer's public key (Z85 text), empty where connections have none.
+        endpoint: its block endpoint. epoch: its epoch; under another one it refuses.
+        step: it answers once it has begun this step, which may be what brings the blocks to the tier.
+        key: its public key (Z85 text), empty where connections have none.
     """
 
-    peer: str
+    endpoint: str
     epoch: int
-    step: int
-    blocks: bytes
+    step: int = 0
     key: str = ""
 
 
-class MemoryWork(Piece, frozen=True):
-    """Copies of blocks that a step asks for, in this order, and the rows that have got theirs.
+class BlockCopies(Piece, frozen=True):
+    """Copies of blocks from one tier to another, or inside the device.
 
     Fields:
-        stores: to the host (int32 bytes, pairs device block, host block). The device blocks are read before anything
-            else of this step or a later one writes them; the rest of the copy takes its time.
-        copies: on the device (int32 bytes, pairs source, destination), all sources read before any write, all done
-            before anything is computed.
-        loads: from the host (int32 bytes, pairs host block, device block). They may take longer than the step: nothing
-            reads or writes the device blocks until ``Copied`` has confirmed them. A load waits for earlier stores into
-            the same host block.
-        skips: (row, n): the row's first n tokens have their K and V now, computed or loaded.
-        fetches: from other executors, at most one of each; otherwise like loads.
+        source, target: numbers of tiers. pairs: source block and target block (int32 bytes).
+        peer: whose tier the source is; None: it is the executor's own.
     """
 
-    stores: bytes = b""
-    copies: bytes = b""
-    loads: bytes = b""
-    skips: tuple[tuple[int, int], ...] = ()
-    fetches: tuple[Fetch, ...] = ()
+    source: int
+    target: int
+    pairs: bytes
+    peer: RemoteTier | None = None
 
 
 class StepPlan(Message, frozen=True):
@@ -302,24 +295,31 @@ class StepPlan(Message, frozen=True):
 
     Fields:
         left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
-        memory: copies of blocks, None if there are none.
+        copies: of blocks, begun in this order. What leaves the device has been read when the next list is begun; the
+            rest of such a copy takes its time. Inside the device all sources are read before any target is written,
+            and all is done before anything is computed. What comes to the device may take longer than the step:
+            nothing reads or writes the targets until ``Copied`` has confirmed them. Whatever reads a block of another
+            tier waits for the copies asked for before that write it.
         joined: sequences that take a row.
         tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
             the block is added, before it takes the place of one with the same content.
+        computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
         chunks: (row, n): compute the row's next n known tokens.
     """
 
     epoch: int
     step: int
     left: tuple[int, ...] = ()
-    memory: MemoryWork | None = None
+    copies: tuple[BlockCopies, ...] = ()
     joined: tuple[NewSequence, ...] = ()
     tables: bytes = b""
+    computed: tuple[tuple[int, int], ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
 
 
-class CancelFetch(Message, frozen=True):
-    """What a step fetches from ``peer`` is not wanted any more, or will not come: confirm it now, the rest as bad."""
+class CancelCopies(Message, frozen=True):
+    """What a step copies from ``peer`` (a block endpoint) is not wanted any more, or will not come: confirm it now, and
+    what is missing as bad."""
 
     epoch: int
     step: int
@@ -333,7 +333,7 @@ class Drain(Message, frozen=True):
 
 
 FromExecutor = Hello | StepResult | Copied | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFetch | Drain
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | Drain
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 
@@ -341,8 +341,8 @@ FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelFet
 class ReadBlocks(Message, frozen=True):
     """Send me the content of these blocks: answered by ``Blocks`` and, if there is no error, the bytes.
 
-    ``number``: the asker's, repeated in the answer. ``epoch``, ``step``: as in ``Fetch``. ``blocks``: pairs tier, block
-    (int32 bytes).
+    ``number``: the asker's, repeated in the answer. ``epoch``, ``step``: as in ``RemoteTier``. ``blocks``: pairs tier,
+    block (int32 bytes).
     """
 
     number: int

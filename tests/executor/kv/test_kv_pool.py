@@ -6,7 +6,7 @@ import torch
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import FP8, KVPool, bytes_per_block
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import DEVICE_TIER
+from pagewise_shared.protocol import DEVICE
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 
@@ -55,4 +55,4 @@ def test_blocks_are_written_from_a_frame_that_may_only_be_read(device: torch.dev
     frame = bytes(number % 251 for number in range(2 * pool.bytes_per_block))
     rows = np.frombuffer(frame, np.uint8).reshape(2, -1)
     store.write(np.array([5, 1], np.int32), rows)
-    assert (store.read(np.array([[DEVICE_TIER, 5], [DEVICE_TIER, 1]], np.int32)) == rows).all()
+    assert (store.read(np.array([[DEVICE, 5], [DEVICE, 1]], np.int32)) == rows).all()

@@ -13,6 +13,7 @@ import torch
 import transformers
 import zmq
 from pagewise_executor.kv import block_server, peers
+from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.kv.block_server import FRAME_BYTES, WINDOW, BlockServer
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool
@@ -22,11 +23,11 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_shared.curve import Keys, public_file
 from pagewise_shared.protocol import (
+    DEVICE,
     Blocks,
     Copied,
-    Fetch,
     ReadBlocks,
-    StepPlan,
+    RemoteTier,
     decode_from_peer,
     encode,
     pack_int32s,
@@ -127,8 +128,8 @@ class Exchange:
         self.source, self.target = (KVPool(shapes, num_blocks, 4, torch.float32, cpu) for _ in range(2))
         self.content = np.random.default_rng(1).integers(0, 256, (num_blocks, self.source.bytes_per_block), np.uint8)
         self.source.scatter(np.arange(num_blocks, dtype=np.int32), self.content)
-        self.server = BlockServer(BlockStore(self.source, None), f"ipc://{tmp_path}/blocks", "", lender)
-        self.links = PeerLinks(BlockStore(self.target, None), borrower)
+        self.server = BlockServer(BlockStore(self.source, {}), f"ipc://{tmp_path}/blocks", "", lender)
+        self.links = PeerLinks(BlockStore(self.target, {}), borrower)
         self.done: list[Copied] = []
         self.reported = threading.Event()
         self.links.report = self._report
@@ -138,9 +139,9 @@ class Exchange:
         self.reported.set()
 
     def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "", key: str = "") -> None:
-        triples = [value for block in blocks for value in (0, block, self.num_blocks - 1 - block)]
-        plan = StepPlan(epoch=1, step=step)
-        self.links.fetch(plan, Fetch(peer or self.server.endpoint, epoch, 3, pack_int32s(triples), key))
+        pairs = np.array([(block, self.num_blocks - 1 - block) for block in blocks], np.int32)
+        remote = RemoteTier(peer or self.server.endpoint, epoch, 3, key)
+        self.links.begin(CopyJob(1, step, DEVICE, DEVICE, pairs, remote))
 
     def wait(self, seconds: float = 20.0) -> Copied:
         assert self.reported.wait(seconds)
@@ -163,7 +164,8 @@ def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatc
     exchange.server.begun(7, 3)
     exchange.fetch(list(range(40)))
     copied = exchange.wait()
-    assert (copied.direction, copied.step, copied.bad, copied.peer) == ("fetch", 1, b"", exchange.server.endpoint)
+    assert (copied.source, copied.target, copied.step, copied.bad) == (DEVICE, DEVICE, 1, b"")
+    assert copied.peer == exchange.server.endpoint
     arrived = exchange.target.gather(np.arange(63, 23, -1, dtype=np.int32))
     assert (arrived == exchange.content[:40]).all()
 

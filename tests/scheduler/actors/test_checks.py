@@ -8,6 +8,8 @@ from pagewise_scheduler.actors import offers
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
 from pagewise_scheduler.actors.offers import MAX_FLEET_BLOCKS, flaw_of_offer
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
     Copied,
     MeasuredCosts,
     PromptLogprobs,
@@ -85,8 +87,8 @@ def test_results_that_cannot_be(result: StepResult) -> None:
 
 
 def test_copies_that_cannot_be() -> None:
-    check_copies(Copied(1, 1, "load", 5, ONE))
-    for copied in (Copied(1, 1, "load", -5), Copied(1, 1, "load", 5, b"abc")):
+    check_copies(Copied(1, 1, HOST, DEVICE, "", 5, ONE))
+    for copied in (Copied(1, 1, HOST, DEVICE, "", -5), Copied(1, 1, HOST, DEVICE, "", 5, b"abc")):
         with pytest.raises(ImpossibleError):
             check_copies(copied)
 

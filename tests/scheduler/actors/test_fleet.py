@@ -12,15 +12,17 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
     PROTOCOL_MAJOR,
-    CancelFetch,
+    BlockCopies,
+    CancelCopies,
     Copied,
-    Fetch,
     Goodbye,
     Heartbeat,
-    MemoryWork,
     Refused,
     Rejoin,
+    RemoteTier,
     StepError,
     StepPlan,
     StepResult,
@@ -90,7 +92,7 @@ async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> No
         await stack.ready(1)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
         assert isinstance(await raw.receive(), StepPlan)
-        await raw.send(Copied(welcome.epoch, 1, "store", error=StepError("internal", "the link is broken")))
+        await raw.send(Copied(welcome.epoch, 1, DEVICE, HOST, error=StepError("internal", "the link is broken")))
         while not isinstance(answer := await raw.receive(), Welcome):
             assert isinstance(answer, StepPlan)
         assert answer.epoch > welcome.epoch
@@ -105,7 +107,7 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.engines
-        engine._expect_copies(1, MemoryWork(loads=b"12345678"), monotonic())
+        engine._expect_copies(1, BlockCopies(HOST, DEVICE, b"12345678"), monotonic())
         async with asyncio.timeout(10):
             while stack.engines:
                 await raw.send(Heartbeat(welcome.epoch))
@@ -119,15 +121,15 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.engines
-        fetch = Fetch("ipc://peer", 1, 0, b"123456781234")
+        fetch = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
         began = monotonic()
-        engine._expect_copies(7, MemoryWork(fetches=(fetch,)), began - 4.5)
+        engine._expect_copies(7, fetch, began - 4.5)
         async with asyncio.timeout(10):
-            while not isinstance(message := await raw.receive(), CancelFetch):
+            while not isinstance(message := await raw.receive(), CancelCopies):
                 await raw.send(Heartbeat(welcome.epoch))
             assert (message.step, message.peer, monotonic() - began > 0.5) == (7, "ipc://peer", True)
             if confirms:
-                await raw.send(Copied(welcome.epoch, 7, "fetch", bad=b"1234", peer="ipc://peer"))
+                await raw.send(Copied(welcome.epoch, 7, DEVICE, DEVICE, bad=b"1234", peer="ipc://peer"))
                 while engine.oldest_copy_time is not None:
                     await asyncio.sleep(0.01)
             began = monotonic()

@@ -11,6 +11,8 @@ from pagewise_scheduler.actors.offers import MAX_EXECUTORS, MAX_FLEET_BLOCKS, mi
 from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
     Copied,
     Goodbye,
     Heartbeat,
@@ -195,7 +197,7 @@ async def test_messages_of_an_earlier_life_count_for_nothing(folder: Path) -> No
         assert isinstance(plan, StepPlan)
         for old in (epoch - 1, 0, 1 << 60):
             await raw.send(StepResult(old, plan.step, b"\0\0\0\0"))
-            await raw.send(Copied(old, plan.step, "load"))
+            await raw.send(Copied(old, plan.step, HOST, DEVICE))
         async with asyncio.timeout(5):
             while stack.dropped("stale_epoch") < 6:
                 await asyncio.sleep(0.01)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from pagewise_shared.block_hash import BlockHash, block_hash
 from pagewise_shared.protocol import (
-    DEVICE_TIER,
+    DEVICE,
+    HOST,
+    BlockCopies,
     Copied,
-    Fetch,
-    MemoryWork,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -51,14 +51,16 @@ class Row:
 
 
 class CheckingExecutor:
-    """``spoil``: host blocks whose next load is reported bad. ``elapsed_us``: what copies are said to take.
+    """``tiers``: what lies in the blocks of each tier. ``spoil``: host blocks whose next load is reported bad.
+    ``elapsed_us``: what copies are said to take.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
     others that it fetches from, by endpoint; ``epoch``: under which it lends.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        self.num_blocks, self.block_size, self.num_host_blocks = num_blocks, block_size, num_host_blocks
+        self.num_blocks = {DEVICE: num_blocks, HOST: num_host_blocks}
+        self.block_size = block_size
         self.spoil: set[int] = set()
         self.elapsed_us = 100
         self.early_loads = False
@@ -68,22 +70,33 @@ class CheckingExecutor:
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
         if not keeps_blocks:
-            self.blocks: dict[int, Content] = {}
-            self.host: dict[int, Content] = {}
+            self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
         self.epoch = epoch
         self.rows: dict[int, Row] = {}
         self.decoding: dict[int, None] = {}
         self.last_step = 0
-        self.copying: list[Copied] = []
-        self.loads: dict[int, list[tuple[int, int]]] = {}
-        self.fetches: dict[tuple[int, str], Fetch] = {}
+        self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
         self.num_fetched = 0
         self.num_computed = self.num_stored = self.num_loaded = 0
+
+    @property
+    def blocks(self) -> dict[int, Content]:
+        return self.tiers[DEVICE]
+
+    @property
+    def host(self) -> dict[int, Content]:
+        return self.tiers[HOST]
+
+    @property
+    def arriving(self) -> set[int]:
+        """Blocks of the device that copies are under way to."""
+        return {target for _, copies in self.copying if copies.target == DEVICE for _, target in pairs(copies.pairs)}
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
-        self._copy(plan, plan.memory or MemoryWork())
+        for copies in plan.copies:
+            self._copy(plan, copies)
         for row in plan.left:
             del self.rows[row]
             self.decoding.pop(row, None)
@@ -98,13 +111,13 @@ class CheckingExecutor:
             )
         changes = unpack_int32s(plan.tables).tolist()
         for row, index, block in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
-            assert 0 <= block < self.num_blocks
+            assert 0 <= block < self.num_blocks[DEVICE]
             assert 0 <= index <= len(self.rows[row].blocks)
             self.rows[row].blocks[index : index + 1] = [block]
         for row_held in self.rows.values():
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)
-        for row, computed in (plan.memory or MemoryWork()).skips:
+        for row, computed in plan.computed:
             assert computed >= self.rows[row].computed
             self.rows[row].computed = computed
             self._check(self.rows[row])
@@ -135,35 +148,41 @@ class CheckingExecutor:
         """Make the oldest copies that are under way and tell of them."""
         done, self.copying = self.copying[:count], self.copying[count:]
         messages = []
-        for message in done:
-            bad = []
-            if message.direction == "load":
-                for source, target in self.loads.pop(message.step):
-                    if source in self.spoil:
-                        bad.append(source)
-                        self.spoil.discard(source)
-                    elif not self.early_loads:
-                        self.blocks[target] = dict(self.host[source])
-                    self.num_loaded += 1
-            elif message.direction == "fetch":
-                bad = self._fetch(self.fetches.pop((message.step, message.peer)))
+        for plan, copies in done:
+            bad: list[int] = []
+            if copies.peer is not None:
+                bad = self._fetch(copies)
+            elif copies.target == DEVICE:
+                bad = self._load(copies)
+            peer = copies.peer.endpoint if copies.peer is not None else ""
             messages.append(
-                Copied(
-                    message.epoch, message.step, message.direction, self.elapsed_us, pack_int32s(bad), peer=message.peer
-                )
+                Copied(plan.epoch, plan.step, copies.source, copies.target, peer, self.elapsed_us, pack_int32s(bad))
             )
         return messages
 
-    def _fetch(self, fetch: Fetch) -> list[int]:
+    def _load(self, copies: BlockCopies) -> list[int]:
+        """Copy blocks to the device; returns those that do not hold what they should."""
+        bad, spoiled = [], set()
+        for source, target in pairs(copies.pairs):
+            if copies.source == HOST and source in self.spoil:
+                bad.append(target)
+                spoiled.add(source)
+            elif not self.early_loads:
+                self.blocks[target] = dict(self.tiers[copies.source][source])
+            self.num_loaded += 1
+        self.spoil -= spoiled
+        return bad
+
+    def _fetch(self, copies: BlockCopies) -> list[int]:
         """Copy a peer's blocks as they are now; returns the own blocks that stay empty."""
-        triples = _triples(fetch)
-        peer = self.peers.get(fetch.peer)
-        if peer is None or peer.epoch != fetch.epoch:
-            return [target for _, _, target in triples]
-        assert peer.last_step >= fetch.step
-        for tier, source, target in triples:
-            held = peer.blocks if tier == DEVICE_TIER else peer.host
-            assert source in held, (tier, source)
+        assert copies.peer is not None
+        peer = self.peers.get(copies.peer.endpoint)
+        if peer is None or peer.epoch != copies.peer.epoch:
+            return [target for _, target in pairs(copies.pairs)]
+        assert peer.last_step >= copies.peer.step
+        for source, target in pairs(copies.pairs):
+            held = peer.tiers[copies.source]
+            assert source in held, (copies.source, source)
             content = held[source]
             assert len(content) == self.block_size, "a block that is not full is lent"
             self.blocks[target] = dict(content)
@@ -172,9 +191,8 @@ class CheckingExecutor:
 
     def inventory(self) -> tuple[dict[BlockHash, int], dict[BlockHash, int]]:
         """What the full blocks on the device and on the host are called."""
-        under_way = {target for transfer in self.loads.values() for _, target in transfer}
-        under_way |= {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
-        device = {block: content for block, content in self.blocks.items() if block not in under_way}
+        arriving = self.arriving
+        device = {block: content for block, content in self.blocks.items() if block not in arriving}
         return self._named(device), self._named(self.host)
 
     def _named(self, blocks: dict[int, Content]) -> dict[BlockHash, int]:
@@ -193,42 +211,43 @@ class CheckingExecutor:
             names[name] = block
         return names
 
-    def _copy(self, plan: StepPlan, work: MemoryWork) -> None:
-        under_way = {block for transfer in self.loads.values() for pair in transfer for block in pair[1:]}
-        arriving = {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
-        for source, target in pairs(work.stores):
-            assert 0 <= target < self.num_host_blocks
-            assert target not in {pair[0] for transfer in self.loads.values() for pair in transfer}
-            assert source not in under_way
-            assert source not in arriving
-            assert len(self.blocks[source]) == self.block_size, "a block that is not full goes to the host"
-            self.host[target] = dict(self.blocks[source])
+    def _copy(self, plan: StepPlan, copies: BlockCopies) -> None:
+        """Begin a list of copies. Those to the device are made when they are told of, the others at once."""
+        for source, target in pairs(copies.pairs):
+            assert 0 <= target < self.num_blocks[copies.target]
+            if copies.peer is None:
+                assert source in self.tiers[copies.source] or copies.source == copies.target
+                assert copies.source != DEVICE or source not in self.arriving
+        if copies.peer is None and copies.source == copies.target == DEVICE:
+            read = {target: dict(self.blocks.get(source, {})) for source, target in pairs(copies.pairs)}
+            self.blocks.update(read)
+            return
+        if copies.target != DEVICE:
+            self._store(copies)
+        elif copies.peer is None and self.early_loads:
+            for source, target in pairs(copies.pairs):
+                self.blocks[target] = dict(self.tiers[copies.source][source])
+        self.copying.append((plan, copies))
+
+    def _store(self, copies: BlockCopies) -> None:
+        read = {
+            source for _, other in self.copying if _loads_from(other, copies.target) for source, _ in pairs(other.pairs)
+        }
+        for source, target in pairs(copies.pairs):
+            assert target not in read, "a block is written that is being loaded"
+            content = self.tiers[copies.source][source]
+            assert len(content) == self.block_size, "a block that is not full leaves its tier"
+            self.tiers[copies.target][target] = dict(content)
             self.num_stored += 1
-        if work.stores:
-            self.copying.append(Copied(plan.epoch, plan.step, "store"))
-        read = {target: dict(self.blocks.get(source, {})) for source, target in pairs(work.copies)}
-        self.blocks.update(read)
-        for fetch in work.fetches:
-            self.fetches[plan.step, fetch.peer] = fetch
-            self.copying.append(Copied(plan.epoch, plan.step, "fetch", peer=fetch.peer))
-        if work.loads:
-            self.loads[plan.step] = pairs(work.loads)
-            self.copying.append(Copied(plan.epoch, plan.step, "load"))
-            for source, target in self.loads[plan.step]:
-                assert source in self.host
-                assert 0 <= target < self.num_blocks
-                if self.early_loads:
-                    self.blocks[target] = dict(self.host[source])
 
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)
-        under_way = {target for transfer in self.loads.values() for _, target in transfer}
-        under_way |= {target for fetch in self.fetches.values() for _, _, target in _triples(fetch)}
+        arriving = self.arriving
         self.num_computed += size
         for position in range(row.computed, row.computed + size):
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             assert self.holders[block] == 1, "a shared block is written"
-            assert block not in under_way, "a block is written that is being loaded"
+            assert block not in arriving, "a block is written that is being loaded"
             self.blocks.setdefault(block, {})[position % self.block_size] = (
                 row.root,
                 tuple(row.tokens[: position + 1]),
@@ -246,7 +265,5 @@ class CheckingExecutor:
             assert held == (row.root, tuple(row.tokens[: position + 1])), "this block holds something else"
 
 
-def _triples(fetch: Fetch) -> list[tuple[int, int, int]]:
-    """Tier and block of the peer, own block."""
-    values = unpack_int32s(fetch.blocks).tolist()
-    return list(zip(values[::3], values[1::3], values[2::3], strict=True))
+def _loads_from(copies: BlockCopies, tier: int) -> bool:
+    return copies.peer is None and copies.source == tier and copies.target == DEVICE

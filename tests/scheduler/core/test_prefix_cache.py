@@ -10,7 +10,7 @@ from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import block_hash, root_hash
-from pagewise_shared.protocol import StepPlan, unpack_int32s
+from pagewise_shared.protocol import DEVICE, StepPlan
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
@@ -130,8 +130,9 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_one_block_each(prompt:
     request = create_request(prompt=prompt, max_tokens=6, n=4)
     scheduler.add(request)
     plans = run_recorded(scheduler, executor)
-    copies = [pair for plan in plans if plan.memory for pair in unpack_int32s(plan.memory.copies).tolist()]
-    assert len(copies) // 2 == (3 if (prompt - 1) % 4 else 0)
+    copies = [copies for plan in plans for copies in plan.copies]
+    assert all(copies.source == copies.target == DEVICE for copies in copies)
+    assert sum(len(copies.pairs) // 8 for copies in copies) == (3 if (prompt - 1) % 4 else 0)
     assert sum(size for plan in plans for _, size in plan.chunks) == prompt + 3
     assert all(sequence.output_token_ids == expected_tokens(request) for sequence in request.sequences)
     assert_all_free(scheduler)

@@ -1,14 +1,15 @@
 """Reads and writes the content of blocks by tier and block id, for the exchange with other executors."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
+from pagewise_shared.protocol import DEVICE
 
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.kv.block_copies import Tier
 from pagewise_executor.kv.kv_pool import KVPool
 
 BlockBytes = npt.NDArray[np.uint8]
@@ -16,32 +17,36 @@ BlockBytes = npt.NDArray[np.uint8]
 
 
 class BlockStore:
-    """Reads and writes whole blocks while steps run. The caller makes sure that no step writes to them meanwhile."""
+    """Reads and writes whole blocks while steps run. The caller makes sure that no step writes to them meanwhile.
 
-    def __init__(self, pool: KVPool, host: HostTier | None) -> None:
+    ``tiers``: those below the device, by number.
+    """
+
+    def __init__(self, pool: KVPool, tiers: Mapping[int, Tier]) -> None:
         self.bytes_per_block = pool.bytes_per_block
-        self._pool, self._host = pool, host
+        self._pool, self._tiers = pool, tiers
         self._cuda = pool.device.type == "cuda"
 
     def has(self, places: Int32s) -> bool:
-        """Whether ``places`` [n, 2] (tier, block) are all in one of the pools."""
-        tiers, blocks = places[:, 0], places[:, 1]
-        sizes = np.array([self._pool.num_blocks, self._host.num_blocks if self._host is not None else 0])
-        if not np.isin(tiers, (DEVICE_TIER, HOST_TIER)).all():
-            return False
-        return bool(((blocks >= 0) & (blocks < sizes[tiers])).all())
+        """Whether ``places`` [n, 2] (tier, block) are all in one of the tiers."""
+        for tier in np.unique(places[:, 0]).tolist():
+            blocks = places[places[:, 0] == tier, 1]
+            held = self._pool if tier == DEVICE else self._tiers.get(tier)
+            if held is None or blocks.min() < 0 or blocks.max() >= held.num_blocks:
+                return False
+        return True
 
     def read(self, places: Int32s) -> BlockBytes:
-        """Return the content of ``places`` [n, 2] (tier, block). Waits for copies to the host that were asked for."""
+        """Return the content of ``places`` [n, 2] (tier, block). Waits for copies there that were asked for."""
         rows = np.empty((len(places), self.bytes_per_block), np.uint8)
-        on_device = places[:, 0] == DEVICE_TIER
-        if on_device.any():
+        for tier in np.unique(places[:, 0]).tolist():
+            here = places[:, 0] == tier
+            if tier != DEVICE:
+                rows[here] = self._tiers[tier].read(places[here, 1].tolist())
+                continue
             with torch.inference_mode(), self._stream():
-                gathered: Any = self._pool.gather(places[on_device, 1])
-                rows[on_device] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
-        if not on_device.all():
-            assert self._host is not None
-            rows[~on_device] = self._host.read(places[~on_device, 1].tolist())
+                gathered: Any = self._pool.gather(places[here, 1])
+                rows[here] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
         return rows
 
     def write(self, blocks: Int32s, rows: BlockBytes, after: "torch.cuda.Event | None" = None) -> None:

@@ -10,8 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,9 +21,9 @@ import torch
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import Copied, StepError, StepPlan, pack_int32s
+from pagewise_shared.protocol import HOST, Copied, StepError
 
-from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.block_copies import CopyJob, Pairs
 from pagewise_executor.kv.checksum import checksum
 from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
@@ -49,15 +48,14 @@ class _Staging:
 
 @dataclass(slots=True)
 class _Job:
-    """Copies of one step in one direction, or a part of them: only the ``last`` is told of.
+    """A list of copies, or ``pairs`` that are a part of it: only the ``last`` is told of. ``copies`` None: a barrier.
 
     ``staged`` [n, block bytes]: what a store has read from the device, ``names`` [n] what it is called, if that is
     known. ``staging``: where it lies, if that is to be given back.
     """
 
-    plan_epoch: int
-    step: int
-    pairs: Int32s
+    copies: CopyJob | None
+    pairs: Pairs
     staged: Raw = None
     staging: _Staging | None = None
     names: list[BlockHash | None] = field(default_factory=list)
@@ -72,11 +70,17 @@ class HostTier:
 
     ``bandwidth``: bytes per second that each direction is held to, None for what the machine gives. ``verify``: keep a
     checksum of every block that is stored, and check what arrives on the device against it. What another process has
-    left in the memory is checked in any case.
+    left in the memory is checked in any case. ``keep_memory``: leave it to the next process, if it outlives this one.
     """
 
     def __init__(
-        self, pool: KVPool, memory: HostMemory, *, bandwidth: float | None = None, verify: bool = False
+        self,
+        pool: KVPool,
+        memory: HostMemory,
+        *,
+        bandwidth: float | None = None,
+        verify: bool = False,
+        keep_memory: bool = True,
     ) -> None:
         self.memory = memory
         self.num_blocks = memory.num_blocks
@@ -85,6 +89,7 @@ class HostTier:
         self._pool = pool
         self._bandwidth = bandwidth
         self._verify = verify
+        self._keep_memory = keep_memory
         self._cuda = pool.device.type == "cuda"
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
         self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
@@ -105,23 +110,28 @@ class HostTier:
         copies that have begun."""
         self._epoch = epoch
         for inbox in self._inboxes.values():
-            barrier = _Job(epoch, -1, np.zeros((0, 2), np.int32))
+            barrier = _Job(None, np.zeros((0, 2), np.int32))
             inbox.put(barrier)
             barrier.done.result()
         if not keep:
             self.memory.clear()
         self._last_store = None
 
-    def store(self, plan: StepPlan, pairs: Int32s, names: ReadOnlyList[BlockHash | None] = ()) -> None:
-        """Begin a step's copies to the host, ``pairs`` [n, 2] of device block and host block, ``names`` of the content.
+    def begin(self, job: CopyJob) -> None:
+        """Begin copies between the host and the device."""
+        if job.target == HOST:
+            self._begin_store(job)
+        else:
+            self._inboxes["load"].put(_Job(job, job.pairs, after=self._last_store, ready=self._event()))
 
-        When this returns, the device blocks have been read as far as the device's own order goes.
-        """
+    def _begin_store(self, copies: CopyJob) -> None:
+        """When this returns, the device blocks have been read as far as the device's own order goes."""
+        pairs = copies.pairs
         size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            own = list(names[start : start + size]) or [None] * len(part)
-            job = _Job(plan.epoch, plan.step, part, names=own, last=start + size >= len(pairs))
+            own = list(copies.names[start : start + size]) or [None] * len(part)
+            job = _Job(copies, part, names=own, last=start + size >= len(pairs))
             if self._cuda:
                 job.staging = staging = self._stagings.get()
                 if staging.copied is not None:
@@ -133,14 +143,6 @@ class HostTier:
             job.ready = self._event()
             self._last_store = job.done
             self._inboxes["store"].put(job)
-
-    def load(self, plan: StepPlan, pairs: Int32s) -> None:
-        """Begin a step's copies from the host, ``pairs`` [n, 2] of host block and device block.
-
-        They come after whatever the device has been given so far.
-        """
-        if len(pairs):
-            self._inboxes["load"].put(_Job(plan.epoch, plan.step, pairs, after=self._last_store, ready=self._event()))
 
     def names(self) -> dict[int, BlockHash]:
         """What lies here, by block hash, once the stores that were asked for before are done."""
@@ -165,6 +167,11 @@ class HostTier:
                 raise OSError(f"block {slot} of the host is not what was stored there")
         return rows
 
+    def close(self) -> None:
+        """Leave nothing behind that nobody is meant to find."""
+        if not self._keep_memory:
+            self.memory.close()
+
     def _is_sound(self, slot: int) -> bool:
         """Whether a block that another process wrote is whole; others are taken to be."""
         memory = self.memory
@@ -184,19 +191,20 @@ class HostTier:
         while True:
             job = inbox.get()
             try:
-                if job.step >= 0 and job.plan_epoch == self._epoch:
+                if job.copies is not None and job.copies.epoch == self._epoch:
                     with torch.inference_mode(), torch.cuda.stream(stream):
-                        self._do(direction, job, stream)
+                        self._do(direction, job.copies, job, stream)
             except Exception as error:
-                log.exception("a %s of step %d failed", direction, job.step)
+                assert job.copies is not None
+                log.exception("a %s of step %d failed", direction, job.copies.step)
                 self._elapsed[direction] = 0.0
-                self._tell(direction, job, 0, error=StepError("internal", str(error)[:500]))
+                self.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
             finally:
                 if job.staging is not None:
                     self._stagings.put(job.staging)
                 job.done.set_result(None)
 
-    def _do(self, direction: Direction, job: _Job, stream: "torch.cuda.Stream | None") -> None:
+    def _do(self, direction: Direction, copies: CopyJob, job: _Job, stream: "torch.cuda.Stream | None") -> None:
         if job.after is not None:
             job.after.result()
         if stream is not None and job.ready is not None:
@@ -211,19 +219,14 @@ class HostTier:
         else:
             for start in range(0, len(job.pairs), self._piece):
                 part = job.pairs[start : start + self._piece]
-                bad += self._load(part[:, 0].tolist(), part[:, 1], stream)
+                bad += self._load(part, stream)
         if self._bandwidth:
             wanted = len(job.pairs) * self._pool.bytes_per_block / self._bandwidth
             time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
         self._elapsed[direction] += time.perf_counter() - began
         if job.last:
             elapsed, self._elapsed[direction] = self._elapsed[direction], 0.0
-            self._tell(direction, job, int(elapsed * 1e6), bad)
-
-    def _tell(
-        self, direction: Direction, job: _Job, elapsed_us: int, bad: Iterable[int] = (), error: StepError | None = None
-    ) -> None:
-        self.report(Copied(job.plan_epoch, job.step, direction, elapsed_us, pack_int32s(list(bad)), error))
+            self.report(copies.confirmed(elapsed, bad))
 
     def _store(self, job: _Job, stream: "torch.cuda.Stream | None") -> None:
         memory, slots = self.memory, job.pairs[:, 1].tolist()
@@ -238,19 +241,21 @@ class HostTier:
             checksum = _checksum(row if self._verify else memory.slot(slot)) if summed else 0
             memory.keep(slot, name, checksum)
 
-    def _load(self, slots: list[int], blocks: Int32s, stream: "torch.cuda.Stream | None") -> list[int]:
+    def _load(self, pairs: Pairs, stream: "torch.cuda.Stream | None") -> list[int]:
+        """Copy blocks to the device; returns the device blocks that do not hold what they should."""
+        slots, blocks = pairs[:, 0].tolist(), pairs[:, 1]
         staged = self._pool.staging(len(slots))
-        unsound = [slot for slot in slots if not self._is_sound(slot)]
+        sound = [self._is_sound(slot) for slot in slots]
         for row, slot in zip(staged, slots, strict=True):
             _copy(row, self.memory.slot(slot))
         self._pool.scatter(blocks, staged)
         if stream is not None:
             stream.synchronize()
-        if not self._verify:
-            return unsound
-        arrived = self._pool.gather(blocks)
-        memory = self.memory
-        return [slot for row, slot in zip(arrived, slots, strict=True) if _checksum(row) != memory.checksum(slot)]
+        if self._verify:
+            arrived = self._pool.gather(blocks)
+            memory = self.memory
+            sound = [_checksum(row) == memory.checksum(slot) for row, slot in zip(arrived, slots, strict=True)]
+        return [block for block, is_sound in zip(blocks.tolist(), sound, strict=True) if not is_sound]
 
 
 def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str) -> HostTier | None:
@@ -279,7 +284,7 @@ def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, co
     if memory is None:
         memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
     bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None
-    tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies)
+    tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies, keep_memory=config.keep_host_memory)
     log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
     return tier
 

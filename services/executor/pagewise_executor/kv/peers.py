@@ -18,9 +18,10 @@ import numpy as np
 import zmq
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Blocks, Copied, Fetch, ReadBlocks, StepPlan, decode_from_peer, encode, pack_int32s
+from pagewise_shared.protocol import Blocks, Copied, ReadBlocks, RemoteTier, decode_from_peer, encode
 
 from pagewise_executor.input_batch import Int32s
+from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.kv.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
 from pagewise_executor.kv.block_store import BlockBytes, BlockStore
 from pagewise_executor.kv.checksum import checksum
@@ -37,15 +38,19 @@ _MOST_UNWANTED = 1024
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What one step fetches from one peer: ``places`` [n, 2] (tier, block) there, into own device ``blocks`` [n]."""
+    """What one step fetches from one tier of a peer: ``places`` [n, 2] (tier, block) there, into own device ``blocks``
+    [n]."""
 
-    epoch: int
-    step: int
-    fetch: Fetch
+    copies: CopyJob
+    peer: RemoteTier
     places: Int32s
     blocks: Int32s
     after: Any
     cancelled: bool = False
+
+    def is_of(self, epoch: int, step: int, endpoint: str) -> bool:
+        """Whether that step asked for it there."""
+        return (self.copies.epoch, self.copies.step, self.peer.endpoint) == (epoch, step, endpoint)
 
 
 class PeerLinks:
@@ -62,17 +67,19 @@ class PeerLinks:
         self._begun = (-1, -1)
         self._unwanted: set[tuple[int, int, str]] = set()
 
-    def fetch(self, plan: StepPlan, fetch: Fetch) -> None:
-        """Begin a step's copies from one peer. They come after whatever the device has been given so far."""
-        triples = np.frombuffer(fetch.blocks, np.int32).reshape(-1, 3)
-        job = _Job(plan.epoch, plan.step, fetch, triples[:, :2].copy(), triples[:, 2].copy(), self._store.event())
+    def begin(self, copies: CopyJob) -> None:
+        """Begin a step's copies from one tier of a peer. They come after whatever the device has been given so far."""
+        peer, pairs = copies.peer, copies.pairs
+        assert peer is not None
+        places = np.stack([np.full(len(pairs), copies.source, np.int32), pairs[:, 0]], axis=1)
+        job = _Job(copies, peer, places, pairs[:, 1].copy(), self._store.event())
         with self._lock:
-            job.cancelled = (plan.epoch, plan.step, fetch.peer) in self._unwanted
+            job.cancelled = (copies.epoch, copies.step, peer.endpoint) in self._unwanted
             self._jobs.add(job)
-            link = self._links.get(fetch.peer)
+            link = self._links.get(peer.endpoint)
             if link is None:
-                link = self._links[fetch.peer] = _Link(fetch.peer, self)
-                threading.Thread(target=link.run, name=f"fetch {fetch.peer}", daemon=True).start()
+                link = self._links[peer.endpoint] = _Link(peer.endpoint, self)
+                threading.Thread(target=link.run, name=f"fetch {peer.endpoint}", daemon=True).start()
             link.inbox.put(job)
 
     def begun(self, epoch: int, step: int) -> None:
@@ -90,7 +97,7 @@ class PeerLinks:
             if (epoch, step) > self._begun and len(self._unwanted) < _MOST_UNWANTED:
                 self._unwanted.add((epoch, step, peer))
             for job in self._jobs:
-                if (job.epoch, job.step, job.fetch.peer) == (epoch, step, peer):
+                if job.is_of(epoch, step, peer):
                     job.cancelled = True
 
     def reset(self) -> None:
@@ -113,7 +120,7 @@ class PeerLinks:
         with self._lock:
             self._jobs.discard(job)
             self._lock.notify_all()
-        self.report(Copied(job.epoch, job.step, "fetch", int(elapsed * 1e6), pack_int32s(bad), peer=job.fetch.peer))
+        self.report(job.copies.confirmed(elapsed, bad))
 
     def _retire(self, link: "_Link") -> bool:
         """A link that has been idle ends, unless it was given something this moment."""
@@ -191,10 +198,10 @@ class _Link:
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _ENVELOPE_BYTES)
             if self.owner._keys is not None:
-                self.owner._keys.secure_client(self.socket, job.fetch.key.encode())
+                self.owner._keys.secure_client(self.socket, job.peer.key.encode())
             self.socket.connect(self.peer)
         self.number += 1
-        request = ReadBlocks(self.number, job.fetch.epoch, job.fetch.step, job.places[part].tobytes())
+        request = ReadBlocks(self.number, job.peer.epoch, job.peer.step, job.places[part].tobytes())
         self.socket.send(encode(request))
         return self.number
 
@@ -256,12 +263,14 @@ class Peers:
         self._server.begun(epoch, 0)
         self._links.reset()
 
-    def begin(self, plan: StepPlan) -> None:
-        """A step is being issued: its copies to the host are on their way, its fetches begin."""
-        self._server.begun(plan.epoch, plan.step)
-        for fetch in plan.memory.fetches if plan.memory is not None else ():
-            self._links.fetch(plan, fetch)
-        self._links.begun(plan.epoch, plan.step)
+    def begin(self, job: CopyJob) -> None:
+        """Begin a step's copies from one tier of a peer."""
+        self._links.begin(job)
+
+    def begun(self, epoch: int, step: int) -> None:
+        """All copies of the steps up to this one have been begun: peers may read what they bring to a tier."""
+        self._server.begun(epoch, step)
+        self._links.begun(epoch, step)
 
     def cancel(self, epoch: int, step: int, peer: str) -> None:
         """What that step fetches from there is not wanted any more."""

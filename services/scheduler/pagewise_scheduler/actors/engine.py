@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import CancelFetch, Copied, Hello, MemoryWork, Message, StepResult, Welcome
+from pagewise_shared.protocol import BlockCopies, CancelCopies, Copied, Hello, Message, StepResult, Welcome
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -84,7 +84,7 @@ class Engine:
         self.scheduler = scheduler
         self.life = Life.SERVING
         self.oldest_step_time: float | None = None
-        self._due_copies: dict[tuple[int, str, str], float] = {}
+        self._due_copies: dict[tuple[int, int, int, str], float] = {}
         self._link = link
         self._agenda = agenda
         self._metrics = metrics
@@ -159,8 +159,8 @@ class Engine:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
-                if plan.memory is not None:
-                    self._expect_copies(plan.step, plan.memory, now)
+                for copies in plan.copies:
+                    self._expect_copies(plan.step, copies, now)
                 self._send(plan)
         self._cancel_fetches()
         self._watch.report()
@@ -204,7 +204,7 @@ class Engine:
                 f"copies of step {copied.step} failed: {printable(copied.error.message)}", blame_step=False
             )
             return
-        self._due_copies.pop((copied.step, copied.direction, copied.peer), None)
+        self._due_copies.pop((copied.step, copied.source, copied.target, copied.peer), None)
         try:
             self.scheduler.copied(copied)
         except ProtocolError as error:
@@ -286,27 +286,22 @@ class Engine:
         cancelled = self.scheduler.recoveries.cancelled
         while cancelled:
             step, peer = cancelled.pop()
-            self._link.send(CancelFetch(self.scheduler.epoch, step, peer))
+            self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
 
-    def _expect_copies(self, step: int, work: MemoryWork, now: float) -> None:
-        costs, pool = self.scheduler.costs, self.scheduler.kv.pool
-        if work.loads:
-            seconds = costs.load.seconds(costs.load.num_loading)
-            self._due_copies[step, "load", ""] = now + 4 * seconds
-        if work.stores:
-            self._due_copies[step, "store", ""] = now + 4 * costs.store.predict(1, pool.host.num_storing)
-        for fetch in work.fetches:
-            link = costs.link(fetch.peer)
-            self._due_copies[step, "fetch", fetch.peer] = now + _FETCH_GRACE + 4 * link.seconds(link.num_loading)
+    def _expect_copies(self, step: int, copies: BlockCopies, now: float) -> None:
+        peer = copies.peer.endpoint if copies.peer is not None else ""
+        if peer or copies.source != copies.target:  # those inside the device are done with the step
+            seconds = 4 * self.scheduler.recoveries.copy_seconds(copies)
+            self._due_copies[step, copies.source, copies.target, peer] = now + (_FETCH_GRACE if peer else 0.0) + seconds
 
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
-        for (step, direction, peer), due in self._due_copies.items():
-            if direction == "fetch" and due < now:
+        for (step, _, _, peer), due in self._due_copies.items():
+            if peer and due < now:
                 self._complaints.warning(
                     "%s: a fetch from %s takes too long, cancelling it", self.executor_id, printable(peer)
                 )
-                self._link.send(CancelFetch(self.scheduler.epoch, step, peer))
+                self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
 
     def peer_lost(self, endpoint: str) -> None:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""

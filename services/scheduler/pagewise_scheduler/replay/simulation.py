@@ -5,13 +5,12 @@ Nothing is computed. The scheduler is the one that serves; only the executor, th
 
 import heapq
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Literal
 
-from pagewise_shared.protocol import Copied, StepPlan, StepResult, pack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
@@ -100,7 +99,7 @@ class SimulatedExecutor:
         self._costs = costs
         self._at = at
         self._depth = depth
-        self._free_at = {"step": 0.0, "store": 0.0, "load": 0.0, "fetch": 0.0}
+        self._free_at: dict[Hashable, float] = {}
 
     def plan(self, now: float) -> bool:
         """Plan steps as far ahead as allowed; returns whether any was."""
@@ -126,25 +125,33 @@ class SimulatedExecutor:
         tokens = pack_int32s([0] * len(step.sampled))
         result = StepResult(plan.epoch, plan.step, tokens, elapsed_us=max(1, int(seconds * 1e6)))
         self._at(self._occupy("step", seconds, now), self, result)
-        if plan.memory is None:
-            return
-        direction: Literal["store", "load"]
-        for direction, data, setup, block in (
-            ("store", plan.memory.stores, costs.prefill.store_setup, costs.prefill.store_block),
-            ("load", plan.memory.loads, costs.prefill.load_setup, costs.prefill.load_block),
-        ):
-            if data:
-                seconds = setup + len(data) // 8 * block
-                copied = Copied(plan.epoch, plan.step, direction, max(1, int(seconds * 1e6)))
-                self._at(self._occupy(direction, seconds, now), self, copied)
-        for fetch in plan.memory.fetches:
-            seconds = costs.prefill.fetch_setup + len(fetch.blocks) // 12 * costs.prefill.fetch_block
-            copied = Copied(plan.epoch, plan.step, "fetch", max(1, int(seconds * 1e6)), peer=fetch.peer)
-            self._at(self._occupy("fetch", seconds, now), self, copied)
+        for copies in between_tiers(plan):
+            seconds = self._copy_seconds(copies)
+            link = "peers" if copies.peer is not None else (copies.source, copies.target)
+            self._at(self._occupy(link, seconds, now), self, confirmation(plan, copies, max(1, int(seconds * 1e6))))
 
-    def _occupy(self, resource: str, seconds: float, now: float) -> float:
-        end = self._free_at[resource] = max(now, self._free_at[resource]) + seconds
+    def _copy_seconds(self, copies: BlockCopies) -> float:
+        costs, num_blocks = self._costs.prefill, len(copies.pairs) // 8
+        if copies.peer is not None:
+            return costs.fetch_setup + num_blocks * costs.fetch_block
+        if copies.target == DEVICE:
+            return costs.load_setup + num_blocks * costs.load_block
+        return costs.store_setup + num_blocks * costs.store_block
+
+    def _occupy(self, resource: Hashable, seconds: float, now: float) -> float:
+        end = self._free_at[resource] = max(now, self._free_at.get(resource, 0.0)) + seconds
         return end
+
+
+def between_tiers(plan: StepPlan) -> list[BlockCopies]:
+    """Those of a plan's copies that are confirmed: all but the ones inside the device."""
+    return [copies for copies in plan.copies if copies.peer is not None or copies.source != copies.target]
+
+
+def confirmation(plan: StepPlan, copies: BlockCopies, elapsed_us: int = 0) -> Copied:
+    """What tells that these copies have been made."""
+    peer = copies.peer.endpoint if copies.peer is not None else ""
+    return Copied(plan.epoch, plan.step, copies.source, copies.target, peer, elapsed_us)
 
 
 class Simulation:
@@ -305,11 +312,9 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
             assert plan is not None
             sampled = len(scheduler.steps_in_flight[-1].sampled)
             scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([0] * sampled)))
-            if plan.memory is not None and plan.memory.stores:
-                scheduler.copied(Copied(plan.epoch, plan.step, "store"))
-            if plan.memory is not None and plan.memory.loads:
-                scheduler.copied(Copied(plan.epoch, plan.step, "load"))
-                outcome.steps += 1
+            for copies in between_tiers(plan):
+                scheduler.copied(confirmation(plan, copies))
+                outcome.steps += copies.target == DEVICE
         outcome.recoveries += scheduler.recoveries.reports
         scheduler.recoveries.reports.clear()
         served.forget()

@@ -6,20 +6,19 @@ and loading from the back, until the two meet. Loading alone and computing alone
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import groupby
 
-from pagewise_shared.protocol import HOST_TIER, Copied, Fetch, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, RemoteTier, unpack_int32s
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Link, RecoveryEstimate
 from pagewise_scheduler.core.recovery.recovery_plan import (
-    Asked,
     Method,
     Recovery,
     RecoveryMode,
     RecoveryPlan,
     Transfer,
-    pairs_of,
 )
 from pagewise_scheduler.core.recovery.remote_tier import BlockSource, Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Sequence
@@ -52,7 +51,7 @@ class Recoveries:
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what the host has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-        self._transfers: dict[tuple[int, str], Transfer] = {}
+        self._transfers: dict[tuple[int, int, str], Transfer] = {}
         self._num_loading = 0
         self._stores: dict[int, int] = {}
 
@@ -102,7 +101,8 @@ class Recoveries:
         start = len(prefix.blocks)
         plans: list[RecoveryPlan] = []
         if prefix.on_host:
-            plans.append(RecoveryPlan("load", self._own_host(), prefix.on_host, start, start + prefix.hole))
+            host = BlockSource("", self.costs.load, self._kv.pool)
+            plans.append(RecoveryPlan("load", host, prefix.on_host, start, start + prefix.hole))
         if self.directory is not None and sequence is not None and sequence.sampling.prompt_logprobs is None:
             size = self._kv.block_size
             most = (sequence.num_tokens - 1) // size
@@ -132,9 +132,6 @@ class Recoveries:
         if own is None or other is None or own is other:
             return False
         return own.block_format == other.block_format and self.costs.link(peer).rests == 0
-
-    def _own_host(self) -> BlockSource:
-        return BlockSource("", self.costs.load, self._kv.pool)
 
     def _method(self, estimate: RecoveryEstimate, link: Link) -> Method:
         if self.mode == "swap":
@@ -210,48 +207,48 @@ class Recoveries:
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def ask(self, step: int) -> Asked | None:
-        """What ``step`` brings in, from the back of each recovery."""
+    def ask(self, step: int) -> tuple[BlockCopies, ...]:
+        """What ``step`` brings to the device, from the back of each recovery."""
         if not self._active:
-            return None
-        asked: dict[str, Transfer] = {}
+            return ()
+        asked: dict[tuple[int, str], Transfer] = {}
+        lives: dict[str, int] = {}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             source = recovery.source
             count = min(2 * _PIECE_BLOCKS - source.link.num_loading, self._next_piece(recovery))
             # One request is for one life of a peer: blocks that were pinned before it was reset are not there any more.
-            if count <= 0 or asked.get(source.peer, source).epoch != source.epoch:
+            if count <= 0 or lives.get(source.peer, source.epoch) != source.epoch:
                 continue
+            lives[source.peer] = source.epoch
             recovery.back -= count
             places = recovery.places[recovery.back : recovery.back + count]
             start = recovery.first + recovery.back
             blocks = recovery.sequence.table.blocks[start : start + count]
             # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
             self._kv.pool.share(blocks)
-            transfer = asked.setdefault(source.peer, Transfer(source.link, source.epoch))
-            transfer.parts.append((recovery, places, blocks))
-            transfer.num_blocks += count
+            begin = 0
+            for tier, part in groupby(places, key=lambda place: place.tier):
+                own = list(part)
+                transfer = asked.setdefault((tier, source.peer), Transfer(source.link, source.epoch))
+                transfer.parts.append((recovery, own, blocks[begin : begin + len(own)]))
+                transfer.num_blocks += len(own)
+                begin += len(own)
             recovery.loading += count
             source.link.num_loading += count
             self._num_loading += count
-        self._transfers |= {(step, peer): transfer for peer, transfer in asked.items()}
-        if not asked:
-            return None
-        loads = pairs_of(asked.pop("")) if "" in asked else []
-        return Asked(loads, tuple(self._fetch(peer, transfer) for peer, transfer in asked.items()))
+        self._transfers |= {(step, *key): transfer for key, transfer in asked.items()}
+        return tuple(
+            BlockCopies(tier, DEVICE, transfer.pairs(), self._remote(tier, peer, transfer.epoch) if peer else None)
+            for (tier, peer), transfer in asked.items()
+        )
 
-    def _fetch(self, endpoint: str, transfer: Transfer) -> Fetch:
+    def _remote(self, tier: int, endpoint: str, epoch: int) -> RemoteTier:
         assert self.directory is not None
         peer = self.directory.peers[endpoint]
-        lending = peer.scheduler
-        triples: list[int] = []
-        for _, places, blocks in transfer.parts:
-            for place, block in zip(places, blocks, strict=True):
-                triples += (place.tier, place.block, block)
-        # What is on its device came with steps that are back; only what it sends to its host may be on the way.
-        on_host = any(place.tier == HOST_TIER for _, places, _ in transfer.parts for place in places)
-        step = lending.last_step if on_host else 0
-        return Fetch(endpoint, transfer.epoch, step, pack_int32s(triples), peer.key)
+        # What is on its device came with steps that are back; only what it sends to other tiers may be under way.
+        step = 0 if tier == DEVICE else peer.scheduler.last_step
+        return RemoteTier(endpoint, epoch, step, peer.key)
 
     def _next_piece(self, recovery: Recovery) -> int:
         piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
@@ -280,29 +277,35 @@ class Recoveries:
     def copied(self, message: Copied) -> list[Sequence]:
         """Copies of a step have been made; returns sequences that must start over because blocks came bad."""
         seconds = message.elapsed_us * 1e-6
-        if message.direction != "store":
-            return self._arrived((message.step, message.peer), seconds, unpack_int32s(message.bad))
+        if message.target == DEVICE:
+            return self._arrived((message.step, message.source, message.peer), seconds, unpack_int32s(message.bad))
         if count := self._stores.pop(message.step, 0):
             self._kv.pool.host.stored(count)
             self.costs.store.observe(seconds, 1, count)
         return []
 
-    def _arrived(self, key: tuple[int, str], seconds: float, bad: Iterable[int]) -> list[Sequence]:
-        """The loads of a step from one source are done; returns sequences that must start over because blocks came
-        ``bad``: host blocks that do not hold what was stored in them, or device blocks that a peer did not fill."""
+    def copy_seconds(self, copies: BlockCopies) -> float:
+        """Predicted seconds of copies between tiers that were just asked for, with those before them."""
+        if copies.target != DEVICE:
+            return self.costs.store.predict(1, self._kv.pool.host.num_storing)
+        link = self.costs.link(copies.peer.endpoint if copies.peer is not None else "")
+        return link.seconds(link.num_loading)
+
+    def _arrived(self, key: tuple[int, int, str], seconds: float, bad: Iterable[int]) -> list[Sequence]:
+        """The loads of a step from one tier are done; returns sequences that must start over because device blocks do
+        not hold what they should: it was not what was stored there, or a peer did not send it."""
         transfer = self._transfers.pop(key, None)
         if transfer is None:
             return []
         wrong, failed = set(bad), []
         self._end(transfer)
-        counters, from_peer = self._kv.pool.counters, bool(key[1])
+        counters, from_peer = self._kv.pool.counters, bool(key[2])
         if from_peer:
             self.fetch_seconds += seconds
         if not wrong:
             transfer.link.observe(seconds, 1, transfer.num_blocks)
         for recovery, places, blocks in transfer.parts:
-            came = zip(places, blocks, strict=True)
-            spoiled = [place for place, block in came if (block if from_peer else place.block) in wrong]
+            spoiled = [place for place, block in zip(places, blocks, strict=True) if block in wrong]
             recovery.loading -= len(places)
             if from_peer:
                 counters.fetched += len(places) - len(spoiled)
@@ -379,10 +382,13 @@ class Recoveries:
         recovery.source.unpin(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
-            for key, transfer in self._transfers.items():
-                wanted = any(self._active.get(part[0].sequence) is part[0] for part in transfer.parts)
-                if key[1] and not wanted and key not in self.cancelled:
-                    self.cancelled.append(key)
+            wanted = {(key[0], key[2]) for key, transfer in self._transfers.items() if self._is_wanted(transfer)}
+            for step, _, peer in self._transfers:
+                if peer and (step, peer) not in wanted and (step, peer) not in self.cancelled:
+                    self.cancelled.append((step, peer))
+
+    def _is_wanted(self, transfer: Transfer) -> bool:
+        return any(self._active.get(part[0].sequence) is part[0] for part in transfer.parts)
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
@@ -390,6 +396,5 @@ class Recoveries:
             self.abandon(sequence)
         for transfer in self._transfers.values():
             self._end(transfer)
-        self._transfers.clear()
-        self._stores.clear()
-        self.cancelled.clear()
+        for under_way in (self._transfers, self._stores, self.cancelled):
+            under_way.clear()

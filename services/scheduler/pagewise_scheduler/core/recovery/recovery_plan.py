@@ -1,9 +1,9 @@
 """How a sequence is to get its KV back, and how far it has come."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from pagewise_shared.protocol import Fetch
+from pagewise_shared.protocol import pack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import Link, RecoveryEstimate
@@ -13,13 +13,6 @@ from pagewise_scheduler.core.requests.request import Sequence
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 Origin = Literal["device", "host", "peer"]
-
-
-class Asked(NamedTuple):
-    """What a step brings in: ``loads``, pairs (host block, device block), and ``fetches``."""
-
-    loads: list[int]
-    fetches: tuple[Fetch, ...]
 
 
 @dataclass(slots=True)
@@ -118,7 +111,7 @@ class Recovery:
 
 @dataclass(slots=True)
 class Transfer:
-    """Blocks of one step that come by one link: whose they are, their places, and the device blocks they go to.
+    """Blocks of one step that come from one tier: whose they are, their places, and the device blocks they go to.
 
     ``epoch``: of the peer whose blocks were pinned.
     """
@@ -128,11 +121,10 @@ class Transfer:
     parts: list[tuple[Recovery, list[Place], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
 
-
-def pairs_of(transfer: Transfer) -> list[int]:
-    """Pairs (host block, device block) of a load."""
-    pairs: list[int] = []
-    for _, places, blocks in transfer.parts:
-        for place, block in zip(places, blocks, strict=True):
-            pairs += (place.block, block)
-    return pairs
+    def pairs(self) -> bytes:
+        """Source block and target block of each copy (int32 bytes)."""
+        pairs: list[int] = []
+        for _, places, blocks in self.parts:
+            for place, block in zip(places, blocks, strict=True):
+                pairs += (place.block, block)
+        return pack_int32s(pairs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from pagewise_shared.protocol import DEVICE_TIER, HOST_TIER
+from pagewise_shared.protocol import DEVICE, HOST
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -18,7 +18,7 @@ from pagewise_scheduler.core.recovery.cost_model import Link
 
 
 class Place(NamedTuple):
-    """Where a pinned block lies: the tier (DEVICE_TIER or HOST_TIER), and its id in that tier's pool."""
+    """Where a pinned block lies: the tier (DEVICE or HOST), and its id in that tier's pool."""
 
     node: CachedBlock
     tier: int
@@ -56,10 +56,10 @@ class BlockSource:
         for node in nodes:
             if self.peer and node.block >= 0:
                 self._lent.append(node.block)
-                places.append(Place(node, DEVICE_TIER, node.block))
+                places.append(Place(node, DEVICE, node.block))
             else:
                 self.pool.host.pin((node,))
-                places.append(Place(node, HOST_TIER, node.host))
+                places.append(Place(node, HOST, node.host))
         self.pool.lend(self._lent)
         return places
 
@@ -68,7 +68,7 @@ class BlockSource:
         would stand on others that may go."""
         for place in places:
             self._pinned -= 1
-            if place.tier == HOST_TIER:
+            if place.tier == HOST:
                 self.pool.host.unpin((place.node,))
         if self._pinned:
             return

@@ -77,7 +77,7 @@ class PrefillSet:
         """
         for sequence, num_computed in self._recoveries.settle(now):
             sequence.num_scheduled_tokens = num_computed
-            self._plan.skip(sequence.row, num_computed)
+            self._plan.set_computed(sequence.row, num_computed)
         members, head = list(self._members), self._waiting.peek()
         if len(members) > 1:
             members.sort(key=queue_time)

@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.protocol import Copied, StepPlan, StepResult
+from pagewise_shared.protocol import BlockCopies, Copied, StepPlan, StepResult
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.recovery_plan import Asked, RecoveryMode
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
@@ -209,10 +209,10 @@ class Scheduler:
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self._in_flight, now)
-        asked = self.recoveries.ask(step)
-        if not decoding and not chunks and not asked:
+        loads = self.recoveries.ask(step)
+        if not decoding and not chunks and not loads:
             return self._unblock(now)
-        return self._commit(step, decoding, chunks, asked)
+        return self._commit(step, decoding, chunks, loads)
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
@@ -245,7 +245,7 @@ class Scheduler:
         self._preempt(self._victim(), "prefills hold each other up")
         return self.schedule(now)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, asked: Asked | None) -> StepPlan:
+    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: tuple[BlockCopies, ...]) -> StepPlan:
         """Book the step and build its plan."""
         num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
         self._decoding.charge()
@@ -270,7 +270,7 @@ class Scheduler:
         self._in_flight.append(
             StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention, context)
         )
-        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), asked)
+        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), loads)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
@@ -318,7 +318,7 @@ class Scheduler:
         return output
 
     def copied(self, message: Copied) -> None:
-        """Copies of a step between host and device have been made; others' and unknown ones are ignored."""
+        """Copies of a step between tiers have been made; those of another epoch and unknown ones are ignored."""
         if message.epoch != self.epoch:
             return
         for sequence in self.recoveries.copied(message):

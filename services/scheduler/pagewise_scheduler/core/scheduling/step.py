@@ -5,9 +5,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import MemoryWork, NewSequence, StepPlan, TokenLogprobs, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    BlockCopies,
+    NewSequence,
+    StepPlan,
+    TokenLogprobs,
+    pack_int32s,
+    unpack_int32s,
+)
 
-from pagewise_scheduler.core.recovery.recovery_plan import Asked
 from pagewise_scheduler.core.requests.request import Request, Sequence
 
 Chunks = list[tuple[Sequence, int]]
@@ -69,7 +77,7 @@ class StepOutput:
 class PlanBuilder:
     """Collects the changes that the next plan carries."""
 
-    __slots__ = ("_chunks", "_copies", "_joined", "_left", "_skips", "_tables")
+    __slots__ = ("_chunks", "_computed", "_copies", "_joined", "_left", "_tables")
 
     def __init__(self) -> None:
         self.clear()
@@ -80,7 +88,7 @@ class PlanBuilder:
         self._joined: list[NewSequence] = []
         self._tables: list[tuple[int, int, int]] = []
         self._copies: list[int] = []
-        self._skips: list[tuple[int, int]] = []
+        self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
 
     def leave(self, row: int) -> None:
@@ -93,8 +101,8 @@ class PlanBuilder:
             self.give_up(unpack_int32s(joined.blocks))
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
-        if self._skips:
-            self._skips = [skip for skip in self._skips if skip[0] != row]
+        if self._computed:
+            self._computed = [told for told in self._computed if told[0] != row]
 
     def copy(self, source: int, destination: int) -> None:
         """Copy a block before anything is computed."""
@@ -125,36 +133,32 @@ class PlanBuilder:
             )
         )
 
-    def skip(self, row: int, num_computed_tokens: int) -> None:
+    def set_computed(self, row: int, num_computed_tokens: int) -> None:
         """The row's first tokens have their K and V now: what it did not compute has been loaded."""
-        self._skips.append((row, num_computed_tokens))
+        self._computed.append((row, num_computed_tokens))
 
     def chunk(self, row: int, num_tokens: int) -> None:
         """Compute the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def build(self, epoch: int, step: int, stores: list[int], asked: Asked | None) -> StepPlan:
+    def build(self, epoch: int, step: int, stores: list[int], loads: tuple[BlockCopies, ...]) -> StepPlan:
         """The plan with everything collected so far, and these copies to and from elsewhere; empties the builder."""
+        # What leaves the device is read before anything is written there, and what comes may be written over what is
+        # copied inside it.
+        copies: tuple[BlockCopies, ...] = loads
+        if self._copies:
+            copies = (BlockCopies(DEVICE, DEVICE, pack_int32s(self._copies)), *copies)
+        if stores:
+            copies = (BlockCopies(DEVICE, HOST, pack_int32s(stores)), *copies)
         plan = StepPlan(
             epoch=epoch,
             step=step,
             left=tuple(self._left),
+            copies=copies,
             joined=tuple(self._joined),
-            memory=self._memory_work(stores, asked or Asked([], ())),
             tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
+            computed=tuple(self._computed),
             chunks=tuple(self._chunks),
         )
         self.clear()
         return plan
-
-    def _memory_work(self, stores: list[int], asked: Asked) -> MemoryWork | None:
-        loads, fetches = asked
-        if not (stores or loads or fetches or self._copies or self._skips):
-            return None
-        return MemoryWork(
-            stores=pack_int32s(stores) if stores else b"",
-            copies=pack_int32s(self._copies) if self._copies else b"",
-            loads=pack_int32s(loads) if loads else b"",
-            skips=tuple(self._skips),
-            fetches=fetches,
-        )

@@ -1,0 +1,23 @@
+"""Which tiers an executor has below the device, by its options."""
+
+from pathlib import Path
+
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import HOST
+
+from pagewise_executor.kv.block_copies import Tier
+from pagewise_executor.kv.host_tier import make_host_tier
+from pagewise_executor.kv.kv_pool import KVPool
+
+
+def make_tiers(config: ExecutorConfig, pool: KVPool, host_folder: Path | None, content: str) -> dict[int, Tier]:
+    """The tiers that the options ask for, by number.
+
+    ``host_folder``: where host memory outlives the process. ``content``: what tells its blocks from those of other
+    models and formats.
+
+    Raises:
+        ModelError: there is no room for one.
+    """
+    host = make_host_tier(config, pool, host_folder, content)
+    return {} if host is None else {HOST: host}
