@@ -50,7 +50,7 @@ def test_an_executor_of_another_protocol_is_refused_and_both_ends_say_why(cluste
     finally:
         other.close()
     for text in (other.output(), cluster.scheduler.output()):
-        assert "it speaks protocol 2, this scheduler speaks 1" in text
+        assert "it speaks protocol 3, this scheduler speaks 2" in text
     assert "from-the-future" in cluster.scheduler.output()
     assert list(cluster.members()) == ["first-0"]
 
