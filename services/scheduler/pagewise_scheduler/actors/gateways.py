@@ -79,6 +79,7 @@ class Gateways(Sessions[Gateway]):
     """
 
     hello_type = GatewayHello
+    name_field = "gateway_id"
 
     def __init__(
         self,

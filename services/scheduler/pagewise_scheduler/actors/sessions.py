@@ -77,6 +77,8 @@ class Sessions(ABC, Generic[PeerT]):
     """
 
     hello_type: type[Message]
+    name_field: str
+    """The field of a Hello with its sender's name."""
 
     def __init__(self, socket: RouterSocket, guard: JoinGuard, metrics: Metrics, timeout: float) -> None:
         """``timeout``: seconds without a sign of life after which a process is given up."""
@@ -133,10 +135,11 @@ class Sessions(ABC, Generic[PeerT]):
 
     def _hello(self, identity: bytes, key: str, hello: Message, now: float) -> None:
         major: int = hello.protocol_major  # type: ignore[attr-defined]
-        if major != PROTOCOL_MAJOR:
-            self.refuse(identity, "", f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}")
-            return
-        self._admit(identity, key, hello, now)
+        if major == PROTOCOL_MAJOR:
+            self._admit(identity, key, hello, now)
+        else:
+            reason = f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}"
+            self.refuse(identity, getattr(hello, self.name_field), reason)
 
     def refuse(self, identity: bytes, name: str, reason: str) -> None:
         """Turn away who has said Hello."""
