@@ -30,12 +30,9 @@ async def serve(config: SchedulerConfig) -> None:
         ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
         zmq.ZMQError: an endpoint cannot be bound.
     """
-    coordinator = Coordinator(
-        config,
-        Metrics(config.served_model_name or config.model),
-        executor_keys=load_keys(config.keys, SCHEDULER, config.listen, config.plaintext),
-        gateway_keys=load_keys(config.keys, SCHEDULER, config.listen_gateways, config.plaintext),
-    )
+    for endpoint in (config.listen, config.listen_gateways):  # both have keys, or neither
+        keys = load_keys(config.keys, SCHEDULER, endpoint, config.plaintext)
+    coordinator = Coordinator(config, Metrics(config.served_model_name or config.model), keys=keys)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -18,7 +18,7 @@ from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.metrics import Metrics
 from pagewise_shared.config import ExecutorConfig, SchedulerConfig
-from pagewise_shared.curve import Keys
+from pagewise_shared.curve import GATEWAY, Keys
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     FromScheduler,
@@ -52,7 +52,6 @@ class Stack:
         path: Path,
         unplaced_timeout: float = 5.0,
         keys: Keys | None = None,
-        gateway_keys: Keys | None = None,
         **options: Any,
     ) -> None:
         self.path = path
@@ -71,8 +70,7 @@ class Stack:
         self.coordinator = Coordinator(
             SchedulerConfig(**(given | options)),
             self.metrics,
-            executor_keys=keys,
-            gateway_keys=gateway_keys,
+            keys=keys,
             unplaced_timeout=unplaced_timeout,
         )
         self.fleet, self.gateways = self.coordinator.fleet, self.coordinator.gateways
@@ -123,20 +121,16 @@ async def running(
     path: Path,
     unplaced_timeout: float = 5.0,
     keys: Keys | None = None,
-    gateway_keys: Keys | None = None,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """A scheduler that runs, and a gateway that has joined it, unless gateways need keys.
+    """A scheduler that runs, and a gateway that has joined it. With ``keys``, that gateway has the key ``GATEWAY``.
 
     ``unplaced_timeout``: seconds that requests wait for an executor.
     """
-    stack = Stack(path, unplaced_timeout, keys, gateway_keys, **options)
+    stack = Stack(path, unplaced_timeout, keys, **options)
     task = asyncio.create_task(stack.coordinator.run())
     try:
-        if gateway_keys is not None:
-            yield stack
-            return
-        async with gateway(path) as stack.gateway:
+        async with gateway(path, keys=Keys(path, GATEWAY) if keys is not None else None) as stack.gateway:
             yield stack
     finally:
         task.cancel()

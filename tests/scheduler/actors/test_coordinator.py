@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
@@ -13,7 +14,7 @@ from pagewise_scheduler.actors.mailbox import Received
 from pagewise_shared.config import ExecutorConfig
 
 from tests.scheduler.actors.played_gateway import FailedPromptError
-from tests.scheduler.actors.stack import executor, executors_of, gateway, running, until
+from tests.scheduler.actors.stack import Stack, executor, executors_of, gateway, running, until
 
 
 async def test_an_engine_that_fails_costs_no_other_message_of_its_round(
@@ -91,6 +92,14 @@ async def test_a_message_that_cannot_be_handled_costs_no_other(tmp_path: Path, m
         for number in range(4):
             await other.submit([number])
             assert len(await stack.generate([number])) == 8
+
+
+@pytest.mark.parametrize("taken", ["listen", "listen_gateways"])
+async def test_an_endpoint_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path, taken: str) -> None:
+    with pytest.raises(zmq.ZMQError):
+        Stack(tmp_path, **{taken: "ipc:///nowhere/at/all"})
+    async with running(tmp_path) as stack, executor(tmp_path):
+        assert len(await stack.generate([1, 2, 3])) == 8
 
 
 async def test_while_the_scheduler_stands_still_nobody_is_silent(tmp_path: Path) -> None:

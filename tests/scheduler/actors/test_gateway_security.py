@@ -8,7 +8,7 @@ import pytest
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
 from pagewise_scheduler.actors.submissions import MAX_STREAM
-from pagewise_shared.curve import SCHEDULER, Keys, public_file
+from pagewise_shared.curve import GATEWAY, SCHEDULER, Keys, public_file
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     Abort,
@@ -217,7 +217,7 @@ async def test_metrics_that_are_none_do_not_spoil_the_others(tmp_path: Path, fam
 def folder(tmp_path: Path) -> Path:
     """A folder of keys: "one" is an executor's, "two" and "three" are gateways'."""
     folder = make_key_pairs(tmp_path, SCHEDULER, "one")
-    return make_key_pairs(folder, "two", "three", kind="gateway")
+    return make_key_pairs(folder, GATEWAY, "two", "three", kind="gateway")
 
 
 def test_a_key_lets_in_its_own_kind_only(folder: Path) -> None:
@@ -234,8 +234,7 @@ def test_a_key_lets_in_its_own_kind_only(folder: Path) -> None:
 
 
 async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) -> None:
-    keys = Keys(folder, SCHEDULER)
-    async with running(folder, gateway_keys=keys, keys=keys) as stack:
+    async with running(folder, keys=Keys(folder, SCHEDULER)) as stack:
         good = PlayedGateway(gateways_of(folder), "good", Keys(folder, "two"))
         assert isinstance(await good.join(), GatewayWelcome)
         wrong = PlayedGateway(gateways_of(folder), "wrong", Keys(folder, "one"))
@@ -244,7 +243,7 @@ async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) ->
         plain = PlayedGateway(gateways_of(folder), "plain")
         await plain.send(GatewayHello(PROTOCOL_MAJOR, 0, "plain"))
         await until(lambda: stack.metrics.connections_refused("handshake")._value.get() == 1)
-        assert len(stack.gateways) == 1
+        assert len(stack.gateways) == 2
         raw = RawExecutor(folder, Keys(folder, "three"))
         await raw.send(hello())
         await until(lambda: stack.metrics.connections_refused("unknown_key")._value.get() == 2)
@@ -254,6 +253,6 @@ async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) ->
             request = await good.submit([1, 2, 3])
             assert len((await request.result())[0]) == 8
         public_file(folder, "two", "gateway").unlink()
-        await until(lambda: not len(stack.gateways))
+        await until(lambda: len(stack.gateways) == 1)
         for played in (good, wrong, plain):
             await played.close()

@@ -8,7 +8,7 @@ import pytest
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import MAX_EXECUTORS, MAX_FLEET_BLOCKS, misfit
-from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
+from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
     DEVICE,
@@ -33,7 +33,7 @@ from tests.shared.key_pairs import make_key_pairs
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder of keys with three executors' (and a socket's path)."""
-    return make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "one", "two")
+    return make_key_pairs(make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "one", "two"), GATEWAY, kind="gateway")
 
 
 def refused(stack: Stack, reason: str) -> float:

@@ -9,6 +9,7 @@ import logging
 import time
 from itertools import count
 
+import zmq
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
@@ -22,7 +23,7 @@ from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.actors.router_socket import RouterSocket, Wire
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Coordinator:
 
     It works in rounds: it handles all messages that are there, plans ahead for the engines that were touched and sends
     their plans, and then tells each gateway what is new, in one frame at most. ``unplaced_timeout``: seconds that a
-    request may wait for an executor that can take it.
+    request may wait for an executor that can take it. ``keys``: the allow-lists, None: plain text.
     """
 
     def __init__(
@@ -49,8 +50,7 @@ class Coordinator:
         config: SchedulerConfig,
         metrics: Metrics,
         *,
-        executor_keys: Keys | None = None,
-        gateway_keys: Keys | None = None,
+        keys: Keys | None = None,
         unplaced_timeout: float = 60.0,
     ) -> None:
         """Bind both sockets.
@@ -60,18 +60,23 @@ class Coordinator:
         """
         self.metrics = metrics
         self._mailbox = Mailbox()
+        self._wire = Wire(keys, metrics)
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
-        self.fleet = self._make_fleet(config, executor_keys)
-        self.router = self.fleet.router = Router(
-            metrics,
-            self.fleet.guarded,
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-            timeout=unplaced_timeout,
-            routing=config.routing,
-        )
-        self.gateways = self._make_gateways(config, gateway_keys)
+        try:
+            self.fleet = self._make_fleet(config, keys)
+            self.router = self.fleet.router = Router(
+                metrics,
+                self.fleet.guarded,
+                max_waiting=config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
+                timeout=unplaced_timeout,
+                routing=config.routing,
+            )
+            self.gateways = self._make_gateways(config, keys)
+        except zmq.ZMQError:
+            self._wire.close()
+            raise
         self.draining = Draining(self.fleet, self.router, metrics)
         self.fleet.on_leaving = self.draining.begin
         self._gauges = Gauges(self.router, metrics)
@@ -85,7 +90,7 @@ class Coordinator:
             decode_from_executor,
             self._mailbox,
             self.metrics,
-            keys=keys,
+            self._wire,
             timeout=config.executor_timeout,
             queued_frames=_QUEUED_FRAMES_OF_EXECUTOR,
         )
@@ -107,7 +112,7 @@ class Coordinator:
             decode_from_gateway,
             self._mailbox,
             self.metrics,
-            keys=keys,
+            self._wire,
             timeout=config.gateway_timeout,
             queued_frames=_QUEUED_FRAMES_OF_GATEWAY,
         )
@@ -130,17 +135,15 @@ class Coordinator:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.fleet.socket.run(), name="executors' socket")
-            tasks.create_task(self.gateways.socket.run(), name="gateways' socket")
-            tasks.create_task(self._tick(), name="ticks")
-            while True:
-                self._round(await self._mailbox.take_all())
-
-    def close(self) -> None:
-        """Close the sockets of a coordinator that was never run."""
-        self.fleet.socket.close()
-        self.gateways.socket.close()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.fleet.socket.run(), name="executors' socket")
+                tasks.create_task(self.gateways.socket.run(), name="gateways' socket")
+                tasks.create_task(self._tick(), name="ticks")
+                while True:
+                    self._round(await self._mailbox.take_all())
+        finally:
+            self._wire.close()
 
     def _round(self, messages: list[MailboxMessage]) -> None:
         for message in messages:
@@ -182,7 +185,15 @@ class Coordinator:
         self.fleet.watch(now, stood_still)
         self.gateways.watch(now, stood_still)
         self.router.expire(now)
+        self._report_memory_events()
         self._gauges.refresh(now)
 
+    def _report_memory_events(self) -> None:
+        for engine in self.fleet.engines:
+            with self.fleet.guarded(engine):
+                engine.report_memory_events()
+
     def _answer(self, query: Query) -> bytes | None:
+        if query.kind == "metrics":
+            self._report_memory_events()
         return answer(query, self.fleet.engines, self.metrics)

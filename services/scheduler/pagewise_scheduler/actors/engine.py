@@ -89,7 +89,6 @@ class Engine:
         self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._routes: dict[OutputSequence, Route] = {}
         self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
         self._complaints = BoundedLog(log)
         self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
@@ -113,6 +112,8 @@ class Engine:
         """Take a request on."""
         live.engine = self
         self._live[live.request.request_id] = live
+        for sequence in live.request.sequences:
+            sequence.route = None  # its first token here answers the prediction of its placement
         self.touch()
         try:
             self.scheduler.add(live.request)
@@ -163,7 +164,6 @@ class Engine:
                     self._expect_copies(plan.step, copies, now)
                 self._send(plan)
         self._cancel_fetches()
-        self._watch.report()
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> None:
         """The oldest step in flight is back. ``tokens``: those of the result.
@@ -213,12 +213,10 @@ class Engine:
 
     def _tell_tokens(self, output: StepOutput, now: float) -> None:
         """Tell each token to its gateway. Runs for every token: what is known of a sequence is looked up once."""
-        routes, logprobs = self._routes, output.logprobs
+        logprobs = output.logprobs
         for sequence, token in zip(output.sequences, output.tokens, strict=True):
-            try:
-                tell_stream, tell_token, stream = routes[sequence]
-            except KeyError:
-                tell_stream, tell_token, stream = self._first_token(sequence, now)
+            route: Route | None = sequence.route
+            tell_stream, tell_token, stream = route if route is not None else self._first_token(sequence, now)
             tell_stream(stream)
             tell_token(token)
             if logprobs and (entry := logprobs.get(sequence)) is not None:
@@ -231,11 +229,11 @@ class Engine:
             self._metrics.placement_answered(placement.predicted, now - placement.time)
         live.started(now)
         outputs = live.outputs
-        route = self._routes[sequence] = (outputs.streams.append, outputs.tokens.append, live.stream + sequence.index)
+        route = outputs.streams.append, outputs.tokens.append, live.stream + sequence.index
+        sequence.route = route
         return route
 
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
-        self._routes.pop(sequence, None)
         live = self._live[sequence.request.request_id]
         if live.unfinished == 1:
             self._forget(live)
@@ -246,8 +244,6 @@ class Engine:
         self._recent[request.request_id] = request_report(request, self.scheduler, now, _RECENT_LIMIT), now
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
-        for sequence in request.sequences:
-            self._routes.pop(sequence, None)
         del self._live[request.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
@@ -314,7 +310,6 @@ class Engine:
         """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""
         self.scheduler.release_all()
         self.life = Life.DRAINED
-        self._routes.clear()
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left").inc(len(moved))
         return moved
@@ -329,7 +324,6 @@ class Engine:
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)
-        self._routes.clear()
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left" if loss is Loss.LEFT else "lost").inc(len(moved))
         return moved
@@ -347,6 +341,10 @@ class Engine:
                 live.blame()
 
     # ---- reports -------------------------------------------------------------------------------------
+
+    def report_memory_events(self) -> None:
+        """Bring the counters of what happened to the memory up to date."""
+        self._watch.report()
 
     def memory_report(self, limit: int) -> MemoryReport:
         """What the executor's KV memory holds, lists cut to ``limit``."""

@@ -59,6 +59,7 @@ class Fleet(Sessions[Executor]):
     """
 
     hello_type = Hello
+    name_field = "executor_id"
 
     def __init__(
         self,

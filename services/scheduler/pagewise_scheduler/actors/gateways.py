@@ -79,6 +79,7 @@ class Gateways(Sessions[Gateway]):
     """
 
     hello_type = GatewayHello
+    name_field = "gateway_id"
 
     def __init__(
         self,
@@ -136,7 +137,8 @@ class Gateways(Sessions[Gateway]):
 
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
-        log.info("gateway %s is gone: %s; %d requests end with it", session.name, reason, len(gateway.submissions))
+        level = logging.INFO if loss is Loss.LEFT else logging.WARNING
+        log.log(level, "gateway %s is gone: %s; %d requests end", session.name, reason, len(gateway.submissions))
         self.metrics.gateways_ready.set(len(self))
         self.metrics.gateways.gone(session.identity)
         for submission in list(gateway.submissions.values()):

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Looks at one scheduler after each round of messages, and reports what is new."""
+    """Looks at one scheduler every so often, and reports what is new."""
 
     def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id

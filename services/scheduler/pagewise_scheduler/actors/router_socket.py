@@ -29,12 +29,30 @@ _FRAMES_AT_ONCE = 16
 _PING_MS = 2000
 
 
+class Wire:
+    """The ZeroMQ context of the scheduler's sockets: one thread of ZeroMQ's serves them all.
+
+    ``keys``: the allow-lists, None: plain text.
+    """
+
+    def __init__(self, keys: Keys | None, metrics: Metrics) -> None:
+        self.context = zmq.asyncio.Context()
+        self.gate = (
+            Gate(self.context, keys, metrics.connections_refused("unknown_key").inc) if keys is not None else None
+        )
+
+    def close(self) -> None:
+        """Close everything, sockets that were never run too."""
+        if self.gate is not None:
+            self.gate.close()
+        self.context.destroy(linger=0)
+
+
 class RouterSocket:
     """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
 
     ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``queued_frames``: what one
-    sender may have queued here; what it sends beyond that waits on its own side. ``keys``: the allow-list, None: plain
-    text.
+    sender may have queued here; what it sends beyond that waits on its own side.
     """
 
     def __init__(
@@ -44,8 +62,8 @@ class RouterSocket:
         decode: Callable[[bytes], Message],
         mailbox: Mailbox,
         metrics: Metrics,
+        wire: Wire,
         *,
-        keys: Keys | None,
         timeout: float,
         queued_frames: int,
     ) -> None:
@@ -59,21 +77,18 @@ class RouterSocket:
         self._mailbox = mailbox
         self._handshakes = metrics.connections_refused("handshake")
         self._complaints = BoundedLog(log)
-        self._context = zmq.asyncio.Context()
-        monitored = self._context.socket(zmq.ROUTER)
-        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(monitored)
+        self._monitored = wire.context.socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitored)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
         self._socket.setsockopt(zmq.RCVHWM, queued_frames)
-        self._gate: Gate | None = None
-        if keys is not None:
-            self._gate = Gate(self._context, keys, metrics.connections_refused("unknown_key").inc)
-            self._gate.secure_server(self._socket, kind)
-        self._connections = Connections(monitored)
-        self._monitored = monitored
+        self._has_keys = wire.gate is not None
+        if wire.gate is not None:
+            wire.gate.secure_server(self._socket, kind)
+        self._connections = Connections(self._monitored)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,11 +115,8 @@ class RouterSocket:
 
     def close(self) -> None:
         """Close the socket; ``run`` does it when it ends."""
-        if self._gate is not None:
-            self._gate.close()
         self._connections.close()
         self._monitored.close()
-        self._context.term()
 
     def send(self, identity: bytes, message: Message) -> bool:
         """Send one message; False if the connection is gone, or its other end does not read."""
@@ -133,27 +145,42 @@ class RouterSocket:
         """Take in some of the frames that are there."""
         if self._loop is None:
             return
+        receive = self._receive_with_key if self._has_keys else self._receive
         for _ in range(_FRAMES_AT_ONCE):
             try:
-                # Only frames that are not copied know whose key they came with.
-                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=self._gate is None)
+                identity, key, frame = receive()
             except zmq.Again:
                 return
-            self._take(frames)
+            message: Message | ProtocolError
+            try:
+                message = self._decode(frame)
+            except ProtocolError as error:
+                message = error
+            self._mailbox.put(Received(self.kind, identity, key, message))
         self._read_soon()
 
-    def _take(self, frames: "list[bytes] | list[zmq.Frame]") -> None:
-        first, *rest = frames
-        key = ""
-        if isinstance(first, zmq.Frame):
-            key, first = str(first.get("User-Id")), first.bytes
-        # A message is one frame; another number of them is none.
-        content = rest[0] if len(rest) == 1 else b""
-        if isinstance(content, zmq.Frame):
-            content = content.bytes
-        message: Message | ProtocolError
-        try:
-            message = self._decode(content)
-        except ProtocolError as error:
-            message = error
-        self._mailbox.put(Received(self.kind, first, key, message))
+    def _receive(self) -> tuple[bytes, str, bytes]:
+        """The next message: who sent it, the key of the connection, and its frame.
+
+        A message is one frame; another number of them is none.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        identity = self._socket.recv(zmq.DONTWAIT)
+        frame = self._socket.recv(zmq.DONTWAIT) if self._socket.getsockopt(zmq.RCVMORE) else b""
+        return identity, "", frame if self._is_whole() else b""
+
+    def _receive_with_key(self) -> tuple[bytes, str, bytes]:
+        """The same where connections have keys: only frames that are not copied know with which one they came."""
+        first = self._socket.recv(zmq.DONTWAIT, copy=False)
+        frame = self._socket.recv(zmq.DONTWAIT) if self._socket.getsockopt(zmq.RCVMORE) else b""
+        return first.bytes, str(first.get("User-Id")), frame if self._is_whole() else b""
+
+    def _is_whole(self) -> bool:
+        """Whether the message had no more frames; else they are thrown away."""
+        whole = True
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.DONTWAIT)
+            whole = False
+        return whole

@@ -79,6 +79,8 @@ class Sessions(ABC, Generic[PeerT]):
     """
 
     hello_type: type[Message]
+    name_field: str
+    """The field of a Hello with its sender's name."""
 
     def __init__(self, socket: RouterSocket, guard: JoinGuard, metrics: Metrics, timeout: float) -> None:
         """``timeout``: seconds without a sign of life after which a process is given up."""
@@ -135,11 +137,11 @@ class Sessions(ABC, Generic[PeerT]):
 
     def _hello(self, identity: bytes, key: str, hello: Message, now: float) -> None:
         assert isinstance(hello, Hello | GatewayHello)
-        if (major := hello.protocol_major) != PROTOCOL_MAJOR:
-            name = hello.executor_id if isinstance(hello, Hello) else hello.gateway_id
-            self.refuse(identity, name, f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}")
-            return
-        self._admit(identity, key, hello, now)
+        if (major := hello.protocol_major) == PROTOCOL_MAJOR:
+            self._admit(identity, key, hello, now)
+        else:
+            reason = f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}"
+            self.refuse(identity, getattr(hello, self.name_field), reason)
 
     def refuse(self, identity: bytes, name: str, reason: str) -> None:
         """Turn away who has said Hello."""

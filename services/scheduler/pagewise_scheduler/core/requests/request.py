@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from struct import pack
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from pagewise_shared.sampling import BeamParams, SamplingParams
@@ -65,6 +65,7 @@ class Sequence:
         history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
             each ``Preempted``.
         num_passed: times others were started before it while it was the first to wait.
+        route: where its tokens are told, noted by whoever serves its request; nothing to the core.
     """
 
     request: "Request"
@@ -91,6 +92,7 @@ class Sequence:
     history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    route: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
