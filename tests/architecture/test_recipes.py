@@ -56,13 +56,15 @@ def run(tree: Path, *command: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what a recipe may touch or its tests may need."""
-    listed = subprocess.run(["git", "ls-files", "-z", *COPIED], cwd=ROOT, capture_output=True, text=True, check=True)
+    """A copy of what a recipe may touch or its tests may need, as it stands here, committed or not."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *COPIED]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     copy = tmp_path / "tree"
     for name in filter(None, listed.stdout.split("\0")):
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / name).read_bytes())
+        if (ROOT / name).is_file():
+            target = copy / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
     return copy
 
 
@@ -74,9 +76,9 @@ def test_a_toy_change_that_follows_the_recipe_works(diff: Path, tree: Path) -> N
     except AssertionError as error:
         name = diff.relative_to(ROOT)
         pytest.fail(
-            f"{name} does not apply to this tree any more. Make it anew in a clean checkout: `patch -p1 < {name}`, by "
-            f"hand what that rejects, `git add -AN .`, `git diff -- . ':!docs/recipes' > {name}`; then take everything "
-            f"else back.\n{error}"
+            f"{name} does not apply to this tree any more. Make it anew in a clean checkout: "
+            f"`git apply --reject -C1 {name}`, by hand what that leaves in *.rej, remove those, `git add -AN .`, "
+            f"`git diff -- . ':!docs' > {name}`; then take everything else back.\n{error}"
         )
     run(tree, sys.executable, "-m", "docs.tables")
     run(tree, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *NODES[diff.stem])
