@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from pagewise_executor import profile
+from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv import host_tier
-from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request

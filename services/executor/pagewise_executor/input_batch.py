@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pagewise_shared.protocol import DEVICE, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.kv.block_copies import CopyJob
+from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_sampling, check_tokens, checked_copies
 
 Int32s = npt.NDArray[np.int32]

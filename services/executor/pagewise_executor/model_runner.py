@@ -15,10 +15,10 @@ from pagewise_shared.protocol import HOST, CancelCopies, Copied, Inventory, Step
 
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import TorchBackend
+from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
 from pagewise_executor.issued_step import IssuedStep
-from pagewise_executor.kv.block_copies import BlockCopier, Tier
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.host_tier import STAGING_BYTES

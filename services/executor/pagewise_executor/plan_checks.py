@@ -10,7 +10,7 @@ from pagewise_shared.errors import PagewiseError
 from pagewise_shared.protocol import DEVICE, BlockCopies, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.kv.block_copies import CopyJob, Pairs
+from pagewise_executor.block_copies import CopyJob, Pairs
 
 ANY_TOKEN = 2**31
 """The vocabulary of whoever does not index with tokens."""

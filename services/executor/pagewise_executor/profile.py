@@ -15,7 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, HOST, Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.kv.block_copies import CopyJob, Tier
+from pagewise_executor.block_copies import CopyJob, Tier
 from pagewise_executor.runner import Runner
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 import zmq
+from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv import block_server, peers
-from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.kv.block_server import FRAME_BYTES, WINDOW, BlockServer
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool

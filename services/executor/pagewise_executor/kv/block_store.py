@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_executor.block_copies import Tier
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.kv.block_copies import Tier
 from pagewise_executor.kv.kv_pool import KVPool
 
 BlockBytes = npt.NDArray[np.uint8]

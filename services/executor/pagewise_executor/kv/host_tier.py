@@ -23,7 +23,7 @@ from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import HOST, Copied, StepError
 
-from pagewise_executor.kv.block_copies import CopyJob, Pairs
+from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.kv.checksum import checksum
 from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory

@@ -20,8 +20,8 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Blocks, Copied, ReadBlocks, RemoteTier, decode_from_peer, encode
 
+from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.kv.block_copies import CopyJob
 from pagewise_executor.kv.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
 from pagewise_executor.kv.block_store import BlockBytes, BlockStore
 from pagewise_executor.kv.checksum import checksum

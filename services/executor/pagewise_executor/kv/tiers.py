@@ -5,7 +5,7 @@ from pathlib import Path
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
 
-from pagewise_executor.kv.block_copies import Tier
+from pagewise_executor.block_copies import Tier
 from pagewise_executor.kv.host_tier import make_host_tier
 from pagewise_executor.kv.kv_pool import KVPool
 
