@@ -1,4 +1,4 @@
-"""Runs step plans on a real model: rows to tensors, one forward pass over a flat batch, sampling."""
+"""Runs step plans on a real model: block copies, one forward pass over a flat batch of tokens, sampling."""
 
 import dataclasses
 import hashlib
@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOGPROBS_AT_ONCE = 512
-"""Positions of a prompt whose log-probabilities are computed at once: each takes some float32 of the vocabulary."""
+"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
+vocabulary's size."""
 
 
 class ModelRunner:
-    """One model, its KV pool, and the rows that use it.
+    """One model, its KV pool, and the input batch that uses it.
 
     ``exchange``: how blocks go to other executors and come from them. ``host_folder``: where host memory outlives the
     process.
@@ -68,8 +69,8 @@ class ModelRunner:
         self._model, self._device = loaded.model, loaded.device
         self._forward_context = ForwardContext()
         self._upload = Uploads(self._device)
-        # The token that each row sampled last: written by sampling, read by the next step, never leaves the device. The
-        # one behind the rows is for what pads a batch.
+        # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
+        # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._choose_backend(config, loaded)
         self._tiers: dict[int, Tier] = {}
@@ -83,7 +84,8 @@ class ModelRunner:
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
         block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
-        # The fingerprint takes samples; what outlives the process must not meet weights that were changed meanwhile.
+        # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
+        # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {loaded.weights_changed} {block_format} {config.block_size}"
         self._tiers |= make_tiers(config, self._pool, host_folder, content)
         host = self._tiers.get(HOST)
@@ -102,7 +104,7 @@ class ModelRunner:
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
-        """A KV pool for the layers, and what there is to say of it."""
+        """Make the KV pool, attach its layers to the model, and describe it in ``info``."""
         self._pool = pool = KVPool(
             loaded.shapes,
             num_blocks,
@@ -112,8 +114,8 @@ class ModelRunner:
             layout=config.kv_layout,
             triton=loaded.kernels == "triton",
         )
-        self._names = BlockHashes(num_blocks, config.block_size)
-        self._copier = BlockCopier(pool, self._tiers, self._names.of)
+        self._block_hashes = BlockHashes(num_blocks, config.block_size)
+        self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
             module.paged_layer = PagedLayer(keys, values, self._forward_context, scales)  # type: ignore[assignment]
         self.info = RunnerInfo(
@@ -128,8 +130,8 @@ class ModelRunner:
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
-        """Bytes of device memory that the largest step takes beside weights and KV."""
-        # More rows than there are cannot have a chunk each.
+        """Return the bytes of device memory that the largest step takes beside weights and KV."""
+        # There cannot be more chunks than rows.
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
         rows = -(-tokens // loaded.max_model_len)
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
@@ -140,7 +142,7 @@ class ModelRunner:
         del self._pool
         for module in loaded.attention:
             del module.paged_layer
-        # Decode graphs have memory of their own, and leave their logits behind; sampling takes copies of them.
+        # Decode graphs have memory of their own and keep their logits; sampling takes copies of these.
         peak += 3 * config.max_num_seqs * loaded.vocab_size * 4
         if config.host_memory is not None:
             peak += STAGING_BYTES
@@ -148,7 +150,7 @@ class ModelRunner:
         return int(peak)
 
     def _warm_up(self, graphs: "DecodeGraphs", config: ExecutorConfig, dtype: torch.dtype) -> None:
-        """Compile all kernels that serving needs, and record the graphs."""
+        """Compile all kernels that serving needs, and capture the CUDA graphs."""
         from pagewise_executor.warm_up import warm_up
 
         with torch.inference_mode():
@@ -156,34 +158,34 @@ class ModelRunner:
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of every list of copies between tiers that has been made, on any thread."""
+        """See ``Runner``."""
         self._copier.report_to(report)
 
     @property
     def num_refused(self) -> int:
-        """Connections for its blocks that were refused."""
+        """See ``Runner``."""
         return self._peers.num_refused if self._peers is not None else 0
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """What a step copies from a peer is not wanted any more."""
+        """See ``Runner``."""
         self._copier.cancel(cancelled)
 
     def inventory(self) -> Inventory | None:
-        """What lies in the pools that a scheduler may use; the rows that run are given up for it."""
+        """See ``Runner``."""
         for row in list(self._batch.sequences):
             self._batch.remove(row)
         host = self._tiers.get(HOST)
-        return self._names.inventory(host.names() if host is not None else {})
+        return self._block_hashes.inventory(host.names() if host is not None else {})
 
     def close(self) -> None:
-        """Lend nothing any more, and leave nothing behind."""
+        """Stop serving blocks to peers, and release the tiers."""
         if self._peers is not None:
             self._peers.close()
         for tier in self._tiers.values():
             tier.close()
 
     def reset(self, welcome: Welcome) -> None:
-        """Empty all rows and make room for as many as the scheduler wants."""
+        """See ``Runner``."""
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs,
             max_model_len=self.info.max_model_len,
@@ -192,9 +194,9 @@ class ModelRunner:
             tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
             vocab_size=self.info.vocab_size,
         )
-        self._batch.on_remove = self._names.cache_full_blocks
+        self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:
-            self._names.clear()
+            self._block_hashes.clear()
         self._attention.reset(self._batch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(self._token_sampler, self._penalties, self._compute_logprobs, self._device)
@@ -210,15 +212,15 @@ class ModelRunner:
         start = self._event()
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
-        self._attention.update_block_tables(work)  # also in a step that computes nothing
+        self._attention.update_block_tables(work)  # needed in steps that compute nothing, too
         for row in work.left:
             sampler.leave(row)
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
         self._copier.begin(plan.epoch, plan.step, work.copies)
-        # After the copies, which tell what leaves the device by its hash.
-        self._names.discard_overwritten(batch, work.changed_tables)
+        # After the copies, which report what leaves the device by its block hash.
+        self._block_hashes.discard_overwritten(batch, work.changed_tables)
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
@@ -240,7 +242,7 @@ class ModelRunner:
         return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events)
 
     def _choose_backend(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
-        """Who computes attention, samples, and runs steps of decodes alone."""
+        """Choose what computes attention, samples, and runs decode steps: PyTorch or the Triton kernels."""
         self._attention: AttentionBackend
         self._token_sampler: TokenSampler
         self._penalties: Penalties
@@ -266,7 +268,7 @@ class ModelRunner:
         )
 
     def _event(self) -> "torch.cuda.Event | None":
-        """A mark on the device's time line; None where there is none."""
+        """Record a CUDA event; None on the CPU."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -274,7 +276,7 @@ class ModelRunner:
         return event
 
     def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Tokens of the sampled rows, drawn from their logits and remembered."""
+        """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
         rows = work.sampled_rows
         positions = self._upload(self._sampled_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
@@ -282,21 +284,25 @@ class ModelRunner:
         return tokens, logprobs
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """The same for a step of decodes alone, which a graph computes and draws."""
+        """Run a step of decodes alone, which a graph computes and samples."""
         logits, tokens = graphs.run(work.decoding, self._batch.num_computed[work.decoding] + 1)
         if self._sampler.are_simple(work.sampled_rows):
             return tokens, None
-        # What the graph has drawn is drawn again from other logits; they are looked at until after its next run.
+        # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
+        # after the next run of the graph as well.
         return self._sample(work, logits.clone())
 
     def _logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
-        """Logits [n, vocab] of a flat batch of ids and positions [tokens]: at ``kept`` [n] of them, or 0 for all."""
+        """Run the model on a flat batch of ids and positions [tokens].
+
+        Returns the logits [n, vocab] at the indices ``kept`` [n], or at all of them if it is 0.
+        """
         output = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, LogprobsTensors]]]:
-        """Logits [sampled rows, vocab], and log-probabilities of prompt tokens where a chunk has to report them."""
+        """Return the logits [sampled rows, vocab], and by row the log-probabilities of prompts that report them."""
         batch = self._batch
         _, positions = batch.flat_batch(work)
         ids = self._last_tokens[self._upload(work.decoding)]
@@ -310,14 +316,17 @@ class ModelRunner:
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
 
     def _sampled_positions(self, work: StepWork) -> Int64s:
-        """Absolute positions of the tokens that this step draws, in the order of the sampled rows."""
+        """Return the positions of the tokens that this step samples, in the order of the sampled rows."""
         completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
         return np.concatenate([self._batch.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
 
     def _prompt_logprobs(
         self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
     ) -> list[tuple[int, LogprobsTensors]]:
-        """``logits`` [sum of counts, vocab]: for each chunk, its first ``count`` positions predict prompt tokens."""
+        """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
+
+        ``logits``: [sum of counts, vocab].
+        """
         prompts, offset = [], 0
         for chunk, count in reported:
             held = self._batch.sequences[chunk.row]
@@ -334,7 +343,8 @@ class ModelRunner:
 
 
 def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tuple[Chunk, int]]]:
-    """Batch positions whose logits are needed: of sampled rows first, then of chunks that report their prompt."""
+    """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that report
+    log-probabilities; and the chunks of these prompts, each with the number of positions it reports."""
     kept = list(range(len(work.decoding)))
     offset = len(work.decoding)
     extra: list[int] = []

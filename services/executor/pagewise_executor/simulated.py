@@ -26,7 +26,7 @@ _VOCAB_SIZE = 4096
 
 
 class SimulatedRunner:
-    """Tokens are a hash of the prompt and the position, so a sequence that moves or is recomputed goes on the same.
+    """Its tokens are a hash of prompt and position, so a sequence that moves or is recomputed goes on the same.
 
     ``step_seconds`` and ``token_seconds``: time a step takes, and each of its tokens.
     """
@@ -49,20 +49,20 @@ class SimulatedRunner:
         self.num_refused = 0
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of copies: they are made at once, for there is nothing to copy."""
+        """See ``Runner``. Copies are done at once, because there is nothing to copy."""
         self._report = report
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """Nothing is ever fetched: it lends nothing, so nobody lends to it."""
+        """Do nothing: it has no block endpoint, so no plan makes it fetch from a peer."""
 
     def inventory(self) -> None:
-        """It holds nothing."""
+        """Return None: it holds no blocks."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: it holds no resources."""
 
     def reset(self, welcome: Welcome) -> None:
-        """Empty all rows."""
+        """Empty the input batch."""
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs,
             max_model_len=self.info.max_model_len,
@@ -110,7 +110,8 @@ class SimulatedRunner:
 
 
 def _logprobs(index: int, token: int, count: int) -> TokenLogprobs:
-    """The invented token is the likeliest, those after it in the vocabulary follow with half the probability each."""
+    """Invent log-probabilities: the sampled token is the likeliest, and each one after it in the vocabulary half as
+    likely."""
     values = [-log(2.0) * (rank + 1) for rank in range(max(1, count))]
     ids = [(token + rank) % _VOCAB_SIZE for rank in range(count)]
     return TokenLogprobs(index, token, values[0], 1, tuple(ids), tuple(values[:count]))

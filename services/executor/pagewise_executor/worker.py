@@ -1,4 +1,4 @@
-"""The worker thread: everything that touches the model or the device happens on it."""
+"""The worker thread: it alone touches the model and the device."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerIn
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 2e-4
-"""How often a step on the device is looked at while no other plan is there."""
+"""Seconds between two looks at a step that runs on the device while no other plan has come."""
 
 _Question = concurrent.futures.Future[Inventory | None]
 
@@ -51,12 +51,12 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether the thread has nothing to do: no step runs, and none waits."""
+        """Whether the thread has nothing to do: no step runs, and no plan waits."""
         return self._waiting and self._inbox.empty()
 
     @property
     def num_refused(self) -> int:
-        """Connections of others that wanted the runner's blocks and were refused, so far."""
+        """The number of refused connections of executors that wanted blocks."""
         return self._runner.num_refused
 
     def start(self) -> RunnerInfo:
@@ -69,12 +69,12 @@ class Worker:
         return self._built.result()
 
     def answer_to(self, answer: Callable[[StepResult | Copied], None]) -> None:
-        """Hand results to ``answer``, on the worker's thread or a link's. Said before the first ``put``."""
+        """Pass all results to ``answer``, which is called on any thread. Must be called before the first ``put``."""
         self._answer = answer
         self._runner.report_copies(answer)
 
     def put(self, message: Welcome | StepPlan) -> None:
-        """Leave work for the thread."""
+        """Queue a message for the thread."""
         self._inbox.put(message)
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
@@ -82,13 +82,13 @@ class Worker:
         self._runner.cancel_copies(cancelled)
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
-        """What the runner holds that a scheduler may use; asked for when no step is under way."""
+        """Ask the runner for its inventory. No step may be under way."""
         question: _Question = concurrent.futures.Future()
         self._inbox.put(question)
         return question
 
     def stop(self) -> None:
-        """Let the thread finish what it has, and wait for it."""
+        """Let the thread finish all queued work, and wait for its end."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -104,7 +104,7 @@ class Worker:
             self._work()
             self._runner.close()
         except BaseException as error:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for it any more
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has been cancelled
                 self.failed.set_exception(error)
 
     def _work(self) -> None:
@@ -113,7 +113,8 @@ class Worker:
             if pending is not None and pending.step.ready:
                 self._finish(pending)
                 pending = None
-            # With a step on the device, the next plan is issued before that step is waited for: it may come any moment.
+            # While a step runs on the device, the next plan may come at any moment, and is issued before that step is
+            # waited for.
             self._waiting = pending is None
             try:
                 message = self._inbox.get(timeout=None if pending is None else _LOOK_SECONDS)
@@ -125,7 +126,7 @@ class Worker:
             if isinstance(message, concurrent.futures.Future):
                 self._finish(pending)
                 pending = None
-                # After a failed step nobody knows what was written.
+                # After a failed step the content of the blocks is unknown.
                 message.set_result(self._runner.inventory() if self._error is None else None)
             elif isinstance(message, Welcome):
                 self._finish(pending)
@@ -139,7 +140,7 @@ class Worker:
         self._finish(pending)
 
     def _issue(self, plan: StepPlan) -> "_Issued | None":
-        """Issue a step. If that fails, the answer waits like any other: for the step before it, which may go well."""
+        """Issue a step. If that fails, its answer still waits for the step before, which may succeed."""
         if plan.epoch != self._epoch or plan.step != self._step + 1:
             self.dropped += 1
             log.warning(

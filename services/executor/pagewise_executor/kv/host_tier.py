@@ -1,8 +1,8 @@
-"""The host pool of an executor, and the two links that copies take between it and the device.
+"""The host tier of an executor, and the copies between it and the device.
 
-Each direction has a thread of its own, so copies run beside the steps and beside one another. A step's stores are read
-from the device before anything else of the step is issued; from there on they take their time. Its loads come after its
-block copies, which may read what a load writes, and wait for the stores that were asked for before.
+Each direction has a thread of its own, so copies run while steps and copies of the other direction run. What a step
+stores is read from the device before anything else of the step is issued; the rest of a store may take its time. What a
+step loads is written after its copies inside the device, which may read the same blocks, and after earlier stores.
 """
 
 import concurrent.futures
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 Direction = Literal["store", "load"]
 
 _STAGING_PIECE, _STAGING_PIECES = 64 * 2**20, 8
-"""Bytes of one piece of staging on a GPU, and how many there are for stores. A step waits when all are on their way."""
+"""The bytes of one staging buffer on a GPU, and the number of buffers for stores. A step waits if all are in use."""
 STAGING_BYTES = _STAGING_PIECE * (_STAGING_PIECES + 1)
-"""What a host tier takes on a GPU: pieces for stores, and one for loads."""
+"""The device memory that a host tier takes: the buffers for stores, and one for loads."""
 
 
 @dataclass(slots=True)
 class _Staging:
-    """A piece of device memory that stores go through. ``copied``: when its content has left for the host."""
+    """A staging buffer in device memory for stores. ``copied``: the event after which its content is on the host."""
 
     memory: Raw
     copied: "torch.cuda.Event | None" = None
@@ -48,10 +48,10 @@ class _Staging:
 
 @dataclass(slots=True)
 class _Job:
-    """A list of copies, or ``pairs`` that are a part of it: only the ``last`` is told of. ``copies`` None: a barrier.
+    """A list of copies, or a part of it (``pairs``), of which only the ``last`` is reported.
 
-    ``staged`` [n, block bytes]: what a store has read from the device, ``names`` [n] what it is called, if that is
-    known. ``staging``: where it lies, if that is to be given back.
+    ``copies``: None for a barrier. ``staged`` [n, block bytes]: what a store has read from the device. ``names`` [n]:
+    the block hashes, as far as they are known. ``staging``: the buffer to be given back afterwards.
     """
 
     copies: CopyJob | None
@@ -66,7 +66,7 @@ class _Job:
 
 
 class HostTier:
-    """The blocks of ``memory``. ``report`` is called on a link's thread when a job is done.
+    """The host tier, whose blocks are those of ``memory``. Its threads call ``report`` when a job is done.
 
     ``bandwidth``: bytes per second that each direction is held to, None for what the machine gives. ``verify``: keep a
     checksum of every block that is stored, and check what arrives on the device against it. What another process has
@@ -145,18 +145,18 @@ class HostTier:
             self._inboxes["store"].put(job)
 
     def names(self) -> dict[int, BlockHash]:
-        """What lies here, by block hash, once the stores that were asked for before are done."""
+        """See ``Tier``."""
         if (last := self._last_store) is not None:
             last.result()
         return self.memory.names()
 
     def unnamed(self) -> list[int]:
-        """Blocks whose content nobody can name, so that nobody misses it."""
+        """See ``Tier``."""
         named = self.memory.names()
         return [slot for slot in range(self.num_blocks) if slot not in named]
 
     def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
-        """The content of host blocks [n, bytes_per_block], once the stores that were asked for before are done."""
+        """See ``Tier``."""
         if (last := self._last_store) is not None:
             last.result()
         rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
@@ -168,12 +168,12 @@ class HostTier:
         return rows
 
     def close(self) -> None:
-        """Leave nothing behind that nobody is meant to find."""
+        """See ``Tier``."""
         if not self._keep_memory:
             self.memory.close()
 
     def _is_sound(self, slot: int) -> bool:
-        """Whether a block that another process wrote is whole; others are taken to be."""
+        """Whether a block is sound: one that another process wrote must match its checksum."""
         memory = self.memory
         return not memory.is_inherited(slot) or memory.checksum(slot) == _checksum(memory.slot(slot))
 
@@ -186,7 +186,7 @@ class HostTier:
 
     def _run(self, direction: Direction, inbox: "queue.SimpleQueue[_Job]") -> None:
         if self._cuda:
-            torch.cuda.set_device(self._pool.device)  # a thread begins on the first device
+            torch.cuda.set_device(self._pool.device)  # every thread begins on the first device
         stream = torch.cuda.Stream(self._pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
         while True:
             job = inbox.get()
@@ -237,12 +237,13 @@ class HostTier:
             stream.synchronize()
         summed = self._verify or memory.outlives
         for row, slot, name in zip(job.staged, slots, job.names, strict=True):
-            # With --verify-copies of what was read from the device: a copy that goes wrong on either way is found.
+            # With --verify-copies, the checksum is that of the content read from the device: an error in either copy is
+            # found.
             checksum = _checksum(row if self._verify else memory.slot(slot)) if summed else 0
             memory.keep(slot, name, checksum)
 
     def _load(self, pairs: Pairs, stream: "torch.cuda.Stream | None") -> list[int]:
-        """Copy blocks to the device; returns the device blocks that do not hold what they should."""
+        """Copy blocks to the device; return the device blocks whose content is wrong."""
         slots, blocks = pairs[:, 0].tolist(), pairs[:, 1]
         staged = self._pool.staging(len(slots))
         sound = [self._is_sound(slot) for slot in slots]

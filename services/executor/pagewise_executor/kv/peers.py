@@ -29,7 +29,7 @@ from pagewise_executor.kv.checksum import checksum
 log = logging.getLogger(__name__)
 
 _ENVELOPE_BYTES = 1024
-"""More than encryption adds to a frame."""
+"""An upper bound of the bytes that encryption adds to a frame."""
 _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
@@ -54,7 +54,7 @@ class _Job:
 
 
 class PeerLinks:
-    """Fetches blocks from other executors, on a thread for each. ``report``: called there when a job is done."""
+    """Fetches blocks from other executors, with one thread per peer, which calls ``report`` when a job is done."""
 
     def __init__(self, store: BlockStore, keys: Keys | None = None) -> None:
         self.report: Callable[[Copied], None] = lambda message: None
@@ -101,14 +101,14 @@ class PeerLinks:
                     job.cancelled = True
 
     def reset(self) -> None:
-        """Nothing is wanted any more. When this returns, nothing is written any more."""
+        """Cancel all jobs. After this returns, none of them writes to a block."""
         with self._lock:
             for job in self._jobs:
                 job.cancelled = True
             self._lock.wait_for(lambda: not self._jobs)
 
     def close(self) -> None:
-        """Fetch nothing any more."""
+        """Cancel all jobs and end all threads."""
         self.reset()
         with self._lock:
             for link in self._links.values():
@@ -123,7 +123,7 @@ class PeerLinks:
         self.report(job.copies.confirmed(elapsed, bad))
 
     def _retire(self, link: "_Link") -> bool:
-        """A link that has been idle ends, unless it was given something this moment."""
+        """End a link that has been idle, unless it has just been given a job; return whether it ended."""
         with self._lock:
             if not link.inbox.empty():
                 return False
@@ -135,7 +135,7 @@ class PeerLinks:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """The way to one peer, and the thread that serves it."""
+    """The connection to one peer, and the jobs of its thread."""
 
     peer: str
     owner: PeerLinks
@@ -144,7 +144,7 @@ class _Link:
     number: int = 0
 
     def run(self) -> None:
-        """Do one job after the other; end after a while without any."""
+        """Run jobs one after the other; end after some time without any."""
         while True:
             job = None
             with contextlib.suppress(queue.Empty):
@@ -157,10 +157,10 @@ class _Link:
             missing = set(job.blocks.tolist())
             try:
                 self._do(job, missing)
-            except Exception as error:  # whatever it was, the scheduler has to hear that the blocks have not come
+            except Exception as error:  # of any kind: the scheduler must be told that the blocks did not come
                 log.warning("blocks from %s: %s", self.peer, error)
             if missing:
-                self.disconnect()  # answers that are still under way must not meet the next job
+                self.disconnect()  # late answers must not be taken for those of the next job
             self.owner._done(job, time.perf_counter() - began, sorted(missing))
 
     def _do(self, job: _Job, missing: set[int]) -> None:
@@ -186,7 +186,7 @@ class _Link:
                 continue
             heard = time.monotonic()
             part, rows = self._take(asked, store.bytes_per_block)
-            if job.cancelled:  # the blocks may be somebody else's soon
+            if job.cancelled:  # the blocks may be given to others now
                 return
             blocks = job.blocks[part]
             store.write(blocks, rows, job.after)
@@ -206,7 +206,7 @@ class _Link:
         return self.number
 
     def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, BlockBytes]:
-        """The next answer: which part of the job it is, taken out of ``asked``, and its blocks."""
+        """Receive the next answer; return the part of the job it belongs to, removed from ``asked``, and its blocks."""
         header, *frames = self.socket.recv_multipart(copy=False)
         answer = decode_from_peer(header.buffer)
         if not isinstance(answer, Blocks) or answer.number not in asked:
@@ -225,14 +225,14 @@ class _Link:
         return part, content.reshape(count, bytes_per_block)
 
     def disconnect(self) -> None:
-        """Forget what was asked for and not answered."""
+        """Close the socket, and with it all requests that are under way."""
         if self.socket is not None:
             self.socket.close()
             self.socket = None
 
 
 class Peers:
-    """Both directions: what this executor lends, and what it fetches."""
+    """The exchange of blocks with other executors: serves its own blocks, and fetches theirs."""
 
     def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
         self._server = BlockServer(store, listen, advertised_host, keys)
@@ -250,16 +250,16 @@ class Peers:
 
     @property
     def num_refused(self) -> int:
-        """Connections to the block socket that were refused."""
+        """The number of refused connections to the block socket."""
         return self._server.num_refused
 
     def close(self) -> None:
-        """Lend and fetch nothing any more."""
+        """Stop serving and fetching blocks."""
         self._server.close()
         self._links.close()
 
     def reset(self, epoch: int) -> None:
-        """Whatever was lent or asked for under an older epoch is void."""
+        """Refuse and cancel all requests of older epochs."""
         self._server.begun(epoch, 0)
         self._links.reset()
 
@@ -273,7 +273,7 @@ class Peers:
         self._links.begun(epoch, step)
 
     def cancel(self, epoch: int, step: int, peer: str) -> None:
-        """What that step fetches from there is not wanted any more."""
+        """See ``PeerCopier``."""
         self._links.cancel(epoch, step, peer)
 
 
