@@ -43,8 +43,9 @@ async def test_it_says_who_it_is() -> None:
 async def test_connections_are_encrypted_if_there_are_keys(tmp_path: Path) -> None:
     keys, pair = make_keys(tmp_path)
     async with FakeScheduler(keys=pair).listening() as fake:
-        running = asyncio.create_task(link(fake.endpoint, keys).run())
-        await fake.until(lambda: fake.members)
+        linked = link(fake.endpoint, keys)
+        running = asyncio.create_task(linked.run())
+        await fake.until(lambda: linked.answers)  # one that was not told that it is in says no Goodbye
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await fake.until(lambda: fake.goodbyes)
