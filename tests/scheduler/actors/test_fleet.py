@@ -245,6 +245,9 @@ async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> 
                 assert len(await moving) == 8
 
 
+FROM_PEER = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
+
+
 async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         raw, welcome = await joined(tmp_path)
@@ -266,7 +269,7 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.router.engines
-        engine._expect_copies(1, BlockCopies(HOST, DEVICE, b"12345678"), monotonic())
+        engine.scheduler.recoveries.transfers.asked(1, [FROM_PEER], {}, monotonic() - 60)
         async with asyncio.timeout(10):
             while stack.router.engines:
                 await raw.send(Heartbeat(welcome.epoch))
@@ -280,9 +283,8 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.router.engines
-        fetch = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
         began = monotonic()
-        engine._expect_copies(7, fetch, began - 4.5)
+        engine.scheduler.recoveries.transfers.asked(7, [FROM_PEER], {}, began - 4.5)
         async with asyncio.timeout(10):
             while not isinstance(message := await raw.receive(), CancelCopies):
                 await raw.send(Heartbeat(welcome.epoch))

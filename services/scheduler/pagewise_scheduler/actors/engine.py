@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import BlockCopies, CancelCopies, Copied, StepResult, Welcome, encode
+from pagewise_shared.protocol import CancelCopies, Copied, StepResult, Welcome, encode
 
 from pagewise_scheduler.actors.actor import Actor
 from pagewise_scheduler.actors.live_request import LiveRequest, clock
@@ -28,8 +28,6 @@ _RECENT = 256
 _RECENT_LIMIT = 64
 """Sequences and events that are remembered of each."""
 _MAX_ERROR_TEXT = 1000
-_FETCH_GRACE = 5.0
-"""Seconds that a fetch may take beside what is predicted of it: there may be a connection to be made first."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,7 +122,6 @@ class Engine(Actor[EngineMessage]):
         self.executor_id = executor_id
         self.scheduler = scheduler
         self.oldest_step_time: float | None = None
-        self._copies: dict[tuple[int, int, int, str], float] = {}
         self.ended = False
         self._link = link
         self._sink = sink
@@ -147,9 +144,8 @@ class Engine(Actor[EngineMessage]):
         """When a copy to or from the host or a peer that has not been confirmed should have been, the first of them;
         None: there is none.
 
-        Four times what it was predicted to take, so that only one that is lost is late by much.
         """
-        return min(self._copies.values(), default=None)
+        return self.scheduler.recoveries.transfers.oldest_due
 
     async def run(self) -> None:
         """Serve until the executor is lost."""
@@ -234,34 +230,20 @@ class Engine(Actor[EngineMessage]):
                 return
             if self.scheduler.num_in_flight == 1:
                 self.oldest_step_time = now
-            for copies in plan.copies:
-                self._expect_copies(plan.step, copies, now)
             if not await self._link.send(encode(plan)):
                 self._lost = "it cannot be reached"
                 return
 
     async def _cancel_fetches(self) -> None:
         """Tell the executor which fetches nobody waits for any more."""
-        cancelled = self.scheduler.recoveries.cancelled
-        while cancelled:
-            step, peer = cancelled.pop()
+        for step, peer in self.scheduler.recoveries.take_cancelled():
             await self._link.send(encode(CancelCopies(self.scheduler.epoch, step, peer)))
-
-    def _expect_copies(self, step: int, copies: BlockCopies, now: float) -> None:
-        peer = copies.peer.endpoint if copies.peer is not None else ""
-        if peer or copies.source != copies.target:  # those inside the device are done with the step
-            seconds = 4 * self.scheduler.recoveries.copy_seconds(copies)
-            self._copies[step, copies.source, copies.target, peer] = now + (_FETCH_GRACE if peer else 0.0) + seconds
 
     async def _cancel_late_fetches(self) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
-        now = clock()
-        for (step, _, _, peer), due in self._copies.items():
-            if peer and due < now:
-                self._complaints.warning(
-                    "%s: a fetch from %s takes too long, cancelling it", self.name, printable(peer)
-                )
-                await self._link.send(encode(CancelCopies(self.scheduler.epoch, step, peer)))
+        for step, peer in self.scheduler.recoveries.transfers.late_peers(clock()):
+            self._complaints.warning("%s: a fetch from %s takes too long, cancelling it", self.name, printable(peer))
+            await self._link.send(encode(CancelCopies(self.scheduler.epoch, step, peer)))
 
     async def _take_result(self, result: StepResult) -> None:
         if result.epoch != self.scheduler.epoch:
@@ -305,7 +287,6 @@ class Engine(Actor[EngineMessage]):
                 f"copies of step {message.step} failed: {printable(message.error.message)}", blame_step=False
             )
         else:
-            self._copies.pop((message.step, message.source, message.target, message.peer), None)
             try:
                 self.scheduler.copied(message)
             except ProtocolError as error:
@@ -343,7 +324,6 @@ class Engine(Actor[EngineMessage]):
         log.warning("%s: starting over%s: %s", self.name, " with smaller steps" if blame_step else "", reason)
         epoch = self._link.next_epoch()
         self.oldest_step_time = None
-        self._copies.clear()
         failed: list[Request] = self.scheduler.fail(epoch, blame_step=blame_step)
         for request in failed:
             log.error("%s: request %s cannot run even alone: %s", self.name, request.request_id, reason)

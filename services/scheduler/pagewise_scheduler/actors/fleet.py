@@ -13,6 +13,7 @@ from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
+    HOST,
     PROTOCOL_MAJOR,
     Copied,
     Drain,
@@ -277,7 +278,7 @@ class Fleet:
                 self._max_num_batched_tokens, hello.max_num_batched_tokens or self._max_num_batched_tokens
             ),
             epoch=link.next_epoch(),
-            num_host_blocks=hello.num_host_blocks,
+            tiers={HOST: hello.num_host_blocks},
             costs=costs_of(hello),
             recovery=self._recovery,
             eviction=self._eviction,

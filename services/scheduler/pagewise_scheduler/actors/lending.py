@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Hello, named_blocks
+from pagewise_shared.protocol import TIER_NAMES, Hello, named_blocks
 
 from pagewise_scheduler.actors.engine import Engine, GivenBack, PeerLost
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
@@ -26,15 +26,13 @@ class Lending:
         if hello.inventory is None:
             return False
         try:
-            scheduler.kv.expect(*named_blocks(hello.inventory))
+            scheduler.kv.expect(named_blocks(hello.inventory))
         except (ValueError, ProtocolError) as error:
             self._metrics.frames_dropped("bad_inventory").inc()
             log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
             return False
-        pool = scheduler.kv.pool
-        log.info(
-            "%s holds %d blocks, %d on the host", hello.executor_id, len(pool.restorable), len(pool.host.restorable)
-        )
+        held = {TIER_NAMES[tier.number]: len(tier.restorable) for tier in scheduler.kv.tiers.values()}
+        log.info("%s holds blocks: %s", hello.executor_id, held)
         return True
 
     def begin(self, hello: Hello, engine: Engine, key: str) -> None:
