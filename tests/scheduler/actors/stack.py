@@ -89,7 +89,9 @@ class Stack:
         return float(self.metrics.frames_dropped(reason)._value.get())  # type: ignore[arg-type]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of one series; NaN: there is none."""
+        """The value of one series, as a query for metrics would tell it; NaN: there is none."""
+        for engine in self.engines:
+            engine.report_memory_events()
         value = self.metrics.registry.get_sample_value(f"pagewise_{name}", {"model_name": "m"} | labels)
         return float("nan") if value is None else value
 
