@@ -11,7 +11,7 @@ from pagewise_executor.kv.peers import Peers
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_shared.curve import EXECUTOR, SCHEDULER, Keys, public_file
+from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 
 from tests.executor.runners import build_runner
 from tests.model_builders import build_model
@@ -111,6 +111,7 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
 
 async def test_who_has_no_key_and_knocks_at_a_block_socket_is_counted(tmp_path: Path, model_path: Path) -> None:
     make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "stranger")
+    make_key_pairs(tmp_path, GATEWAY, kind="gateway")
     stranger = Keys(tmp_path, "stranger")
     public_file(tmp_path, "stranger").unlink()
     executors = Keys(tmp_path, EXECUTOR)
