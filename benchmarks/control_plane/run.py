@@ -12,7 +12,7 @@ from array import array
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import block_keys
+from pagewise_scheduler.core.memory.prefix_tree import PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import (
@@ -94,10 +94,10 @@ def measure_memory(repeats: int) -> dict[str, float]:
         kv.take(table, found)
         shared.append(time.perf_counter() - began)
         kv.free(table, None)
-        pool = BlockPool(4096, BLOCK_SIZE)
+        pool = BlockPool(4096, PrefixTree(BLOCK_SIZE))
         began = time.perf_counter()
         for _ in range(20):
-            pool.release(pool.allocate(4000))
+            pool.release(pool.reserve(4000)[0])
         cycles.append((time.perf_counter() - began) / 80_000)
     return {
         "lookup_8192_tokens_us": round(statistics.median(hits) * 1e6, 1),

@@ -10,6 +10,7 @@ from typing import Literal
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.tier import Copies
 
 Reservation = Literal["max", "pow2", "oracle"]
 
@@ -107,9 +108,10 @@ class ReservingKVManager(KVCacheManager):
         """The same: nothing is copied."""
         return prefix
 
-    def take(self, table: BlockTable, prefix: CachedPrefix) -> None:
+    def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Reserve."""
         self.pieces[table.cache_salt] = self.buddy.allocate(self.reservations[table.cache_salt])
+        return ()
 
     def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Give the piece back."""

@@ -44,7 +44,7 @@ def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats + 1):
         for mode in MODES:
             borrower.push_out()
-            borrower.scheduler.recoveries.mode = mode
+            borrower.scheduler.recoveries.policy.mode = mode
             borrower.scheduler.recoveries.reports.clear()
             took = borrower.first_token(prompt, f"{mode}{repeat}")
             if repeat:  # the first round warms up

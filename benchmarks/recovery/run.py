@@ -25,7 +25,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, Welcome
+from pagewise_shared.protocol import HOST, Copied, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -64,11 +64,13 @@ class Bench:
             block_size=info.block_size,
             max_num_seqs=8,
             max_num_batched_tokens=BUDGET,
-            num_host_blocks=info.num_host_blocks,
+            tiers={HOST: info.num_host_blocks},
             costs=Costs(**costs, fetch_block=info.bytes_per_block / 1e9),  # as the fleet guesses until it knows
             recovery="both",  # keeps everything on the host; each run sets its own
         )
-        self.scheduler.kv.pool.host.max_storing = 1_000_000
+        self.tiers = self.scheduler.kv.pool.lower
+        for tier in self.tiers:
+            tier.max_arriving = 1_000_000
         self.runner.reset(Welcome(1, 8, BUDGET))
         self.copied: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.runner.report_copies(lambda message: self.copied.put(("copied", message)))
@@ -88,16 +90,16 @@ class Bench:
             elif scheduler.recoveries.num_loading:
                 self._hear(block=True)
         took = perf_counter() - began
-        while scheduler.kv.pool.host.num_storing:
+        while any(tier.num_arriving for tier in self.tiers):
             self._hear(block=True)
         return took
 
     def push_out(self) -> None:
         """Take the whole device from the cache for a moment."""
-        kv = self.scheduler.kv
-        table = kv.new_table()
-        kv.grow(table, kv.capacity_tokens)
-        kv.free(table, None)
+        pool = self.scheduler.kv.pool
+        blocks, copies = pool.reserve(pool.num_blocks)
+        self.scheduler._plan.copy(copies)
+        pool.release(blocks)
 
     def _hear(self, *, block: bool) -> None:
         while block or not self.copied.empty():
@@ -117,7 +119,7 @@ def measure(path: Path, bandwidth: float, tokens: int, repeats: int) -> dict[str
     for repeat in range(repeats + 1):
         for mode in MODES:
             bench.push_out()
-            bench.scheduler.recoveries.mode = mode
+            bench.scheduler.recoveries.policy.mode = mode
             bench.scheduler.recoveries.reports.clear()
             took = bench.first_token(prompt, f"{mode}{repeat}")
             if repeat == 0:

@@ -15,6 +15,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from pagewise_shared.protocol import HOST
 
 from benchmarks.record import record_file, write_record
 
@@ -30,7 +31,7 @@ def serve(trace: list[TraceRequest], pool_tokens: int, host_tokens: int, recover
         block_size=BLOCK_SIZE,
         max_num_seqs=len(trace),
         max_num_batched_tokens=8192,
-        num_host_blocks=host_tokens // BLOCK_SIZE,
+        tiers={HOST: host_tokens // BLOCK_SIZE},
         costs=costs.prefill,
         recovery=recovery,
         eviction="cost",

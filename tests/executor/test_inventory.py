@@ -15,7 +15,7 @@ from pagewise_executor.profile import measure_costs
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import Welcome, named_blocks
+from pagewise_shared.protocol import DEVICE, HOST, Welcome, named_blocks
 
 from tests.executor.driver import drive, request
 from tests.executor.references import reference
@@ -45,7 +45,7 @@ def scheduler_for(runner: ModelRunner, num_blocks: int) -> Scheduler:
         block_size=info.block_size,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        num_host_blocks=info.num_host_blocks,
+        tiers={HOST: info.num_host_blocks},
         recovery="swap",
         model_fingerprint=info.model_fingerprint,
     )
@@ -65,7 +65,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     inventory = runner.inventory()
     assert inventory is not None
     second = scheduler_for(runner, 400)
-    second.kv.expect(*named_blocks(inventory))
+    second.kv.expect(named_blocks(inventory))
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, second)
     assert [one.sequences[0].output_token_ids for one in again] == expected
@@ -73,7 +73,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     # What was generated has names too: a conversation goes on where it was.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
     third = scheduler_for(runner, 400)
-    third.kv.expect(*named_blocks(runner.inventory()))  # type: ignore[arg-type]
+    third.kv.expect(named_blocks(runner.inventory()))  # type: ignore[arg-type]
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     drive(runner, third, [longer])
     assert longer.num_cached_tokens == 72
@@ -90,8 +90,7 @@ def test_rows_that_run_are_offered_as_far_as_they_are_computed(model_path: Path)
         scheduler.update(runner.execute(plan).result())
     inventory = runner.inventory()
     assert inventory is not None
-    device, _ = named_blocks(inventory)
-    assert len(device) == (63 + 11) // 8
+    assert len(named_blocks(inventory)[DEVICE]) == (63 + 11) // 8
 
 
 def test_a_welcome_that_keeps_nothing_forgets_everything(model_path: Path) -> None:
@@ -107,11 +106,12 @@ def test_an_inventory_waits_for_copies_that_are_on_their_way(model_path: Path) -
     runner = build_runner(model_path, host_bandwidth="200KB", host_memory="100KiB")
     runner.reset(Welcome(1, 8, 64))
     scheduler = scheduler_for(runner, 12)
-    scheduler.kv.pool.host.max_storing = 10**6
+    for tier in scheduler.kv.pool.lower:
+        tier.max_arriving = 10**6
     serve(runner, scheduler, 4)
     inventory = runner.inventory()
     assert inventory is not None
-    _, offered = named_blocks(inventory)
+    offered = named_blocks(inventory)[HOST]
     host = host_of(runner)
     assert offered == {name: block for block, name in host.memory.names().items()}
     time.sleep(0.5)
@@ -154,14 +154,14 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     runner = build_runner(model_path, host_folder=tmp_path, verify_copies=False, profile=profile)
     inventory = runner.inventory()
     assert inventory is not None
-    device, host = named_blocks(inventory)
-    assert not device
-    assert len(host) > 10
+    named = named_blocks(inventory)
+    assert not named[DEVICE]
+    assert len(named[HOST]) > 10
     if spoiled:
-        for block in host.values():
+        for block in named[HOST].values():
             host_of(runner).memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
-    scheduler.kv.expect(device, host)
+    scheduler.kv.expect(named)
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
     assert [one.sequences[0].output_token_ids for one in again] == expected

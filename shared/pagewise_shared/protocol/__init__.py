@@ -9,6 +9,7 @@ from pagewise_shared.protocol.codec import (
     encode,
     named_blocks,
     pack_int32s,
+    tier_name,
     unpack_int32s,
 )
 from pagewise_shared.protocol.gateway_messages import (
@@ -133,5 +134,6 @@ __all__ = [
     "encode",
     "named_blocks",
     "pack_int32s",
+    "tier_name",
     "unpack_int32s",
 ]

@@ -10,7 +10,17 @@ import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
-from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Inventory, Message, ReadBlocks
+from pagewise_shared.protocol.messages import (
+    DEVICE,
+    HOST,
+    TIER_NAMES,
+    Blocks,
+    FromExecutor,
+    FromScheduler,
+    Inventory,
+    Message,
+    ReadBlocks,
+)
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the wire format is little-endian int32; this machine is big-endian")
@@ -106,13 +116,21 @@ def unpack_int32s(data: bytes) -> "array[int]":
     return values
 
 
-def named_blocks(inventory: Inventory) -> tuple[dict[BlockHash, int], dict[BlockHash, int]]:
-    """What an inventory offers on the device and on the host: block ids by block hash.
+def tier_name(number: int) -> str:
+    """What a tier is called, for people and metrics."""
+    return TIER_NAMES[number] if 0 <= number < len(TIER_NAMES) else f"tier {number}"
+
+
+def named_blocks(inventory: Inventory) -> dict[int, dict[BlockHash, int]]:
+    """What an inventory offers: block ids by block hash, for each tier by its number.
 
     Raises:
         ProtocolError: hashes and blocks do not match.
     """
-    return _named(inventory.device, inventory.device_hashes), _named(inventory.host, inventory.host_hashes)
+    return {
+        DEVICE: _named(inventory.device, inventory.device_hashes),
+        HOST: _named(inventory.host, inventory.host_hashes),
+    }
 
 
 def _named(packed: bytes, hashes: bytes) -> dict[BlockHash, int]:

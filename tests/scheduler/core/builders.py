@@ -3,6 +3,7 @@
 from array import array
 from itertools import count
 
+from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
@@ -10,7 +11,11 @@ from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import HOST
 from pagewise_shared.sampling import SamplingParams
+
+FURTHER = 2
+"""A tier below the host: nobody has one yet, but the core takes any number of them."""
 
 _ids = count()
 
@@ -22,6 +27,7 @@ def create_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     num_host_blocks: int = 0,
+    num_further_blocks: int = 0,
     recovery: RecoveryMode = "auto",
     costs: Costs | None = None,
     eviction: EvictionName = "lru",
@@ -31,11 +37,25 @@ def create_scheduler(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        num_host_blocks=num_host_blocks,
+        tiers={HOST: num_host_blocks, FURTHER: num_further_blocks},
         recovery=recovery,
         costs=costs,
         eviction=eviction,
     )
+
+
+def host_of(scheduler: Scheduler) -> CacheTier:
+    host = scheduler.kv.cache_tier(HOST)
+    assert host is not None
+    return host
+
+
+def evict(scheduler: Scheduler, count: int) -> None:
+    """Somebody takes blocks for a moment, and what was cached in them goes."""
+    kv = scheduler.kv
+    blocks, copies = kv.pool.reserve(min(count, kv.num_available))
+    scheduler._plan.copy(copies)
+    kv.pool.release(blocks)
 
 
 def create_request(

@@ -5,6 +5,7 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagewise_shared.block_hash import BlockHash, block_hash
@@ -51,15 +52,15 @@ class Row:
 
 
 class CheckingExecutor:
-    """``tiers``: what lies in the blocks of each tier. ``spoil``: host blocks whose next load is reported bad.
-    ``elapsed_us``: what copies are said to take.
+    """``num_blocks``: of each tier. ``tiers``: what lies in their blocks. ``spoil``: host blocks whose next load is
+    reported bad. ``elapsed_us``: what copies are said to take.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
     others that it fetches from, by endpoint; ``epoch``: under which it lends.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        self.num_blocks = {DEVICE: num_blocks, HOST: num_host_blocks}
+    def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
+        self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
         self.elapsed_us = 100
@@ -189,11 +190,11 @@ class CheckingExecutor:
             self.num_fetched += 1
         return []
 
-    def inventory(self) -> tuple[dict[BlockHash, int], dict[BlockHash, int]]:
-        """What the full blocks on the device and on the host are called."""
+    def inventory(self) -> dict[int, dict[BlockHash, int]]:
+        """What the full blocks of each tier are called."""
         arriving = self.arriving
         device = {block: content for block, content in self.blocks.items() if block not in arriving}
-        return self._named(device), self._named(self.host)
+        return {tier: self._named(device if tier == DEVICE else held) for tier, held in self.tiers.items()}
 
     def _named(self, blocks: dict[int, Content]) -> dict[BlockHash, int]:
         names: dict[BlockHash, int] = {}

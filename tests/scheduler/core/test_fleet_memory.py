@@ -1,22 +1,24 @@
 """The memory rules of a fleet: executors that fetch each other's blocks, are reset and vanish, in any order."""
 
 from collections import deque
+from itertools import chain
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from pagewise_scheduler.core.inspection import request_report
+from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import StepResult
+from pagewise_shared.protocol import DEVICE, HOST, StepResult
 
-from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.test_scheduler import (
     assert_all_free,
     check_states,
@@ -67,7 +69,7 @@ def test_what_another_executor_holds_is_fetched() -> None:
     computed = lender.executor.num_computed
     again = serve(borrower, prompt)
     assert borrower.executor.num_fetched == 12
-    assert again.num_peer_tokens == again.num_cached_tokens == 48
+    assert again.num_loaded_tokens("peer") == again.num_cached_tokens == 48
     (began,) = request_report(again, borrower.scheduler, 0.0, 10).sequences[0].history
     assert (began.method, began.device_tokens, began.host_tokens, began.peer_tokens) == ("load", 0, 0, 48)
     assert borrower.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
@@ -115,8 +117,7 @@ def test_the_longer_way_may_be_the_better_one() -> None:
     serve(borrower, list(range(100, 190)))
     serve(lender, list(range(80)))
     request = serve(borrower, list(range(80)))
-    assert request.num_peer_tokens > 0
-    assert request.num_host_tokens == 0
+    assert list(request.loaded_tokens) == ["peer"]
 
 
 def test_a_peer_that_dies_is_done_without() -> None:
@@ -132,7 +133,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     borrower.executor.peers = {}
     del borrower.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
     borrower.scheduler.peer_lost("node 0")
-    assert borrower.scheduler.recoveries.cancelled == [(plan.step, "node 0")]
+    assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
     borrower.scheduler.update(result)
     run(borrower.scheduler, borrower.executor)
     assert request.sequences[0].output_token_ids == expected_tokens(request)
@@ -150,7 +151,7 @@ def test_a_peer_that_fails_is_left_alone_for_a_while() -> None:
     assert borrower.scheduler.kv.pool.counters.fetch_failed == 12
     borrower.executor.peers = {"node 0": lender.executor}
     serve(lender, list(range(200, 250)))
-    assert serve(borrower, list(range(200, 250))).num_peer_tokens == 0
+    assert serve(borrower, list(range(200, 250))).loaded_tokens == {}
 
 
 def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
@@ -161,7 +162,7 @@ def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
     plan = borrower.scheduler.schedule(0.0)
     assert plan is not None
     borrower.scheduler.abort(request.request_id)
-    assert borrower.scheduler.recoveries.cancelled == [(plan.step, "node 0")]
+    assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
     assert lender.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
     borrower.scheduler.update(borrower.executor.execute(plan))
     borrower.deliver()
@@ -174,11 +175,11 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
     prompt = list(range(50))
     serve(node, prompt)
     serve(node, list(range(100, 140)))
-    device, host = node.executor.inventory()
+    inventory = node.executor.inventory()
     node.executor.reset(keeps_blocks=True)
     fresh = create_scheduler(num_blocks=20, num_host_blocks=8, recovery="swap")
-    fresh.kv.expect(device, host)
-    assert fresh.kv.pool.num_cached == len(device) > 0
+    fresh.kv.expect(inventory)
+    assert fresh.kv.pool.num_cached == len(inventory[DEVICE]) > 0
     request = create_request(prompt=prompt, max_tokens=3)
     fresh.add(request)
     run(fresh, node.executor)
@@ -193,19 +194,19 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
     prompt = list(range(50))
     serve(node, prompt)
     serve(node, list(range(100, 140)))
-    _, host = node.executor.inventory()
+    host = node.executor.inventory()[HOST]
     node.executor.reset(keeps_blocks=True)
     node.executor.blocks.clear()
     computed = node.executor.num_computed
     for recovery in ("swap", "both"):
         fresh = create_scheduler(num_blocks=20, num_host_blocks=40, recovery=recovery)  # type: ignore[arg-type]
-        fresh.kv.expect({}, dict(host))
+        fresh.kv.expect({HOST: dict(host)})
         node.executor.reset(keeps_blocks=True)
         request = create_request(prompt=prompt, max_tokens=3)
         fresh.add(request)
         run(fresh, node.executor)
         assert request.sequences[0].output_token_ids == expected_tokens(request)
-        assert request.num_host_tokens > 0
+        assert request.num_loaded_tokens("host") > 0
         assert node.executor.num_computed - computed < 50
         check_states(fresh.kv.pool)
 
@@ -213,10 +214,10 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
 def test_blocks_that_nobody_asks_for_make_room() -> None:
     (node,) = fleet(1, num_blocks=20)
     serve(node, list(range(70)))
-    device, host = node.executor.inventory()
+    inventory = node.executor.inventory()
     node.executor.reset(keeps_blocks=True)
     fresh = create_scheduler(num_blocks=20)
-    fresh.kv.expect(device, host)
+    fresh.kv.expect(inventory)
     node.scheduler = fresh
     serve(node, list(range(200, 270)))
     assert fresh.kv.pool.counters.evicted > 0
@@ -274,11 +275,8 @@ class FleetRules(RuleBasedStateMachine):
         self.nodes[where].deliver(count)
 
     @rule(where=st.integers(0, 2), count=st.integers(1, 30))
-    def evict(self, where: int, count: int) -> None:
-        kv = self.nodes[where].scheduler.kv
-        table = kv.new_table()
-        kv.grow(table, min(count, kv.num_available) * kv.block_size)
-        kv.free(table, None)
+    def blocks_are_taken(self, where: int, count: int) -> None:
+        evict(self.nodes[where].scheduler, count)
 
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
@@ -316,8 +314,11 @@ class FleetRules(RuleBasedStateMachine):
         for node in self.nodes:
             scheduler, pool = node.scheduler, node.scheduler.kv.pool
             check_states(pool)
-            blocked = {node.parent for node in every_node(pool) if node.block >= 0 and pool.references(node.block)}
-            assert not any(node.block >= 0 and not pool.references(node.block) for node in blocked if node is not None)
+            for one in every_node(pool):
+                block, parent = one.block, one.parent
+                if one.depth > 1 and block >= 0 and pool.references(block):
+                    assert parent is not None
+                    assert pool.references(parent.block), "what is in use stands on what may be evicted"
             sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
             references = sum(pool.references(block) for block in range(pool.num_blocks))
@@ -348,12 +349,13 @@ class FleetRules(RuleBasedStateMachine):
             assert_all_free(node.scheduler)
 
 
-def _borrowed(recoveries: Recoveries, pool: object) -> int:
+def _borrowed(recoveries: Recoveries, pool: BlockPool) -> int:
     """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
     sources = [one.source for one in recoveries._active.values()]
-    sources += [part[0].source for one in recoveries._transfers.values() for part in one.parts]
-    unique = {id(source): source for source in sources if source.peer and source.pool is pool}
-    return sum(len(source._lent) for source in unique.values())
+    loads = chain.from_iterable(recoveries.transfers.from_peers().values())
+    sources += [part[0].source for load in loads for part in load.parts]
+    unique = {source for source in sources if isinstance(source, PeerTiers) and source.is_of(pool)}
+    return sum(len(source.lent) for source in unique)
 
 
 def _check(examples: int) -> None:

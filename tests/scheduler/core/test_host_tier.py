@@ -7,8 +7,9 @@ from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import Method, Recovery, RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import HOST
 
-from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
+from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler, host_of
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
 
@@ -98,7 +99,7 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
 def test_a_full_host_lets_its_tails_go_first() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=4)
     pool = scheduler.kv.pool
-    assert pool.host.num_used == 4
+    assert host_of(scheduler).num_used == 4
     assert pool.counters.host_evicted > 0
     again = create_request(prompt=LONG, max_tokens=2)
     scheduler.add(again)
@@ -119,7 +120,8 @@ def test_a_clean_copy_is_not_stored_twice() -> None:
 
 def test_a_spoiled_copy_is_noticed_and_computed_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=40)
-    executor.spoil = {cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39).on_host[3].host}
+    prefix = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39)
+    executor.spoil = {prefix.away[3].copies[HOST]}
     again = serve(scheduler, executor, LONG)
     assert scheduler.kv.pool.counters.spoiled == 1
     assert again.sequences[0].num_preemptions == 1
@@ -148,27 +150,27 @@ def test_an_abort_under_a_load_keeps_the_target_blocks_until_it_is_done() -> Non
 
 def test_a_busy_link_takes_no_more_prefixes_but_finishes_the_one_it_has_begun() -> None:
     scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="swap")
-    scheduler.kv.pool.host.max_storing = 3
+    host_of(scheduler).max_arriving = 3
     executor = executor_for(scheduler)
     for prompt in (LONG, OTHER, LONG):
         scheduler.add(create_request(prompt=prompt, max_tokens=2))
         while (plan := scheduler.schedule(0.0)) is not None:
             scheduler.update(executor.execute(plan))
-    host = scheduler.kv.pool.host
+    host = host_of(scheduler)
     # All of LONG, whose copies have not been confirmed when OTHER has to go.
-    assert executor.num_stored == host.counters.demoted == host.num_storing == 10
+    assert executor.num_stored == host.counters.demoted == host.num_arriving == 10
     assert host.counters.dropped > 0
     assert host.num_used == 10
     for message in executor.finish_copies():
         scheduler.copied(message)
-    assert host.num_storing == 0
+    assert host.num_arriving == 0
 
 
 def test_blocks_before_a_spoiled_one_can_be_evicted_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=12)
-    host = scheduler.kv.pool.host
+    host = host_of(scheduler)
     again = create_request(prompt=LONG, max_tokens=2)
-    executor.spoil = {cached_prefix(scheduler.kv, again.prompt_token_ids.tobytes(), 39).on_host[5].host}
+    executor.spoil = {cached_prefix(scheduler.kv, again.prompt_token_ids.tobytes(), 39).away[5].copies[HOST]}
     scheduler.add(again)
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -178,10 +180,8 @@ def test_blocks_before_a_spoiled_one_can_be_evicted_again() -> None:
     for message in messages:
         scheduler.copied(message)
     scheduler.update(result)
-    taken = 0
-    while host._take() >= 0:
-        taken += 1
-    assert taken == host.num_blocks
+    host.evict(host.num_blocks)
+    assert host.num_free == host.num_blocks
 
 
 def test_copies_that_fail_blame_no_request() -> None:
@@ -197,7 +197,7 @@ def test_copies_that_fail_blame_no_request() -> None:
 def test_recomputing_reports_what_it_took() -> None:
     scheduler, executor = after_eviction("auto", SLOW_LINK)
     scheduler.recoveries.reports.clear()
-    scheduler.recoveries.mode = "recompute"
+    scheduler.recoveries.policy.mode = "recompute"
     scheduler.add(create_request(prompt=LONG, max_tokens=2))
     now = 0.0
     while (plan := scheduler.schedule(now)) is not None:
@@ -211,11 +211,11 @@ def test_recomputing_reports_what_it_took() -> None:
 def test_one_slow_load_does_not_end_loading_for_ever() -> None:
     scheduler, _ = after_eviction("auto", FAST_LINK)
     prefix = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39)
-    choose = scheduler.recoveries.choose
+    choose, load = scheduler.recoveries.choose, host_of(scheduler).costs.load
     assert choose(prefix, 1.0).method == "load"
     for _ in range(20):
-        scheduler.costs.load_waited(scheduler.costs.load, 10.0)
-        scheduler.costs.load.observe(10.0, 1, 9)
+        scheduler.costs.load_waited(load, 10.0)
+        load.observe(10.0, 1, 9)
     assert choose(prefix, 1.0).method != "load"
     assert any(choose(prefix, 1.0).method == "load" for _ in range(1000))
 
@@ -245,15 +245,15 @@ def test_usage_counts_what_the_last_executor_found() -> None:
     moved.scheduled_time, moved.num_cached_tokens = 0.0, 32  # it had started elsewhere
     scheduler.add(moved)
     run(scheduler, executor)
-    assert moved.num_cached_tokens == moved.num_host_tokens == 36
+    assert moved.num_cached_tokens == moved.num_loaded_tokens("host") == 36
 
 
 def test_usage_tells_device_and_host_apart() -> None:
     scheduler, executor = after_eviction("swap")
     again = serve(scheduler, executor, LONG)
-    assert again.num_host_tokens == again.num_cached_tokens == 4 * executor.num_loaded > 0
+    assert again.num_loaded_tokens("host") == again.num_cached_tokens == 4 * executor.num_loaded > 0
     once_more = serve(scheduler, executor, LONG)
-    assert once_more.num_host_tokens == 0
+    assert once_more.loaded_tokens == {}
     assert once_more.num_cached_tokens == 39
 
 
@@ -261,14 +261,14 @@ def test_copies_compete_for_a_busy_link_and_the_hopeless_lose() -> None:
     scheduler = create_scheduler(num_blocks=11, num_host_blocks=40, recovery="auto", costs=EVEN, eviction="cost")
     serve(scheduler, executor_for(scheduler), LONG)
     node = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39).blocks[0]
-    host, costs, policy = scheduler.kv.pool.host, scheduler.costs, scheduler.kv.pool.policy
-    worth_keeping = scheduler.recoveries.worth_keeping
+    host, costs, policy = host_of(scheduler), scheduler.costs, scheduler.kv.pool.policy
+    is_worth_copying = scheduler.recoveries.policy.is_worth_copying
     assert 0 < policy.probability(node) < 1
-    assert worth_keeping(node), "an idle link costs nothing"
-    recompute, load = costs.block_seconds(node.depth)
+    assert is_worth_copying(node, host), "an idle link costs nothing"
+    recompute, load = costs.block_seconds(node.depth, host.costs.load)
     saved = policy.probability(node) * recompute**2 / (recompute + load)
-    costs.store.constants[:] = [0.0, 2 * saved]
-    host.num_storing = host.max_storing // 4
-    assert worth_keeping(node)
-    host.num_storing = host.max_storing * 3 // 4
-    assert not worth_keeping(node)
+    host.costs.store.constants[:] = [0.0, 2 * saved]
+    host.num_arriving = host.max_arriving // 4
+    assert is_worth_copying(node, host)
+    host.num_arriving = host.max_arriving * 3 // 4
+    assert not is_worth_copying(node, host)

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_shared.protocol import StepResult
+from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
 
-from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
 from tests.scheduler.core.test_scheduler import (
     assert_all_free,
@@ -43,7 +43,8 @@ class MemoryRules(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 20),
         num_host_blocks=st.sampled_from([0, 1, 5, 20, 60]),
-        max_storing=st.sampled_from([0, 2, 1000]),
+        num_further_blocks=st.sampled_from([0, 0, 1, 7, 40]),
+        max_arriving=st.sampled_from([0, 2, 1000]),
         recovery=st.sampled_from(["auto", "swap", "recompute", "both"]),
         eviction=st.sampled_from(["lru", "cost"]),
         early_loads=st.booleans(),
@@ -55,7 +56,8 @@ class MemoryRules(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         num_host_blocks: int,
-        max_storing: int,
+        num_further_blocks: int,
+        max_arriving: int,
         recovery: str,
         eviction: str,
         early_loads: bool,
@@ -66,11 +68,13 @@ class MemoryRules(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             num_host_blocks=num_host_blocks,
+            num_further_blocks=num_further_blocks,
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
         )
         self.scheduler = self.create()
-        self.scheduler.kv.pool.host.max_storing = max_storing
+        for tier in self.scheduler.kv.pool.lower:
+            tier.max_arriving = max_arriving
         self.executor = executor_for(self.scheduler)
         self.executor.early_loads = early_loads
         self.results: deque[StepResult] = deque()
@@ -146,12 +150,8 @@ class MemoryRules(RuleBasedStateMachine):
         self.scheduler._preempt(running[which % len(running)], "chance")
 
     @rule(count=st.integers(1, 30))
-    def evict(self, count: int) -> None:
-        """Somebody takes blocks for a moment, and what was cached in them goes."""
-        kv = self.scheduler.kv
-        table = kv.new_table()
-        kv.grow(table, min(count, kv.num_available) * kv.block_size)
-        kv.free(table, None)
+    def blocks_are_taken(self, count: int) -> None:
+        evict(self.scheduler, count)
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 30))
@@ -179,11 +179,13 @@ class MemoryRules(RuleBasedStateMachine):
         if restarts:
             return
         requests = self.scheduler.release_all()
-        device, host = self.executor.inventory()
+        inventory = self.executor.inventory()
         self.executor.reset(keeps_blocks=True)
         self.results.clear()
         self.scheduler, self.epoch = self.create(), 1
-        self.scheduler.kv.expect({} if device_is_lost else device, host)
+        if device_is_lost:
+            inventory[DEVICE] = {}
+        self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)
 

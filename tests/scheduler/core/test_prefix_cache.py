@@ -169,7 +169,7 @@ def test_tails_are_evicted_before_their_parents_and_the_least_recently_used_firs
     kv.free(again, None)
     found = []
     for _ in range(5):
-        kv.pool.allocate(1)
+        kv.pool.reserve(1)
         found.append([cached_prefix(kv, tokens, 4).num_tokens for _, tokens in tables])
     assert found == [[4, 2, 4], [4, 0, 4], [4, 0, 2], [4, 0, 0], [2, 0, 0]]
 

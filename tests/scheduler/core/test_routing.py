@@ -76,8 +76,8 @@ def test_a_salt_asks_its_own_space() -> None:
 def test_what_lies_on_the_host_is_told_apart() -> None:
     holder = executor_view(LONG, OTHER, num_blocks=14, num_host_blocks=64)
     match = find(holder, LONG)
-    assert match.device + match.host == 36
-    assert match.host > 0
+    assert match.device + match.lower == 36
+    assert match.lower > 0
     assert find(holder, OTHER) == Match(36, 0, 36)
 
 

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -41,10 +41,8 @@ def expected_beams(request: Request) -> list[list[int]]:
 
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
-    pool = scheduler.kv.pool
-    return CheckingExecutor(
-        num_blocks=pool.num_blocks, block_size=scheduler.kv.block_size, num_host_blocks=pool.host.num_blocks
-    )
+    tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
+    return CheckingExecutor(tiers, block_size=scheduler.kv.block_size)
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:
@@ -92,21 +90,26 @@ def assert_all_free(scheduler: Scheduler) -> None:
 
 def check_states(pool: BlockPool) -> None:
     """Every block is free, cached or in use; known content hangs together, and nothing hangs on what may be evicted."""
-    assert pool.num_free + pool.num_cached + pool.num_in_use == pool.num_blocks
-    nodes = [node for block in range(pool.num_blocks) if (node := pool.node(block)) is not None]
-    on_host = [node for node in every_node(pool) if node.host >= 0]
-    assert len(on_host) == len({node.host for node in on_host}) == pool.host.num_used - len(pool.host.restorable)
-    nowhere = [node for node in every_node(pool) if node.block < 0 and node.host < 0]
-    assert all(any(below.pins or below.host >= 0 for below in nodes_below(node)) for node in nowhere)
-    assert len({*nodes, *on_host, *nowhere}) == pool.tree.num_blocks
-    assert sum(pool.references(node.block) == 0 for node in nodes) == pool.num_cached - len(pool.restorable)
-    for node in nodes:
-        parent = node.parent
+    everything = every_node(pool)
+    assert len(everything) == pool.tree.num_blocks
+    for tier in (pool, *pool.lower):
+        assert tier.num_free + tier.num_cached + tier.num_in_use == tier.num_blocks
+        here = [node for node in everything if node.block_id(tier.number) >= 0]
+        assert all(tier.node(node.block_id(tier.number)) is node for node in here)
+        assert len(here) == sum(tier.node(block) is not None for block in range(tier.num_blocks))
+        unused = [node for node in here if not tier.references(node.block_id(tier.number))]
+        assert len(unused) == tier.num_cached - len(tier.restorable)
+        if tier is not pool:
+            assert len(here) == tier.num_used - len(tier.restorable)
+    nowhere = [node for node in everything if node.nearest_tier == NOWHERE]
+    assert all(any(below.nearest_tier != NOWHERE for below in nodes_below(node)) for node in nowhere)
+    for node in everything:
+        parent, block = node.parent, node.block
         assert parent is not None
         assert parent.children[node.tokens] is node
-        if parent.depth:
+        if parent.depth and block >= 0:
             assert pool.node(parent.block) is parent
-            assert pool.references(parent.block) >= min(1, pool.references(node.block))
+            assert pool.references(parent.block) >= min(1, pool.references(block))
 
 
 def nodes_below(node: CachedBlock) -> list[CachedBlock]:

@@ -8,6 +8,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from pagewise_shared.protocol import HOST
 
 TRACE = Path(__file__).parents[3] / "benchmarks" / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 
@@ -19,7 +20,7 @@ def tokens_per_second(trace: list[TraceRequest], pool_tokens: int, host_tokens: 
         block_size=16,
         max_num_seqs=len(trace),
         max_num_batched_tokens=8192,
-        num_host_blocks=host_tokens // 16,
+        tiers={HOST: host_tokens // 16},
         costs=costs.prefill,
         recovery=mode,
         eviction="cost",

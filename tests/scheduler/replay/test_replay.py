@@ -13,6 +13,7 @@ from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.main import main
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
+from pagewise_shared.protocol import HOST
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 
@@ -154,7 +155,7 @@ def test_a_replay_is_reproducible() -> None:
             block_size=16,
             max_num_seqs=16,
             max_num_batched_tokens=512,
-            num_host_blocks=100,
+            tiers={HOST: 100},
             eviction="cost",
         )
         outcome = Simulation([scheduler], llama_3_8b(16)).run(trace)

@@ -5,9 +5,11 @@ from math import isnan
 
 from msgspec import Struct
 from msgspec.structs import replace
+from pagewise_shared.protocol import HOST
 
+from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Link
+from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -190,9 +192,7 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         device=DeviceReport(
             pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_lent
         ),
-        host=HostReport(
-            pool.host.num_blocks, pool.host.num_used, pool.host.num_storing, scheduler.recoveries.num_loading
-        ),
+        host=_host_report(scheduler),
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         steps_in_flight=scheduler.num_in_flight,
@@ -206,9 +206,16 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
     )
 
 
+def _host_report(scheduler: Scheduler) -> HostReport:
+    host, loading = scheduler.kv.cache_tier(HOST), scheduler.recoveries.num_loading
+    if host is None:
+        return HostReport(0, 0, 0, loading)
+    return HostReport(host.num_blocks, host.num_used, host.num_arriving, loading)
+
+
 def _cost_report(costs: CostModel, limit: int) -> CostReport:
     step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
-    load = _link_report("", costs.load)
+    load = _link_report("", costs.tiers[HOST].load if HOST in costs.tiers else Link(0.0, 0.0))
     return CostReport(
         step=step,
         token=token,
@@ -255,10 +262,11 @@ def _request_report(request: Request, scheduler: Scheduler, now: float, room: _R
         request.request_id,
         request.priority,
         {
-            "device": request.num_cached_tokens - request.num_host_tokens - request.num_peer_tokens,
-            "host": request.num_host_tokens,
-            "peer": request.num_peer_tokens,
-        },
+            "device": request.num_cached_tokens - sum(request.loaded_tokens.values()),
+            "host": 0,
+            "peer": 0,
+        }
+        | request.loaded_tokens,
         sequences,
         cut,
     )
@@ -286,7 +294,7 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room:
                 index,
                 block,
                 pool.references(block),
-                node.host if (node := pool.node(block)) is not None else -1,
+                node.block_id(HOST) if (node := pool.node(block)) is not None else -1,
                 hash_of(node).hex() if node is not None else "",
             )
             for index, block in enumerate(blocks)
@@ -330,7 +338,7 @@ def _runs(scheduler: Scheduler, limit: int) -> list[RunReport]:
         while True:
             run.num_blocks += 1
             run.on_device += node.block >= 0
-            run.on_host += node.host >= 0
+            run.on_host += node.block_id(HOST) >= 0
             if len(node.children) != 1:
                 break
             node = next(iter(node.children.values()))

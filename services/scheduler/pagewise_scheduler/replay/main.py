@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import HOST
 
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
@@ -93,7 +94,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
             block_size=size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=budget,
-            num_host_blocks=parse_tokens(options.host_tokens) // size,
+            tiers={HOST: parse_tokens(options.host_tokens) // size},
             costs=costs.prefill,
             recovery=options.recovery,
             eviction=eviction,

@@ -10,9 +10,9 @@ class MemoryCounters:
     Fields:
         evicted: lost their place on the device to others. demoted: those of them that went to the host;
             dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
-        host_evicted: lost their place on the host.
-        stored, loaded: copies to and from the host that were confirmed.
-        spoiled: came back from the host with another content than was stored; they are computed again.
+        host_evicted: lost their place in a tier below the device.
+        stored, loaded: copies to and from such tiers that were confirmed.
+        spoiled: came back from there with another content than was stored; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
         copied: copied on the device because somebody had to write into a shared block.
     """

@@ -11,6 +11,9 @@ PREEMPTED = -1
 
 EvictionName = Literal["lru", "cost"]
 
+REDUNDANT, NEAREST = 0, 1
+"""The ranks of evictable blocks: a tier nearer to the computing has it as well; this is the nearest that has it."""
+
 
 class EvictionPolicy(Protocol):
     """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses."""
@@ -54,19 +57,19 @@ class EvictionQueue:
     """Blocks of one tier that may be evicted now, those of the lowest ``rank`` first, then by the policy.
 
     Nothing is taken out when a block stops being evictable: its entry is stale, and skipped when its turn comes.
-    ``may_go(block, rank)`` says whether it may still be evicted as what it was pushed as.
+    ``rank_of`` says as what a block may be evicted now, None: not at all.
     """
 
-    __slots__ = ("_clock", "_heap", "_may_go", "_policy", "_tie")
+    __slots__ = ("_clock", "_heap", "_policy", "_rank_of", "_tie")
 
-    def __init__(self, policy: EvictionPolicy, may_go: Callable[[CachedBlock, int], bool]) -> None:
+    def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy
-        self._may_go = may_go
+        self._rank_of = rank_of
         self._heap: list[tuple[int, float, int, int, CachedBlock]] = []
         self._tie = 0
         self._clock = 0.0
 
-    def push(self, block: CachedBlock, rank: int = 0) -> None:
+    def push(self, block: CachedBlock, rank: int) -> None:
         """A block may be evicted from now on."""
         self._tie += 1
         heapq.heappush(self._heap, (rank, self._policy.priority(block, self._clock), self._tie, block.last_used, block))
@@ -77,7 +80,7 @@ class EvictionQueue:
         while heap:
             rank, priority, _, last_used, block = heapq.heappop(heap)
             # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
-            if last_used == block.last_used and self._may_go(block, rank):
+            if last_used == block.last_used and self._rank_of(block) == rank:
                 self._clock = max(self._clock, priority)
                 return block
         return None
@@ -87,7 +90,7 @@ class EvictionQueue:
         heap = self._heap
         while heap:
             rank, _, _, last_used, block = heap[0]
-            if last_used == block.last_used and self._may_go(block, rank):
+            if last_used == block.last_used and self._rank_of(block) == rank:
                 return block
             heapq.heappop(heap)
         return None
@@ -98,7 +101,7 @@ class EvictionQueue:
             live = {
                 (id(entry[4]), entry[0]): entry
                 for entry in self._heap
-                if entry[3] == entry[4].last_used and self._may_go(entry[4], entry[0])
+                if entry[3] == entry[4].last_used and self._rank_of(entry[4]) == entry[0]
             }
             self._heap = list(live.values())
             heapq.heapify(self._heap)

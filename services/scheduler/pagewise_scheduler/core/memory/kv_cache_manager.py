@@ -1,17 +1,31 @@
 """Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
+from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash, block_hash
+from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
+from pagewise_scheduler.core.memory.cache_tier import CacheTier, DemotionPolicy
+from pagewise_scheduler.core.memory.copy_costs import TierCosts
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys
+from pagewise_scheduler.core.memory.tier import Copies, Tier
+
+
+class TierSize(NamedTuple):
+    """A tier below the device: its number, how many blocks it has, and what copies between it and the device cost."""
+
+    number: int
+    num_blocks: int
+    costs: TierCosts
 
 
 @dataclass(slots=True)
@@ -19,40 +33,57 @@ class CachedPrefix:
     """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
 
     ``num_tokens`` of them are on the device. Behind ``blocks`` come ``hole`` blocks that lie nowhere, and the blocks
-    ``on_host``; if there are any, nothing is partial.
+    ``away``, which lie in tiers below the device; if there are any, nothing is partial.
     """
 
     blocks: list[CachedBlock]
     partial_block: int
     partial_tokens: int
     num_tokens: int
-    on_host: list[CachedBlock] = field(default_factory=list)
+    away: list[CachedBlock] = field(default_factory=list)
     hole: int = 0
 
 
 class KVCacheManager:
-    """The KV memory of one executor: a block pool, and the blocks that wait for a step to return.
+    """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
-    A block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until
-    that step has returned, so nobody else can write into it before.
+    ``pool``: the device's blocks. ``tiers``: all tiers by number, the device too. ``demotion``: what the tiers below
+    take over. A block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference
+    until that step has returned, so nobody else can write into it before.
     """
 
-    __slots__ = ("_num_retiring", "_retiring", "block_size", "pool")
+    __slots__ = ("_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "pool", "tiers")
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        num_host_blocks: int = 0,
+        lower: Sequence[TierSize] = (),
         policy: EvictionPolicy | None = None,
+        demotion: DemotionPolicy | None = None,
         model_fingerprint: str = "",
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks, block_size, num_host_blocks, policy, None, model_fingerprint)
+        self._lower = lower
+        self._demotion = demotion
+        self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
+
+    def _build_tiers(
+        self, num_blocks: int, policy: EvictionPolicy, counters: MemoryCounters, model_fingerprint: str
+    ) -> None:
+        """Empty tiers over an empty prefix tree."""
+        lowest_first = sorted(self._lower, key=lambda tier: tier.number, reverse=True)
+        num_tiers = 1 + (lowest_first[0].number if lowest_first else DEVICE)
+        tree = PrefixTree(self.block_size, model_fingerprint, num_tiers)
+        below: CacheTier | None = None
+        for number, size, costs in lowest_first:
+            below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
+        self.pool = BlockPool(num_blocks, tree, policy, counters, below)
+        self.tiers: dict[int, Tier] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
 
     @property
     def num_available(self) -> int:
@@ -82,45 +113,56 @@ class KVCacheManager:
         """An empty block table that shares the cache of ``cache_salt``."""
         return BlockTable(self.block_size, cache_salt)
 
+    def cache_tier(self, number: int) -> CacheTier | None:
+        """The tier of that number below the device, if the executor has it."""
+        tier = self.tiers.get(number)
+        return tier if isinstance(tier, CacheTier) else None
+
     # ---- from before ---------------------------------------------------------------------------------
 
-    def expect(self, device: dict[BlockHash, int], host: dict[BlockHash, int]) -> None:
-        """The pools, empty so far, hold these blocks from before; who asks for their content gets it.
+    def expect(self, inventory: Mapping[int, dict[BlockHash, int]]) -> None:
+        """The tiers, empty so far, hold these blocks from before; who asks for their content gets it.
+
+        ``inventory``: block ids by block hash, by number of the tier.
 
         Raises:
             ValueError: there are no such blocks, or one is named twice.
         """
-        for tier, named, size in (("device", device, self.pool.num_blocks), ("host", host, self.pool.host.num_blocks)):
+        for number, named in inventory.items():
+            size = self.tiers[number].num_blocks if number in self.tiers else 0
             blocks = set(named.values())
             if len(blocks) != len(named) or any(not 0 <= block < size for block in blocks):
-                raise ValueError(f"{len(named)} {tier} blocks are offered that are not {size} different ones")
-        self.pool.expect(device)
-        self.pool.host.expect(host)
+                raise ValueError(f"{len(named)} blocks of tier {number} are offered that are not {size} different ones")
+        for number, named in inventory.items():
+            if named:
+                self.tiers[number].expect(named)
 
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
         """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
-        pool = self.pool
-        if not (pool.restorable or pool.host.restorable):
+        tiers = [tier for tier in self.tiers.values() if tier.restorable]
+        if not tiers:
             return
-        tokens = tokens_of()
-        hashes = list(_chain(pool.tree.root_hash(cache_salt), tokens, 4 * self.block_size))
-        while hashes and hashes[-1] not in pool.restorable and hashes[-1] not in pool.host.restorable:
+        tokens, tree = tokens_of(), self.pool.tree
+        hashes = list(_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size))
+        while hashes and not any(hashes[-1] in tier.restorable for tier in tiers):
             hashes.pop()
         if not hashes:
             return
         keys = list(block_keys(tokens, self.block_size, len(hashes) * self.block_size))
-        last = pool.tree.root(cache_salt)
-        path = pool.tree.walk(last, keys)
+        last = tree.root(cache_salt)
+        path = tree.walk(last, keys)
         for key in keys[len(path) :]:
-            path.append(pool.tree.add(path[-1] if path else last, key))
+            path.append(tree.add(path[-1] if path else last, key))
         for node, known in zip(path, hashes, strict=True):
             node.hash = known
             parent, last = last, node
-            if node.block < 0 and (parent.block >= 0 or not parent.depth):
-                pool.restore(node)
-            if node.host < 0:
-                pool.host.restore(node)
-        pool.host.tidy(last)
+            stands = not parent.depth or parent.block >= 0
+            for tier in tiers:
+                if node.block_id(tier.number) < 0 and (stands or tier.number != DEVICE):
+                    tier.restore(node)
+        stays = tree.prune(last)
+        for tier in self.pool.lower:
+            tier.offer(stays)
 
     # ---- sharing -------------------------------------------------------------------------------------
 
@@ -131,10 +173,10 @@ class KVCacheManager:
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
         if on_device < len(blocks):
-            away = blocks[on_device:]
-            hole = sum(1 for _ in takewhile(lambda node: node.host < 0, away))
-            on_host = list(takewhile(lambda node: node.host >= 0, away[hole:]))
-            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, on_host, hole)
+            further = blocks[on_device:]
+            hole = sum(1 for _ in takewhile(lambda node: not node.num_places, further))
+            away = list(takewhile(lambda node: node.num_places, further[hole:]))
+            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, away, hole)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
         if rest:
             last = blocks[-1] if blocks else self.pool.tree.root_of(cache_salt)
@@ -162,29 +204,29 @@ class KVCacheManager:
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.on_host, prefix.hole)
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.away, prefix.hole)
 
-    def take(self, table: BlockTable, prefix: CachedPrefix) -> tuple[int, int] | None:
+    def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
 
         Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
-        it; returned is that copy, (source, destination), to be made in the next step before anything is computed. The
-        caller has seen to it that a block is available.
+        it. Returned are the copies that the next step has to make before anything is computed: that one, and what makes
+        room for it. The caller has seen to it that a block is available.
         """
         assert not table.blocks
         shared = [node.block for node in prefix.blocks]
-        self.pool.share(shared)
+        self.pool.pin(shared)
         table.tip = prefix.blocks[-1] if prefix.blocks else None
         if not prefix.partial_tokens:
             table.blocks = shared
-            return None
+            return ()
         source = prefix.partial_block
-        self.pool.share([source])  # so that making room for the copy does not evict what is copied
-        copy = self.pool.allocate(1)
+        self.pool.pin([source])  # so that making room for the copy does not evict what is copied
+        (target,), copies = self.pool.reserve(1)
         self.pool.counters.copied += 1
         self.pool.release([source])
-        table.blocks = shared + copy
-        return source, copy[0]
+        table.blocks = [*shared, target]
+        return (*copies, (DEVICE, source, DEVICE, target))
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -210,24 +252,28 @@ class KVCacheManager:
             if duplicate is None or duplicate.block < 0:
                 tip = pool.cache_full_block(tip, tokens, own, duplicate)
             else:
-                pool.share([duplicate.block])
-                table.blocks[index] = duplicate.block
-                replaced.append((index, own, duplicate.block))
+                other = duplicate.block
+                pool.pin([other])
+                table.blocks[index] = other
+                replaced.append((index, own, other))
                 tip = duplicate
         table.tip = tip
         return replaced
 
     # ---- growing and letting go ----------------------------------------------------------------------
 
-    def grow(self, table: BlockTable, num_tokens: int) -> list[int]:
-        """Let ``table`` hold ``num_tokens`` tokens; returns the blocks that were added, possibly none.
+    def grow(self, table: BlockTable, num_tokens: int) -> tuple[list[int], Copies]:
+        """Let ``table`` hold ``num_tokens`` tokens.
+
+        Returns the blocks that were added, possibly none, and the copies that have to be made before anything is
+        written into them: what was evicted for them goes to other tiers.
 
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
         """
-        added = self.pool.allocate(table.blocks_missing(num_tokens))
+        added, copies = self.pool.reserve(table.blocks_missing(num_tokens))
         table.blocks += added
-        return added
+        return added, copies
 
     def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
@@ -259,22 +305,13 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
 
     def forget(self) -> None:
-        """The executor has lost its KV: nothing is cached any more, on no tier. No table may hold blocks.
+        """The executor has lost its KV: nothing is cached any more, in no tier. No table may hold blocks.
 
-        Those who still read blocks of it give them back to a pool that nobody uses any more.
+        Those who still read blocks of it give them back to tiers that nobody uses any more.
         """
         pool = self.pool
         assert pool.num_in_use <= pool.num_lent
-        fresh = BlockPool(
-            pool.num_blocks,
-            self.block_size,
-            pool.host.num_blocks,
-            pool.policy,
-            pool.counters,
-            pool.tree.model_fingerprint,
-        )
-        fresh.host.worth_keeping = pool.host.worth_keeping
-        self.pool = fresh
+        self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)
 
 
 @lru_cache(maxsize=32)

@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
+from pagewise_shared.protocol import DEVICE
+
+NOWHERE = -1
+"""The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -20,38 +24,55 @@ _UNKNOWN = BlockHash(b"")
 class CachedBlock:
     """A full block whose content is known: ``tokens`` (int32 bytes) after those of its ancestors.
 
-    It lies on the device, on the host, or on both; a root lies nowhere. On the device its ancestors lie there too.
+    It lies in one tier or in several; a root lies nowhere. On the device its ancestors lie there too.
 
     Fields:
-        block: its id in the device pool, else -1. host: its id in the host pool, else -1.
-        pins: transfers and recoveries that need its host copy.
+        block: its id on the device. copies: its ids in the tiers below, by their numbers; a tuple, because most blocks
+            have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
-        last_used: tick of its last release. hash: its block hash, empty until ``hash_of`` is asked for it.
-        kind: what an eviction policy has noted of it, 0: nothing.
+        last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
+        it. kind: what an eviction policy has noted of it, 0: nothing.
     """
 
     __slots__ = (
         "block",
         "children",
+        "copies",
         "depth",
         "hash",
-        "host",
         "kind",
         "last_used",
         "num_on_device",
+        "num_places",
         "parent",
-        "pins",
         "tokens",
     )
 
-    def __init__(self, parent: "CachedBlock | None", tokens: bytes) -> None:
+    def __init__(self, parent: "CachedBlock | None", tokens: bytes, no_copies: tuple[int, ...]) -> None:
         self.parent = parent
         self.tokens = tokens
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CachedBlock] = {}
-        self.block = self.host = -1
-        self.pins = self.num_on_device = self.last_used = self.kind = 0
+        self.block = NOWHERE
+        self.copies = no_copies
+        self.num_places = self.num_on_device = self.last_used = self.kind = 0
         self.hash = _UNKNOWN
+
+    @property
+    def nearest_tier(self) -> int:
+        """The number of the nearest tier that it lies in; ``NOWHERE``: it lies in none."""
+        if self.block >= 0:
+            return DEVICE
+        for tier, copy in enumerate(self.copies):
+            if copy >= 0:
+                return tier
+        return NOWHERE
+
+    def block_id(self, tier: int) -> int:
+        """Its id in a tier; ``NOWHERE``: it does not lie there."""
+        if tier == DEVICE:
+            return self.block
+        return self.copies[tier] if tier < len(self.copies) else NOWHERE
 
 
 class _Root(CachedBlock):
@@ -59,8 +80,8 @@ class _Root(CachedBlock):
 
     __slots__ = ("cache_salt",)
 
-    def __init__(self, cache_salt: str | None, model_fingerprint: str) -> None:
-        super().__init__(None, b"")
+    def __init__(self, cache_salt: str | None, model_fingerprint: str, no_copies: tuple[int, ...]) -> None:
+        super().__init__(None, b"", no_copies)
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
 
@@ -95,13 +116,18 @@ def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) ->
 
 
 class PrefixTree:
-    """Finds the longest prefix that is cached. Looking up and adding a block take constant time each."""
+    """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
 
-    __slots__ = ("_key_bytes", "_roots", "model_fingerprint", "num_blocks")
+    ``num_tiers``: one more than the highest number of a tier in which blocks may lie. ``no_copies``: the ids of one
+    that lies in none below the device.
+    """
 
-    def __init__(self, block_size: int, model_fingerprint: str = "") -> None:
+    __slots__ = ("_key_bytes", "_roots", "model_fingerprint", "no_copies", "num_blocks")
+
+    def __init__(self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1) -> None:
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
+        self.no_copies = (NOWHERE,) * num_tiers
         self._roots: dict[str | None, _Root] = {}
         self.num_blocks = 0
 
@@ -109,7 +135,7 @@ class PrefixTree:
         """The root of a cache salt, made if it is not there."""
         found = self._roots.get(cache_salt)
         if found is None:
-            found = self._roots[cache_salt] = _Root(cache_salt, self.model_fingerprint)
+            found = self._roots[cache_salt] = _Root(cache_salt, self.model_fingerprint, self.no_copies)
         return found
 
     def root_of(self, cache_salt: str | None) -> CachedBlock | None:
@@ -155,7 +181,7 @@ class PrefixTree:
     @staticmethod
     def still_there(path: list[CachedBlock]) -> None:
         """Cut a path that ``walk`` gave once back to what is still cached of it."""
-        while path and path[-1].block < 0 and path[-1].host < 0:
+        while path and not path[-1].num_places:
             path.pop()
 
     def find_partial(self, node: CachedBlock, tokens: bytes) -> tuple[CachedBlock, int] | None:
@@ -180,7 +206,17 @@ class PrefixTree:
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock:
         """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
         self.num_blocks += 1
-        node = parent.children[tokens] = CachedBlock(parent, tokens)
+        node = parent.children[tokens] = CachedBlock(parent, tokens, self.no_copies)
+        return node
+
+    def prune(self, node: CachedBlock) -> CachedBlock:
+        """Take out ``node`` and what leads to it alone, as far as they lie nowhere; returns the first that stays.
+
+        One that lies nowhere but leads somewhere stays: what hangs on it is of use once it is computed.
+        """
+        while not node.children and not node.num_places and node.parent is not None:
+            self.remove(node)
+            node = node.parent
         return node
 
     def remove(self, node: CachedBlock) -> None:

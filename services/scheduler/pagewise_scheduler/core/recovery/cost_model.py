@@ -1,4 +1,4 @@
-"""What it costs to get KV back: by computing it again, by loading it from the host or a peer, or by both at once.
+"""What it costs to get KV back: by computing it again, by loading it from another tier, or by both at once.
 
 All times are in seconds. The constants start from what the executor measured when it started, and follow what every
 step and every transfer really took.
@@ -7,110 +7,21 @@ Source: the costs of a transfer and of a prefill as LMCache (arXiv 2510.09665) a
 section 7.3) compare them, put into closed form; the split for both at once follows from setting the two equal.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import log2, sqrt
-from operator import mul
+from math import inf, log2, sqrt
 
+from pagewise_scheduler.core.memory.copy_costs import Link, OnlineLine, TierCosts
 from pagewise_scheduler.core.memory.cost_aware import CostAware, UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 
-_FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
-_MOST_SURPRISE = 4.0
 _FADE = 0.02
-_RESTS = 64
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
 Eviction = EvictionName | EvictionPolicy | UseHistory
 """Which eviction policy: by name, one that exists, or by cost with a history that executors share."""
-
-
-class OnlineLine:
-    """A linear cost, ``constants`` · features, fitted by recursive least squares with forgetting.
-
-    Constants never fall below zero: a cost that shrinks with its size is noise. ``scales`` bring the features to about
-    1, so that the prior weighs the same in all of them.
-    """
-
-    __slots__ = ("_covariance", "_scales", "constants", "error")
-
-    def __init__(self, constants: tuple[float, ...], scales: tuple[float, ...]) -> None:
-        self.constants = list(constants)
-        self.error = 0.0
-        self._scales = scales
-        size = len(constants)
-        self._covariance = [[1.0 if i == j else 0.0 for j in range(size)] for i in range(size)]
-
-    def predict(self, *features: float) -> float:
-        """Seconds for these features."""
-        seconds: float = sum(map(mul, self.constants, features))
-        return seconds
-
-    def observe(self, seconds: float, *features: float) -> None:
-        """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
-        predicted = self.predict(*features)
-        # One hiccup of the machine must not look like the new normal: what lasts is learned in a few observations.
-        seconds = min(seconds, _MOST_SURPRISE * max(predicted, 1e-3))
-        self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
-        scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
-        covariance = self._covariance
-        gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
-        weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
-        residual = seconds - predicted
-        size, before = len(gains), self.constants[:]
-        for i in range(size):
-            # Kept from falling below zero here, not when predicting: else the others would make up for it.
-            self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
-        if abs(seconds - self.predict(*features)) > abs(residual):
-            # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
-            ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
-            self.constants = [constant * ratio for constant in before]
-        trace = 0.0
-        for i in range(size):
-            for j in range(size):
-                covariance[i][j] = (covariance[i][j] - gains[i] * gains[j] / weight) / _FORGETTING
-            trace += covariance[i][i]
-        if trace > 1e3:  # directions that nothing excites would grow for ever
-            for row in covariance:
-                row[:] = [value * (1e3 / trace) for value in row]
-
-
-class Link(OnlineLine):
-    """What copies from one place cost: from the host, or from a peer. Features: lists of copies, blocks.
-
-    ``num_loading``: blocks asked for that have not arrived. ``wait``: seconds that a load takes beside the link's own,
-    lately: behind a step in progress, and until the next one begins. ``rests``: choices for which it is left alone
-    because it has failed.
-    """
-
-    __slots__ = ("_first", "num_loading", "rests", "wait")
-
-    def __init__(self, setup: float, block: float) -> None:
-        super().__init__((setup, block), (1.0, 32.0))
-        self._first = setup, block
-        self.wait = 0.0
-        self.num_loading = 0
-        self.rests = 0
-
-    def seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
-        """Copying blocks behind ``queued_blocks`` others."""
-        return self.wait + self.predict(1, num_blocks + queued_blocks) if num_blocks > 0 else 0.0
-
-    def waited(self, seconds: float, least: float) -> None:
-        """A load has taken so much longer than the link itself; ``least``: what is no surprise."""
-        most = _MOST_SURPRISE * max(self.wait, least)
-        self.wait += 0.2 * (min(max(0.0, seconds), most) - self.wait)
-
-    def passed_over(self) -> None:
-        """It is not used, so nothing is learned of it: what is believed against it fades."""
-        self.wait -= _FADE * self.wait
-        for index, first in enumerate(self._first):
-            self.constants[index] += _FADE * min(0.0, first - self.constants[index])
-
-    def failed(self) -> None:
-        """What was asked for did not come."""
-        self.rests = _RESTS
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,8 +31,8 @@ class Costs:
     Fields:
         step: of any step. token: of computing one more. attention: of one token attending to one. context: of each
             token before the end of a chunk, which the chunk reads once.
-        load_setup, load_block: of a copy list from the host, and of each block in it. store_setup, store_block:
-            the same towards the host. fetch_setup, fetch_block: the same from another executor.
+        load_setup, load_block: of a list of copies from a tier below the device, and of each block in it. store_setup,
+            store_block: the same towards such a tier. fetch_setup, fetch_block: the same from another executor.
     """
 
     step: float = 2e-3
@@ -148,23 +59,29 @@ class RecoveryEstimate:
 class CostModel:
     """Predicts, and learns from what it really took.
 
-    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``load``: the link to
-    the host; ``peers``: those to peers by endpoint, made when ``link`` is asked. ``both_bias``: how much longer
-    recovering from both ends takes than the two by themselves would.
+    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: what copies
+    between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links to peers by
+    endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes than the two
+    by themselves would.
     """
 
-    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "load", "peers", "prefill", "store")
+    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "peers", "prefill", "tiers")
 
-    def __init__(self, costs: Costs, block_size: int, chunk: int) -> None:
+    def __init__(self, costs: Costs, block_size: int, chunk: int, tiers: Iterable[int] = ()) -> None:
         self.block_size = block_size
         self._chunk = chunk
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
         self._first_fetch = costs.fetch_setup, costs.fetch_block
-        self.load = Link(costs.load_setup, costs.load_block)
+        self.tiers = {
+            number: TierCosts(
+                Link(costs.load_setup, costs.load_block),
+                OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0)),
+            )
+            for number in sorted(tiers)
+        }
         self.peers: dict[str, Link] = {}
         self.both_bias = 1.0
-        self.store = OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
@@ -178,9 +95,7 @@ class CostModel:
         return steps, count, pairs, steps * (start + (count + min(chunk, count)) / 2)
 
     def link(self, peer: str) -> Link:
-        """The link to a peer, "" for the host."""
-        if not peer:
-            return self.load
+        """The link to a peer, by its endpoint."""
         found = self.peers.get(peer)
         if found is None:
             found = self.peers[peer] = Link(*self._first_fetch)
@@ -190,6 +105,10 @@ class CostModel:
         """The peer is gone for good."""
         self.peers.pop(peer, None)
 
+    def link_below(self, tier: int) -> Link | None:
+        """The link from the next tier further down, which takes over what ``tier`` gives up; None: there is none."""
+        return next((costs.load for number, costs in self.tiers.items() if number > tier), None)
+
     def load_waited(self, link: Link, seconds: float) -> None:
         """A load has taken so much longer than its link."""
         link.waited(seconds, self.prefill.predict(1, self._chunk, 0, 0))
@@ -198,19 +117,18 @@ class CostModel:
         self,
         start: int,
         num_blocks: int,
+        link: Link,
         queued_blocks: int = 0,
         share: float = 1.0,
-        link: Link | None = None,
         hole: int = 0,
     ) -> RecoveryEstimate:
         """The ways to get blocks back that follow ``start`` tokens on the device: first ``hole`` that lie nowhere and
         have to be computed, then ``num_blocks`` that ``link`` can bring."""
-        link = link or self.load
         tokens = (hole + num_blocks) * self.block_size
         missing = self.compute_seconds(start, hole * self.block_size, share)
         load = max(missing, link.seconds(num_blocks, queued_blocks))
         recompute = self.compute_seconds(start, tokens, share)
-        split = max(hole * self.block_size, self.split(start, tokens, queued_blocks, share, link))
+        split = max(hole * self.block_size, self.split(start, tokens, link, queued_blocks, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
         # The front goes half of the way in each step until what is left is small: that many steps more.
@@ -230,13 +148,11 @@ class CostModel:
         """Another way was chosen: what is believed against both ends fades, so that they get another try."""
         self.both_bias += _FADE * (1.0 - self.both_bias)
 
-    def split(
-        self, start: int, tokens: int, queued_blocks: int = 0, share: float = 1.0, link: Link | None = None
-    ) -> int:
+    def split(self, start: int, tokens: int, link: Link, queued_blocks: int = 0, share: float = 1.0) -> int:
         """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,
         behind ``queued_blocks`` others, takes as long; whole blocks."""
         step, token, attention, context = self.prefill.constants
-        setup, block = (link or self.load).constants
+        setup, block = link.constants
         per_token = block / self.block_size
         per_chunk = (step + context * (start + tokens / 2)) / max(1.0, share * self._chunk)
         linear = token + attention * start + per_chunk + per_token
@@ -247,7 +163,7 @@ class CostModel:
         split = 2 * ahead / (linear + sqrt(linear * linear + 2 * attention * ahead))
         return min(tokens, max(0, round(split / self.block_size) * self.block_size))
 
-    def block_seconds(self, depth: int) -> tuple[float, float]:
+    def block_seconds(self, depth: int, link: Link | None) -> tuple[float, float]:
         """Seconds that recomputing and that loading one block take whose last token is at ``depth`` blocks.
 
         Fixed costs of a step and of a copy list are shared by many blocks and left out.
@@ -255,21 +171,19 @@ class CostModel:
         size = self.block_size
         end, part = depth * size, size / self._chunk
         recompute = self.prefill.predict(part, size, size * (end - size / 2), part * end)
-        return recompute, self.load.predict(0, 1)
+        return recompute, link.predict(0, 1) if link is not None else inf
 
-    def seconds_lost(self, depth: int, to_host: bool) -> float:
-        """What it costs if a tier loses the block at ``depth``; ``to_host``: the host keeps it."""
-        recompute, load = self.block_seconds(depth)
-        return min(load, recompute) if to_host else recompute
+    def seconds_lost(self, depth: int, tier: int) -> float:
+        """What it costs if ``tier`` gives up the block at ``depth``, which the next one further down keeps if there is
+        one."""
+        return min(self.block_seconds(depth, self.link_below(tier)))
 
 
-def make_policy(eviction: Eviction, costs: CostModel, num_host_blocks: int) -> EvictionPolicy:
+def make_policy(eviction: Eviction, costs: CostModel) -> EvictionPolicy:
     """The eviction policy of that name, one by cost that shares a history, or the one given."""
     if eviction == "lru":
         return LeastRecentlyUsed()
     if eviction == "cost" or isinstance(eviction, UseHistory):
         history = eviction if isinstance(eviction, UseHistory) else None
-        return CostAware(
-            lambda block: costs.seconds_lost(block.depth, block.block >= 0 and num_host_blocks > 0), history
-        )
+        return CostAware(lambda block: costs.seconds_lost(block.depth, block.nearest_tier), history)
     return eviction

@@ -1,80 +1,72 @@
 """Sequences that are getting their KV back, and the two pointers that bring it.
 
-A sequence that begins with blocks on the host, or at a peer, recovers them by one mechanism: computing from the front
-and loading from the back, until the two meet. Loading alone and computing alone are its ends.
+A sequence that begins with blocks in a lower tier, or at a peer, recovers them by one mechanism: computing from the
+front and loading from the back, until the two meet. Loading alone and computing alone are its ends. Which tiers the
+blocks come from makes no difference but for what it costs.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from itertools import groupby
 
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, RemoteTier, unpack_int32s
 
+from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel, Link, RecoveryEstimate
-from pagewise_scheduler.core.recovery.recovery_plan import (
-    Method,
-    Recovery,
-    RecoveryMode,
-    RecoveryPlan,
-    Transfer,
-)
-from pagewise_scheduler.core.recovery.remote_tier import BlockSource, Peer, PrefixDirectory
+from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
+from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
+from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
 _FETCHED_BLOCKS = 128
-_WORTH_BOTH = 0.9
 _SMALL_PIECE = 8
 
 
 class Recoveries:
-    """All recoveries of one executor, and the loads that are under way for them.
+    """All recoveries of one executor.
 
-    ``reports``: recoveries that have ended or needed nothing, for whoever logs and counts them. ``directory``: what
-    other executors hold, None: there are none; ``endpoint``: the own one there. ``cancelled``: fetches, as (step,
-    endpoint), that nobody waits for any more, for whoever tells the executor. ``fetch_seconds``: what all took.
+    ``policy``: which method is taken. ``reports``: recoveries that have ended or needed nothing, for whoever logs and
+    counts them. ``directory``: what other executors hold, None: there are none; ``endpoint``: the own one there.
+    ``transfers``: the copies under way. ``fetch_seconds``: what all copies from peers took.
     """
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel, mode: RecoveryMode = "auto") -> None:
+    def __init__(self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy) -> None:
         self.costs = costs
-        self.mode = mode
+        self.policy = policy
         self.directory: PrefixDirectory | None = None
         self.endpoint = ""
-        self.cancelled: list[tuple[int, str]] = []
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
+        self.transfers = Transfers(kv, costs)
         self._kv = kv
-        kv.pool.host.worth_keeping = self.worth_keeping
         self._active: dict[Sequence, Recovery] = {}
-        # Those that compute what the host has, and up to which token: only how long they take is of interest.
+        # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-        self._transfers: dict[tuple[int, int, str], Transfer] = {}
-        self._num_loading = 0
-        self._stores: dict[int, int] = {}
+        self._cancelled: dict[tuple[int, str], None] = {}
 
     @property
     def num_loading(self) -> int:
         """Blocks whose load has been asked for and not confirmed."""
-        return self._num_loading
-
-    def _queued(self, source: BlockSource) -> int:
-        """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
-        active = [one for one in self._active.values() if one.source.link is source.link]
-        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in active)
-        return source.link.num_loading + wanted
+        return self.transfers.num_loading
 
     def join(self, directory: PrefixDirectory, own: Peer) -> None:
         """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
         self.directory, self.endpoint = directory, own.endpoint
         directory.peers[own.endpoint] = own
 
+    def _queued(self, link: Link) -> int:
+        """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
+        active = [one for one in self._active.values() if one.source.link is link]
+        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in active)
+        return link.num_loading + wanted
+
     # ---- choosing ------------------------------------------------------------------------------------
 
     def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> RecoveryPlan:
-        """How a sequence that begins with ``prefix`` gets what lies on the host, or further at a peer.
+        """How a sequence that begins with ``prefix`` gets what lies in lower tiers, or further at a peer.
 
         ``share``: the part of a step's token budget that its computing would get.
         """
@@ -86,23 +78,23 @@ class Recoveries:
         best, least = RecoveryPlan("device"), float("inf")
         for plan in plans:
             assert plan.source is not None
-            queued = self._queued(plan.source)
+            link = plan.source.link
             estimate = self.costs.estimate(
-                plan.start * size, len(plan.nodes), queued, share, plan.source.link, plan.first - plan.start
+                plan.start * size, len(plan.nodes), link, self._queued(link), share, plan.first - plan.start
             )
             rest = self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
-            plan.method, plan.estimate = self._method(estimate, plan.source.link), estimate
+            plan.method, plan.estimate = self.policy.method(estimate, link), estimate
             if plan.seconds + rest < least:
                 best, least = plan, plan.seconds + rest
         return best
 
     def _plans(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[RecoveryPlan]:
-        """Every source that has what comes after the device's part of the prefix."""
+        """One for every source that has what comes after the device's part of the prefix."""
         start = len(prefix.blocks)
         plans: list[RecoveryPlan] = []
-        if prefix.on_host:
-            host = BlockSource("", self.costs.load, self._kv.pool)
-            plans.append(RecoveryPlan("load", host, prefix.on_host, start, start + prefix.hole))
+        if prefix.away:
+            source = OwnTiers(self._kv.pool.lower, prefix.away)
+            plans.append(RecoveryPlan("load", source, prefix.away, start, start + prefix.hole))
         if self.directory is not None and sequence is not None and sequence.sampling.prompt_logprobs is None:
             size = self._kv.block_size
             most = (sequence.num_tokens - 1) // size
@@ -113,9 +105,8 @@ class Recoveries:
                 found = self.directory.longest(self.endpoint, salt, tokens, start, self._usable)
             if found is not None:
                 peer, nodes = found
-                link, lending = self.costs.link(peer.endpoint), peer.scheduler
-                source = BlockSource(peer.endpoint, link, lending.kv.pool, lending.epoch, peer.wake)
-                plans.append(RecoveryPlan("load", source, nodes[start:], start, start))
+                theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
+                plans.append(RecoveryPlan("load", theirs, nodes[start:], start, start))
         return plans
 
     def _usable(self, peer: str) -> bool:
@@ -126,41 +117,12 @@ class Recoveries:
 
     def can_fetch_from(self, peer: str) -> bool:
         """Whether that peer's blocks would be of use here, and nothing speaks against asking for them."""
-        if self.directory is None or self.mode == "recompute":
+        if self.directory is None or self.policy.mode == "recompute":
             return False
         own, other = self.directory.peers.get(self.endpoint), self.directory.peers.get(peer)
         if own is None or other is None or own is other:
             return False
         return own.block_format == other.block_format and self.costs.link(peer).rests == 0
-
-    def _method(self, estimate: RecoveryEstimate, link: Link) -> Method:
-        if self.mode == "swap":
-            return "load"
-        if self.mode != "auto":
-            return self.mode
-        better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
-        # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
-        if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
-            return "both"
-        self.costs.both_passed_over()
-        if better == "recompute":
-            link.passed_over()
-        return better
-
-    def worth_keeping(self, node: CachedBlock) -> bool:
-        """Whether copies of the prefix that ends with ``node`` are worth what they cost, block by block on average.
-
-        They save, if the prefix is used again, what recovering from both ends saves over computing alone. They cost
-        their time on the link, by how busy the link is: an idle one costs nothing.
-        """
-        if self.mode != "auto":
-            return self.mode != "recompute"
-        extends = node.parent is not None and node.parent.host >= 0
-        recompute, load = self.costs.block_seconds(node.depth if extends else (node.depth + 1) // 2)
-        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
-        pool = self._kv.pool
-        busy = pool.host.num_storing / max(1, pool.host.max_storing)
-        return pool.policy.probability(node) * saved >= busy * self.costs.store.predict(0, 1)
 
     # ---- running -------------------------------------------------------------------------------------
 
@@ -176,7 +138,7 @@ class Recoveries:
             device_tokens=prefix.num_tokens,
             resumed=sequence.num_preemptions > 0,
             began=now,
-            behind_stores=self._kv.pool.host.num_storing > 0,
+            behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.history.append(recovery)
         if places:
@@ -202,53 +164,50 @@ class Recoveries:
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
         link = recovery.source.link
-        left = max(hole, self.costs.split(start, gap, link.num_loading, link=link))
+        left = max(hole, self.costs.split(start, gap, link, link.num_loading))
         if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def ask(self, step: int) -> tuple[BlockCopies, ...]:
+    def ask(self, step: int) -> dict[TransferKey, Load]:
         """What ``step`` brings to the device, from the back of each recovery."""
-        if not self._active:
-            return ()
-        asked: dict[tuple[int, str], Transfer] = {}
+        asked: dict[TransferKey, Load] = {}
         lives: dict[str, int] = {}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             source = recovery.source
             count = min(2 * _PIECE_BLOCKS - source.link.num_loading, self._next_piece(recovery))
             # One request is for one life of a peer: blocks that were pinned before it was reset are not there any more.
-            if count <= 0 or lives.get(source.peer, source.epoch) != source.epoch:
+            if count <= 0 or lives.setdefault(source.peer, source.epoch) != source.epoch:
                 continue
-            lives[source.peer] = source.epoch
             recovery.back -= count
-            places = recovery.places[recovery.back : recovery.back + count]
-            start = recovery.first + recovery.back
-            blocks = recovery.sequence.table.blocks[start : start + count]
-            # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
-            self._kv.pool.share(blocks)
-            begin = 0
-            for tier, part in groupby(places, key=lambda place: place.tier):
-                own = list(part)
-                transfer = asked.setdefault((tier, source.peer), Transfer(source.link, source.epoch))
-                transfer.parts.append((recovery, own, blocks[begin : begin + len(own)]))
-                transfer.num_blocks += len(own)
-                begin += len(own)
             recovery.loading += count
-            source.link.num_loading += count
-            self._num_loading += count
-        self._transfers |= {(step, *key): transfer for key, transfer in asked.items()}
-        return tuple(
-            BlockCopies(tier, DEVICE, transfer.pairs(), self._remote(tier, peer, transfer.epoch) if peer else None)
-            for (tier, peer), transfer in asked.items()
-        )
+            index = recovery.first + recovery.back
+            pinned = recovery.places[recovery.back : recovery.back + count]
+            for tier, part in groupby(pinned, key=lambda place: place.tier):
+                places = list(part)
+                blocks = recovery.sequence.table.blocks[index : index + len(places)]
+                index += len(places)
+                # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
+                self._kv.pool.pin(blocks)
+                key = TransferKey(step, tier, DEVICE, source.peer)
+                load = asked.setdefault(key, Load(source.link_from(tier), source.epoch))
+                load.parts.append((recovery, places, blocks))
+                self.transfers.begin(load, len(places))
+        return asked
 
-    def _remote(self, tier: int, endpoint: str, epoch: int) -> RemoteTier:
+    def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
+        """How a plan asks for these loads."""
+        return [BlockCopies(key.source, DEVICE, load.pairs(), self._remote(key, load)) for key, load in loads.items()]
+
+    def _remote(self, key: TransferKey, load: Load) -> RemoteTier | None:
+        if not key.peer:
+            return None
         assert self.directory is not None
-        peer = self.directory.peers[endpoint]
-        # What is on its device came with steps that are back; only what it sends to other tiers may be under way.
-        step = 0 if tier == DEVICE else peer.scheduler.last_step
-        return RemoteTier(endpoint, epoch, step, peer.key)
+        peer = self.directory.peers[key.peer]
+        # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
+        step = 0 if key.source == DEVICE else peer.scheduler.last_step
+        return RemoteTier(key.peer, load.epoch, step, peer.key)
 
     def _next_piece(self, recovery: Recovery) -> int:
         piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
@@ -260,62 +219,37 @@ class Recoveries:
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
         link = recovery.source.link
-        split = self.costs.split(start, left * self._kv.block_size, link.num_loading, link=link)
+        split = self.costs.split(start, left * self._kv.block_size, link, link.num_loading)
         behind = left - split // self._kv.block_size
         if behind + recovery.loading > _SMALL_PIECE:
             behind = (3 * (behind + recovery.loading) + 3) // 4 - recovery.loading
         return max(0, min(behind, recovery.back, piece))
 
-    def stores(self, step: int) -> list[int]:
-        """The store list of ``step``: pairs (device block, host block) that evictions have asked for."""
-        host = self._kv.pool.host
-        pairs, host.stores = host.stores, []
-        if pairs:
-            self._stores[step] = len(pairs) // 2
-        return pairs
-
     def copied(self, message: Copied) -> list[Sequence]:
-        """Copies of a step have been made; returns sequences that must start over because blocks came bad."""
-        seconds = message.elapsed_us * 1e-6
-        if message.target == DEVICE:
-            return self._arrived((message.step, message.source, message.peer), seconds, unpack_int32s(message.bad))
-        if count := self._stores.pop(message.step, 0):
-            self._kv.pool.host.stored(count)
-            self.costs.store.observe(seconds, 1, count)
-        return []
-
-    def copy_seconds(self, copies: BlockCopies) -> float:
-        """Predicted seconds of copies between tiers that were just asked for, with those before them."""
-        if copies.target != DEVICE:
-            return self.costs.store.predict(1, self._kv.pool.host.num_storing)
-        link = self.costs.link(copies.peer.endpoint if copies.peer is not None else "")
-        return link.seconds(link.num_loading)
-
-    def _arrived(self, key: tuple[int, int, str], seconds: float, bad: Iterable[int]) -> list[Sequence]:
-        """The loads of a step from one tier are done; returns sequences that must start over because device blocks do
-        not hold what they should: it was not what was stored there, or a peer did not send it."""
-        transfer = self._transfers.pop(key, None)
-        if transfer is None:
+        """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
+        what they should: something else was stored, or a peer did not send it."""
+        bad = set(unpack_int32s(message.bad))
+        load = self.transfers.confirmed(message)
+        if load is None:
             return []
-        wrong, failed = set(bad), []
-        self._end(transfer)
-        counters, from_peer = self._kv.pool.counters, bool(key[2])
-        if from_peer:
+        seconds = message.elapsed_us * 1e-6
+        if message.peer:
             self.fetch_seconds += seconds
-        if not wrong:
-            transfer.link.observe(seconds, 1, transfer.num_blocks)
-        for recovery, places, blocks in transfer.parts:
-            spoiled = [place for place, block in zip(places, blocks, strict=True) if block in wrong]
+        if not bad:
+            load.link.observe(seconds, 1, load.num_blocks)
+        failed = []
+        for recovery, places, blocks in load.parts:
+            spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
             recovery.loading -= len(places)
-            if from_peer:
-                counters.fetched += len(places) - len(spoiled)
-                counters.fetch_failed += len(spoiled)
+            if message.peer:
+                self._kv.pool.counters.fetched += len(places) - len(spoiled)
+                self._kv.pool.counters.fetch_failed += len(spoiled)
             else:
-                counters.loaded += len(places)
-                counters.spoiled += len(spoiled)
+                self._kv.pool.counters.loaded += len(places)
+                self._kv.pool.counters.spoiled += len(spoiled)
                 for place in spoiled:
-                    if place.node.host >= 0:  # else it went with one above it
-                        self._kv.pool.host.drop(place.node)
+                    if place.node.block_id(place.tier) == place.block:  # else it went with one above it
+                        self._kv.pool.drop(place.node)
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:
@@ -323,17 +257,9 @@ class Recoveries:
             else:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
-        if from_peer and failed:
-            transfer.link.failed()
+        if message.peer and failed:
+            load.link.failed()
         return failed
-
-    def _end(self, transfer: Transfer) -> None:
-        """A transfer is over: what it held is let go of."""
-        self._num_loading -= transfer.num_blocks
-        transfer.link.num_loading -= transfer.num_blocks
-        for recovery, places, blocks in transfer.parts:
-            recovery.source.unpin(reversed(places))
-            self._kv.drop(blocks, None)
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
@@ -350,16 +276,13 @@ class Recoveries:
                 continue
             done.append((sequence, recovery.plan.end * size))
             recovery.ended = now
-            if recovery.method == "load" and not recovery.behind_stores:
+            if recovery.method == "load" and not recovery.behind_demotions:
                 self.costs.load_waited(recovery.source.link, now - recovery.began - recovery.link_seconds)
-            if recovery.method == "both" and not recovery.behind_stores:
+            if recovery.method == "both" and not recovery.behind_demotions:
                 self.costs.both_took(now - recovery.began, recovery.predicted)
             request = sequence.request
-            if not recovery.resumed and not request.num_host_tokens + request.num_peer_tokens:
-                if recovery.source.peer:
-                    request.num_peer_tokens = recovery.loaded_tokens
-                else:
-                    request.num_host_tokens = recovery.loaded_tokens
+            if not recovery.resumed and not request.loaded_tokens:
+                request.loaded_tokens = {recovery.origin: recovery.loaded_tokens} if recovery.loaded_tokens else {}
                 request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
             self._close(recovery)
         for sequence, (recovery, end) in list(self._recomputing.items()):
@@ -379,22 +302,24 @@ class Recoveries:
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
-        recovery.source.unpin(reversed(recovery.places[: recovery.back]))
+        recovery.source.release(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
-            wanted = {(key[0], key[2]) for key, transfer in self._transfers.items() if self._is_wanted(transfer)}
-            for step, _, peer in self._transfers:
-                if peer and (step, peer) not in wanted and (step, peer) not in self.cancelled:
-                    self.cancelled.append((step, peer))
+            for key, loads in self.transfers.from_peers().items():
+                parts = (part for load in loads for part in load.parts)
+                if not any(self._active.get(part[0].sequence) is part[0] for part in parts):
+                    self._cancelled[key] = None
 
-    def _is_wanted(self, transfer: Transfer) -> bool:
-        return any(self._active.get(part[0].sequence) is part[0] for part in transfer.parts)
+    def take_cancelled(self) -> list[tuple[int, str]]:
+        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
+        if not self._cancelled:
+            return []
+        cancelled, self._cancelled = list(self._cancelled), {}
+        return cancelled
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
-        for transfer in self._transfers.values():
-            self._end(transfer)
-        for under_way in (self._transfers, self._stores, self.cancelled):
-            under_way.clear()
+        self.transfers.clear()
+        self._cancelled.clear()

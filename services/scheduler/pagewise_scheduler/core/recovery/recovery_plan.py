@@ -3,16 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pagewise_shared.protocol import pack_int32s
-
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import Link, RecoveryEstimate
-from pagewise_scheduler.core.recovery.remote_tier import BlockSource, Place
+from pagewise_scheduler.core.recovery.cost_model import RecoveryEstimate
+from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
 from pagewise_scheduler.core.requests.request import Sequence
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
-Origin = Literal["device", "host", "peer"]
 
 
 @dataclass(slots=True)
@@ -23,7 +20,7 @@ class RecoveryPlan:
     """
 
     method: Method
-    source: BlockSource | None = None
+    source: RecoverySource | None = None
     nodes: list[CachedBlock] = field(default_factory=list)
     start: int = 0
     first: int = 0
@@ -56,12 +53,12 @@ class Recovery:
         began, ended: when it was admitted, and when everything that the source could have given was there, loaded or
             computed; NaN until then, for good if it was preempted or aborted before.
         loaded_tokens: tokens that came from the source. link_seconds: what the link took for its transfers.
-        behind_stores: copies to the host were under way when it began, which loads wait for.
+        behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
     """
 
     sequence: Sequence
     plan: RecoveryPlan
-    places: list[Place]
+    places: list[BlockPlace]
     back: int
     device_tokens: int
     resumed: bool
@@ -70,7 +67,7 @@ class Recovery:
     ended: float = float("nan")
     loaded_tokens: int = 0
     link_seconds: float = 0.0
-    behind_stores: bool = False
+    behind_demotions: bool = False
 
     @property
     def method(self) -> Method:
@@ -78,14 +75,13 @@ class Recovery:
         return self.plan.method
 
     @property
-    def origin(self) -> Origin:
-        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again.
+    def origin(self) -> str:
+        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again: the
+        name of a tier, or "peer".
 
         "device": nothing of it was known to lie elsewhere.
         """
-        if self.plan.source is None:
-            return "device"
-        return "peer" if self.plan.source.peer else "host"
+        return "device" if self.plan.source is None else self.plan.source.name
 
     @property
     def estimate(self) -> RecoveryEstimate | None:
@@ -103,28 +99,7 @@ class Recovery:
         return self.plan.first
 
     @property
-    def source(self) -> BlockSource:
+    def source(self) -> RecoverySource:
         """Where blocks come from, if any do."""
         assert self.plan.source is not None
         return self.plan.source
-
-
-@dataclass(slots=True)
-class Transfer:
-    """Blocks of one step that come from one tier: whose they are, their places, and the device blocks they go to.
-
-    ``epoch``: of the peer whose blocks were pinned.
-    """
-
-    link: Link
-    epoch: int = 0
-    parts: list[tuple[Recovery, list[Place], list[int]]] = field(default_factory=list)
-    num_blocks: int = 0
-
-    def pairs(self) -> bytes:
-        """Source block and target block of each copy (int32 bytes)."""
-        pairs: list[int] = []
-        for _, places, blocks in self.parts:
-            for place, block in zip(places, blocks, strict=True):
-                pairs += (place.block, block)
-        return pack_int32s(pairs)

@@ -1,85 +1,152 @@
-"""Where blocks come from that a sequence needs and the device does not hold: the executor's own host, or a peer.
+"""Where the blocks come from that a recovery brings to the device: the executor's own lower tiers, or those of a peer.
 
-Together the prefix trees of all executors are the directory: they say exactly which content lies where. A peer's blocks
-are pinned in its own pool while they are being fetched, so that they neither move nor change.
+Together the prefix trees of all executors are the directory: they say exactly which content lies where. Blocks are
+pinned while they are being read, a peer's in the peer's own tiers, so that they neither move nor change.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from pagewise_shared.protocol import DEVICE, HOST
+from pagewise_shared.protocol import DEVICE, tier_name
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.cache_tier import CacheTier
+from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
-from pagewise_scheduler.core.recovery.cost_model import Link
+from pagewise_scheduler.core.memory.tier import Tier
 
 
-class Place(NamedTuple):
-    """Where a pinned block lies: the tier (DEVICE or HOST), and its id in that tier's pool."""
+class BlockPlace(NamedTuple):
+    """Where a pinned block lies: the number of the tier, and its id there."""
 
     node: CachedBlock
     tier: int
     block: int
 
 
-@dataclass(slots=True, eq=False)
-class BlockSource:
-    """One way for blocks to come in.
+class RecoverySource(Protocol):
+    """Tiers from which a recovery copies blocks to the device.
 
-    Fields:
-        peer: the block endpoint of the executor that lends them; empty: they come from the own host.
-        link: what it costs. pool: whose blocks they are, of the peer's ``epoch``. wake: called when they are back.
+    ``peer``: the block endpoint of the executor that they are of, in its ``epoch``; empty: it is the own one. ``name``:
+    for people and metrics. ``link``: what copies from there cost; of several tiers, from the slowest.
     """
 
     peer: str
+    epoch: int
+    name: str
     link: Link
-    pool: BlockPool
-    epoch: int = 0
-    wake: Callable[[], None] = lambda: None
-    _pinned: int = 0
-    _lent: list[int] = field(default_factory=list)
 
-    def pin(self, nodes: list[CachedBlock]) -> list[Place]:
-        """Keep these blocks, one after the other of a prefix, where they are until they are unpinned.
+    def link_from(self, tier: int) -> Link:
+        """What copies from one of the tiers cost."""
+        ...
 
-        A peer's device is read before its host. What comes before them there is kept too: what is in use stands on it.
-        """
+    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
+        """Keep these blocks, one after the other of a prefix, where they are until they are released."""
+        ...
+
+    def release(self, places: Iterable[BlockPlace]) -> None:
+        """The counterpart of ``pin``, the last block first."""
+        ...
+
+
+class OwnTiers:
+    """The executor's tiers below the device, in which ``nodes`` lie."""
+
+    __slots__ = ("_tiers", "epoch", "link", "name", "peer")
+
+    def __init__(self, tiers: Sequence[CacheTier], nodes: Iterable[CachedBlock]) -> None:
+        self.peer, self.epoch = "", 0
+        self._tiers = {tier.number: tier for tier in tiers}
+        used = {node.nearest_tier for node in nodes}
+        slowest = max((self._tiers[number] for number in used), key=lambda tier: tier.costs.load.predict(0, 1))
+        self.name, self.link = tier_name(slowest.number), slowest.costs.load
+
+    def link_from(self, tier: int) -> Link:
+        """What copies from one of the tiers cost."""
+        return self._tiers[tier].costs.load
+
+    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
+        """Keep these blocks in the nearest tier that has each of them."""
         places = []
-        self._pinned += len(nodes)
-        if self.peer:
-            before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
-            self._lent += [node.block for node in before]
-            self._lent.reverse()
         for node in nodes:
-            if self.peer and node.block >= 0:
-                self._lent.append(node.block)
-                places.append(Place(node, DEVICE, node.block))
-            else:
-                self.pool.host.pin((node,))
-                places.append(Place(node, HOST, node.host))
-        self.pool.lend(self._lent)
+            number = node.nearest_tier
+            place = BlockPlace(node, number, node.block_id(number))
+            self._tiers[number].pin((place.block,))
+            places.append(place)
         return places
 
-    def unpin(self, places: Iterable[Place]) -> None:
-        """The counterpart of ``pin``, the last block first. A peer gets its device blocks back all at once: else some
-        would stand on others that may go."""
+    def release(self, places: Iterable[BlockPlace]) -> None:
+        """The counterpart of ``pin``, the last block first."""
         for place in places:
-            self._pinned -= 1
-            if place.tier == HOST:
-                self.pool.host.unpin((place.node,))
-        if self._pinned:
-            return
-        lent, self._lent = self._lent, []
-        self.pool.take_back(lent[::-1])
-        if self.peer:
-            self.wake()
+            self._tiers[place.tier].release((place.block,))
+
+
+class PeerTiers:
+    """The tiers of another executor, as they are in its present life. ``wake``: called when its blocks are back."""
+
+    __slots__ = ("_device", "_lent", "_num_pinned", "_tiers", "_wake", "epoch", "link", "name", "peer")
+
+    def __init__(self, peer: "Peer", link: Link) -> None:
+        kv = peer.scheduler.kv
+        self.peer, self.epoch, self.name, self.link = peer.endpoint, peer.scheduler.epoch, "peer", link
+        self._device: BlockPool = kv.pool
+        self._tiers: Mapping[int, Tier] = kv.tiers
+        self._wake: Callable[[], None] = peer.wake
+        self._lent: list[int] = []
+        self._num_pinned = 0
+
+    @property
+    def lent(self) -> list[int]:
+        """Blocks of the peer's device that are kept for this, in a sequence's order."""
+        return self._lent
+
+    def is_of(self, device: BlockPool) -> bool:
+        """Whether these tiers have this device at their top."""
+        return self._device is device
+
+    def link_from(self, tier: int) -> Link:
+        """What copies from one of the tiers cost."""
+        return self.link
+
+    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
+        """Keep these blocks in the nearest tier that has each of them.
+
+        What comes before them on the peer's device is kept too: what is in use stands on it.
+        """
+        before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
+        self._lent += [node.block for node in before]
+        self._lent.reverse()
+        places = []
+        for node in nodes:
+            number = node.nearest_tier
+            place = BlockPlace(node, number, node.block_id(number))
+            if number == DEVICE:
+                self._lent.append(place.block)
+            else:
+                self._tiers[number].pin((place.block,))
+            places.append(place)
+        self._device.lend(self._lent)
+        self._num_pinned += len(places)
+        return places
+
+    def release(self, places: Iterable[BlockPlace]) -> None:
+        """The counterpart of ``pin``, the last block first. The peer's device gets its blocks back all at once: else
+        some would stand on others that may go."""
+        for place in places:
+            self._num_pinned -= 1
+            if place.tier != DEVICE:
+                self._tiers[place.tier].release((place.block,))
+        if not self._num_pinned:
+            lent, self._lent = self._lent, []
+            self._device.take_back(lent[::-1])
+            self._wake()
 
 
 class PeerScheduler(Protocol):
-    """The scheduler of an executor that lends blocks."""
+    """The scheduler of an executor whose blocks others may read."""
 
     kv: KVCacheManager
     epoch: int
@@ -87,6 +154,11 @@ class PeerScheduler(Protocol):
     @property
     def last_step(self) -> int:
         """The step that was planned last."""
+        ...
+
+    @property
+    def has_unsent_demotions(self) -> bool:
+        """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
         ...
 
 
@@ -133,13 +205,15 @@ class PrefixDirectory:
                 continue
             if not keys:  # cut once: a bytes object remembers its hash
                 keys = list(block_keys(tokens, peer.scheduler.kv.block_size))
-            # Until its next plan goes out, what it has just demoted is not on its way to its host.
-            nodes = _readable(tree.walk(node, keys), host_too=not peer.scheduler.kv.pool.host.stores)
+            # Until its next plan goes out, what it has just demoted is not under way.
+            nodes = _readable(tree.walk(node, keys), device_only=peer.scheduler.has_unsent_demotions)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
                 best = peer, nodes
         return best
 
 
-def _readable(path: list[CachedBlock], *, host_too: bool) -> list[CachedBlock]:
-    """The beginning of a path that lies on the device, or on the host if ``host_too``."""
-    return [*takewhile(lambda node: node.block >= 0 or (host_too and node.host >= 0), path)]
+def _readable(path: list[CachedBlock], *, device_only: bool) -> list[CachedBlock]:
+    """The beginning of a path that lies on the device, or in any tier unless ``device_only``."""
+    if device_only:
+        return [*takewhile(lambda node: node.block >= 0, path)]
+    return [*takewhile(lambda node: node.num_places, path)]

@@ -135,8 +135,9 @@ class Request:
     """One prompt from which n sequences are generated.
 
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
-    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran,
-    ``num_host_tokens`` of them in the host's and ``num_peer_tokens`` in another executor's. ``beam``: search instead of
+    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
+    ``loaded_tokens``: those of them that were not on the device, by where they lay (the name of a tier, or "peer").
+    ``beam``: search instead of
     sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
     likeliest are the outputs; else 0. ``num_drawn_tokens``: of all that were tried, where outputs are chosen among
     them. ``key``: name of the API key that it came with, whose ``account`` its scheduler charges.
@@ -156,8 +157,7 @@ class Request:
     search: BeamSearch | None = None
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    num_peer_tokens: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_drawn_tokens: int = 0
     key: str = ""
     account: Account = field(default_factory=Account)
@@ -188,6 +188,10 @@ class Request:
         sequence = Sequence(self, index, self.sampling, BlockTable(1))
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "abort"
         return sequence
+
+    def num_loaded_tokens(self, origin: str) -> int:
+        """Tokens of the prompt that came from a tier below the device, by its name, or from a "peer"."""
+        return self.loaded_tokens.get(origin, 0)
 
     @property
     def num_sequences(self) -> int:

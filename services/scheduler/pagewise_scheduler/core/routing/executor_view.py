@@ -8,7 +8,9 @@ from itertools import islice
 from math import ceil, exp
 from typing import NamedTuple
 
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_shared.protocol import DEVICE
+
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.pending_prefixes import PendingPrefixes
@@ -24,14 +26,16 @@ _MOST_BUSY = 0.9
 
 
 class Match(NamedTuple):
-    """Leading tokens of a prompt: ``device`` of them lie on the device, ``host`` more on the host.
+    """Leading tokens of a prompt: ``device`` of them lie on the device, ``lower`` more in tiers below it.
 
     ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
+    ``lowest``: the number of the lowest tier that has some of them.
     """
 
     device: int
-    host: int
+    lower: int
     expected: int
+    lowest: int = DEVICE
 
 
 class CostEstimate(NamedTuple):
@@ -141,14 +145,17 @@ class ExecutorView:
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
         path = tree.walk(tree.root_of(query.cache_salt), keys)
         device = there = len(path)
+        lowest = DEVICE
         while device and path[device - 1].block < 0:
             device -= 1
-            if path[device].host < 0:  # it lies nowhere: what comes after it is of no use
+            tier = path[device].nearest_tier
+            if tier == NOWHERE:  # what comes after it is of no use
                 there = device
+            lowest = DEVICE if tier == NOWHERE else max(lowest, tier)
         expected = there * size
         if self._waiting and there < len(keys):
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
-        return Match(device * size, (there - device) * size, expected)
+        return Match(device * size, (there - device) * size, expected, lowest)
 
     # ---- what it would take --------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class ExecutorView:
         if victim is None:
             return 0.0
         if victim is not self._victim:
-            lost = self.costs.seconds_lost(victim.depth, pool.host.num_blocks > 0)
+            lost = self.costs.seconds_lost(victim.depth, DEVICE)
             self._victim, self._victim_seconds = victim, pool.policy.probability(victim) * lost
         return evicted * self._victim_seconds
 

@@ -114,7 +114,7 @@ class BeamGroups:
             if heir.table.blocks and self._prefilling.rejoin(heir):
                 continue
             if heir.table.blocks:
-                self._plan.give_up(heir.table.blocks)
+                self._plan.copies.give_up(heir.table.blocks)
                 self._kv.free(heir.table, None)
             heir.path = []
             self._waiting.push(heir)
@@ -129,8 +129,7 @@ class BeamGroups:
         fork = self._kv.new_table(table.cache_salt)
         if table.blocks and self._kv.num_available > 1:
             prefix = self._kv.fork(table, num_computed)
-            if copy := self._kv.take(fork, prefix):
-                self._plan.copy(*copy)
+            self._plan.copy(self._kv.take(fork, prefix))
         return fork
 
     def _new_sequence(self, request: Request) -> Sequence:

@@ -101,7 +101,9 @@ class PrefillSet:
                 continue
             held = len(table.blocks)
             sequence.num_scheduled_tokens += size
-            self._plan.set_blocks(sequence.row, held, self._kv.grow(table, sequence.num_scheduled_tokens))
+            added, copies = self._kv.grow(table, sequence.num_scheduled_tokens)
+            self._plan.copy(copies)
+            self._plan.set_blocks(sequence.row, held, added)
             chunks.append((sequence, size))
             budget -= size
         return chunks
@@ -139,13 +141,13 @@ class PrefillSet:
         plan = self._recoveries.choose(prefix, share, sequence)
         if plan.nodes:
             prefix = kv.without_copy(prefix)
-        if copy := kv.take(table, prefix):
-            self._plan.copy(*copy)
+        self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
-        # From here on what is to be loaded is pinned: making room on the device must not push it out of the host.
+        # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
         size = self._size(sequence, budget)
-        kv.grow(table, max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0))
+        num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0)
+        self._plan.copy(kv.grow(table, num_tokens)[1])
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
         sequence.num_scheduled_tokens += size

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.protocol import StepResult, unpack_int32s
+from pagewise_shared.protocol import StepResult, TokenLogprobs, unpack_int32s
 
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
+TakeCandidates = Callable[[Sequence, TokenLogprobs, StepOutput], None]
 
 
 def check_result(
@@ -38,6 +39,20 @@ def _check_candidates(step: StepInFlight, result: StepResult) -> None:
     for index, sequence in enumerate(step.sampled):
         if (beam := sequence.request.beam) is not None and known.get(index, 0) < beam.width:
             raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
+
+
+def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput, take_candidates: TakeCandidates) -> None:
+    """Hand out log-probabilities: to whoever asked for them, or to those whose outputs are chosen at the end."""
+    for entry in result.logprobs:
+        if 0 <= entry.index < len(step.sampled):
+            sequence = step.sampled[entry.index]
+            if not sequence.request.chooses:
+                output.logprobs[sequence] = entry
+            elif not sequence.finished:
+                take_candidates(sequence, entry, output)
+    for prompt in result.prompt_logprobs:
+        if (owner := step.chunk_rows.get(prompt.row)) is not None:
+            output.prompt_logprobs.append((owner.request, prompt.entries))
 
 
 def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> list[Request]:

@@ -1,20 +1,22 @@
 """Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.protocol import BlockCopies, Copied, StepPlan, StepResult
+from pagewise_shared.protocol import Copied, StepPlan, StepResult
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
-from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
+from pagewise_scheduler.core.recovery.memory import make_memory
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.results import check_result, take_tokens
+from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
@@ -29,8 +31,9 @@ class Scheduler:
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last.
 
-    ``num_host_blocks``: blocks of the host pool. ``costs``: what the executor's steps and copies took when it started.
-    ``recovery``: how KV comes back from the host and from peers. ``kv``: another memory manager, for comparison.
+    ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
+    when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
+    comparison.
     ``virtual_tokens``: what keys have been served, by other schedulers too.
     """
 
@@ -42,7 +45,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         epoch: int = 1,
-        num_host_blocks: int = 0,
+        tiers: Mapping[int, int] | None = None,
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
         eviction: Eviction = "lru",
@@ -52,11 +55,19 @@ class Scheduler:
         max_model_len: int = 2**31,
     ) -> None:
         self.epoch, self.max_model_len = epoch, max_model_len
-        self.costs = CostModel(costs or Costs(), block_size, max_num_batched_tokens)
-        policy = make_policy(eviction, self.costs, num_host_blocks)
-        self.kv = kv or KVCacheManager(num_blocks, block_size, num_host_blocks, policy, model_fingerprint)
+        self.kv, self.recoveries = make_memory(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            chunk=max_num_batched_tokens,
+            tiers=tiers or {},
+            costs=costs or Costs(),
+            recovery=recovery,
+            eviction=eviction,
+            model_fingerprint=model_fingerprint,
+            kv=kv,
+        )
+        self.costs = self.recoveries.costs
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
-        self.recoveries = Recoveries(self.kv, self.costs, recovery)
         self.waiting = WaitingQueue(virtual_tokens)
         self.num_preemptions = 0
         self._plan = PlanBuilder()
@@ -99,6 +110,11 @@ class Scheduler:
     def steps_in_flight(self) -> deque[StepInFlight]:
         """Steps that have not come back, the oldest first."""
         return self._in_flight
+
+    @property
+    def has_unsent_demotions(self) -> bool:
+        """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
+        return self._plan.copies.demotes
 
     @property
     def running(self) -> list[Sequence]:
@@ -204,7 +220,10 @@ class Scheduler:
             return None
         for sequence in self._decoding.blocks_due(step):
             held = len(sequence.table.blocks)
-            self._plan.set_blocks(sequence.row, held, self.kv.grow(sequence.table, sequence.table.num_slots + 1))
+            added, copies = self.kv.grow(sequence.table, sequence.table.num_slots + 1)
+            if copies:
+                self._plan.copy(copies)
+            self._plan.set_blocks(sequence.row, held, added)
             self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
@@ -218,7 +237,7 @@ class Scheduler:
         """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring:
-                self._preempt(self._victim(), "decoding sequences need blocks")
+                self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "decoding sequences need blocks")
             elif self._in_flight:
                 return False
         return True
@@ -242,35 +261,26 @@ class Scheduler:
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
-        self._preempt(self._victim(), "prefills hold each other up")
+        self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "prefills hold each other up")
         return self.schedule(now)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: tuple[BlockCopies, ...]) -> StepPlan:
+    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: dict[TransferKey, Load]) -> StepPlan:
         """Book the step and build its plan."""
-        num_seqs, num_tokens, attention, context = len(decoding) + len(chunks), len(decoding), 0.0, 0
         self._decoding.charge()
         completed: list[Sequence] = []
-        chunk_rows: dict[int, Sequence] = {}
-        computed: list[tuple[Sequence, int]] = []
         for sequence, size in chunks:
-            num_tokens += size
-            attention += size * (sequence.num_scheduled_tokens - size / 2)
-            context += sequence.num_scheduled_tokens
             self._plan.chunk(sequence.row, size)
-            chunk_rows[sequence.row] = sequence
             sequence.last_step = step
-            computed.append((sequence, sequence.num_scheduled_tokens))
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self._prefilling.remove(sequence)
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
-        sampled = decoding + completed if completed else decoding
-        self._in_flight.append(
-            StepInFlight(step, num_seqs, num_tokens, sampled, chunk_rows, computed, attention, context)
-        )
-        plan = self._plan.build(self.epoch, step, self.recoveries.stores(step), loads)
+        self._in_flight.append(StepInFlight.planned(step, decoding, chunks, completed))
+        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads) if loads else [])
+        if plan.copies:
+            self.recoveries.transfers.asked(step, plan.copies, loads, self._now)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
@@ -300,21 +310,12 @@ class Scheduler:
                 decodes = drains or sequence.status is SequenceStatus.DECODE
                 sequence.prefilled = decodes and num_computed == sequence.decode_base
                 self._cache_full_blocks(sequence, num_computed)
-        for entry in result.logprobs:
-            if 0 <= entry.index < len(step.sampled):
-                sequence = step.sampled[entry.index]
-                if not sequence.request.chooses:
-                    output.logprobs[sequence] = entry
-                elif not sequence.finished:
-                    self._beam_groups.take(sequence, entry, output)
+        take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
         for sequence in output.finished:
             if sequence.request.chooses:
                 self._forget(sequence.request)
-        for prompt in result.prompt_logprobs:
-            if (owner := step.chunk_rows.get(prompt.row)) is not None:
-                output.prompt_logprobs.append((owner.request, prompt.entries))
         return output
 
     def copied(self, message: Copied) -> None:
@@ -344,6 +345,7 @@ class Scheduler:
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()
+        self._plan.copies.clear()
         self.epoch = epoch
         self.last_step = 0
         for request in requests:
@@ -394,6 +396,3 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(sequence)
-
-    def _victim(self) -> Sequence:
-        return choose_victim(self.running, self.kv.pool, self.costs)

@@ -1,13 +1,10 @@
 """What the scheduler remembers of a step in flight, and what it makes of its result."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import (
-    DEVICE,
-    HOST,
     BlockCopies,
     NewSequence,
     StepPlan,
@@ -16,7 +13,9 @@ from pagewise_shared.protocol import (
     unpack_int32s,
 )
 
+from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 
 Chunks = list[tuple[Sequence, int]]
 """Sequences, and how many of their known tokens a step computes."""
@@ -43,6 +42,25 @@ class StepInFlight:
     computed: list[tuple[Sequence, int]]
     attention: float
     context: int
+
+    @classmethod
+    def planned(cls, step: int, decoding: list[Sequence], chunks: Chunks, completed: list[Sequence]) -> "StepInFlight":
+        """A step of these decodes and chunks, all of them on their rows; ``completed``: whose prefill it ends."""
+        num_tokens, attention, context = len(decoding), 0.0, 0
+        for sequence, size in chunks:
+            num_tokens += size
+            attention += size * (sequence.num_scheduled_tokens - size / 2)
+            context += sequence.num_scheduled_tokens
+        return cls(
+            step=step,
+            num_seqs=len(decoding) + len(chunks),
+            num_tokens=num_tokens,
+            sampled=decoding + completed if completed else decoding,
+            chunk_rows={sequence.row: sequence for sequence, _ in chunks},
+            computed=[(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks],
+            attention=attention,
+            context=context,
+        )
 
     @property
     def requests(self) -> set[Request]:
@@ -75,19 +93,20 @@ class StepOutput:
 
 
 class PlanBuilder:
-    """Collects the changes that the next plan carries."""
+    """Collects the changes that the next plan carries. ``copies``: between blocks of this executor."""
 
-    __slots__ = ("_chunks", "_computed", "_copies", "_joined", "_left", "_tables")
+    __slots__ = ("_chunks", "_computed", "_joined", "_left", "_tables", "copies")
 
     def __init__(self) -> None:
+        self.copies = PendingCopies()
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything collected so far."""
+        """Forget everything collected so far, apart from what has been evicted and is to be kept elsewhere."""
+        self.copies.forget_copies_on_write()
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
         self._tables: list[tuple[int, int, int]] = []
-        self._copies: list[int] = []
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
 
@@ -98,21 +117,16 @@ class PlanBuilder:
             self._left.append(row)
         else:  # nobody has been told of it yet
             self._joined.remove(joined)
-            self.give_up(unpack_int32s(joined.blocks))
+            self.copies.give_up(unpack_int32s(joined.blocks))
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
         if self._computed:
             self._computed = [told for told in self._computed if told[0] != row]
 
-    def copy(self, source: int, destination: int) -> None:
-        """Copy a block before anything is computed."""
-        self._copies += (source, destination)
-
-    def give_up(self, blocks: Iterable[int]) -> None:
-        """Copies into these blocks are not wanted any more."""
-        targets = set(blocks)
-        pairs = zip(self._copies[::2], self._copies[1::2], strict=True)
-        self._copies = [block for pair in pairs if pair[1] not in targets for block in pair]
+    def copy(self, copies: Copies) -> None:
+        """Make these copies before anything is written that they read."""
+        if copies:
+            self.copies.add(copies)
 
     def set_blocks(self, row: int, index: int, blocks: list[int]) -> None:
         """The row's table has ``blocks`` from ``index`` on."""
@@ -141,15 +155,10 @@ class PlanBuilder:
         """Compute the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def build(self, epoch: int, step: int, stores: list[int], loads: tuple[BlockCopies, ...]) -> StepPlan:
-        """The plan with everything collected so far, and these copies to and from elsewhere; empties the builder."""
-        # What leaves the device is read before anything is written there, and what comes may be written over what is
-        # copied inside it.
-        copies: tuple[BlockCopies, ...] = loads
-        if self._copies:
-            copies = (BlockCopies(DEVICE, DEVICE, pack_int32s(self._copies)), *copies)
-        if stores:
-            copies = (BlockCopies(DEVICE, HOST, pack_int32s(stores)), *copies)
+    def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
+        """The plan with everything collected so far, and ``loads``: copies to the device. Empties the builder."""
+        # What comes to the device may be written over what is copied inside it.
+        copies = (*self.copies.take(), *loads) if self.copies or loads else ()
         plan = StepPlan(
             epoch=epoch,
             step=step,

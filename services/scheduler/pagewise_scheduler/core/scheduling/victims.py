@@ -2,6 +2,8 @@
 
 import heapq
 
+from pagewise_shared.protocol import DEVICE
+
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Sequence
@@ -34,6 +36,8 @@ def _seconds_per_block(sequence: Sequence, pool: BlockPool, costs: CostModel) ->
     freed = sum(1 for block in blocks if references(block) == 1)
     if not freed:
         return float("inf")
-    estimate = costs.estimate((len(blocks) - freed) * costs.block_size, freed)
-    seconds = min(estimate.load, estimate.both) if pool.host.num_blocks else estimate.recompute
-    return min(seconds, estimate.recompute) / freed
+    start, link = (len(blocks) - freed) * costs.block_size, costs.link_below(DEVICE)
+    if link is None:
+        return costs.compute_seconds(start, freed * costs.block_size) / freed
+    estimate = costs.estimate(start, freed, link)
+    return min(estimate.load, estimate.both, estimate.recompute) / freed

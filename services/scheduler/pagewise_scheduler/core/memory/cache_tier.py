@@ -1,0 +1,169 @@
+"""Tiers below the device, which hold copies of cached blocks."""
+
+from typing import Protocol
+
+from pagewise_shared.protocol import DEVICE
+
+from pagewise_scheduler.core.memory.copy_costs import TierCosts
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.tier import BlockCopy, Tier
+
+MAX_ARRIVING = 1024
+"""Blocks that may be on their way to a tier when another prefix is offered to it."""
+
+
+class DemotionPolicy(Protocol):
+    """Decides which prefixes a tier takes over from the one above."""
+
+    def is_worth_copying(self, node: CachedBlock, tier: "CacheTier") -> bool:
+        """Whether the prefix that ends with ``node`` is worth copying to ``tier``, block by block from its end on."""
+        ...
+
+
+class CacheTier(Tier):
+    """A tier below the device: it holds copies of cached blocks.
+
+    While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
+    the node above costs no copy. Copies that are the nearest ones go tails first, like blocks on the device.
+
+    ``costs``: of copies between it and the device. ``num_arriving``: blocks whose copy to it was asked for and has not
+    been confirmed. With ``max_arriving`` of them, and where ``demotion`` says so, no more prefixes are begun: what the
+    tier above evicts then is lost.
+    """
+
+    __slots__ = (
+        "_after",
+        "_before",
+        "_demotion",
+        "_no_copies",
+        "_num_children",
+        "costs",
+        "max_arriving",
+        "num_arriving",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        num_blocks: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: "CacheTier | None",
+        costs: TierCosts,
+        demotion: DemotionPolicy | None = None,
+    ) -> None:
+        super().__init__(number, num_blocks, tree, policy, counters, below)
+        self.costs = costs
+        self.num_arriving = 0
+        self.max_arriving = MAX_ARRIVING
+        self._demotion = demotion
+        self._caches = (self, *self.lower)
+        self._no_copies = tree.no_copies
+        self._before, self._after = tree.no_copies[:number], tree.no_copies[number + 1 :]
+        # How many children of each block's node lie here too; of no interest where nothing can go further down.
+        self._num_children = [0] * num_blocks if below is not None else []
+
+    def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
+        """Keep the content of ``node``, whose block the tier ``source`` is about to give up; False: it is lost.
+
+        ``copies``: where those go that it takes.
+        """
+        if node.num_places == 1:  # else it lies here already, or further down
+            # A prefix comes from its end. Once that is here, refusing what comes before would make it worthless.
+            if not node.children and not self._is_wanted(node):
+                return False
+            if not self._free and not self._give_up_one(copies):
+                return False
+            block = self._free.pop()
+            self._enter(node, block)
+            self._num_cached += 1  # nobody holds it: once it lies in no tier above, it may go again
+            self.num_arriving += 1
+            if source == DEVICE:
+                self.counters.demoted += 1
+            copies.append((source, node.block_id(source), self.number, block))
+        return True
+
+    def _is_wanted(self, node: CachedBlock) -> bool:
+        if self.num_arriving >= self.max_arriving:
+            return False
+        return self._demotion is None or self._demotion.is_worth_copying(node, self)
+
+    def arrived(self, count: int) -> None:
+        """So many copies to this tier have been confirmed."""
+        self.num_arriving -= count
+        self.counters.stored += count
+        assert self.num_arriving >= 0
+
+    def forget(self, node: CachedBlock) -> None:
+        """Give up the copy of ``node``, if there is one and nobody has pinned it."""
+        block = node.copies[self.number]
+        if block >= 0 and not self._references[block]:
+            self._leave(node)
+
+    def _rank(self, node: CachedBlock) -> int | None:
+        number = self.number
+        block = node.copies[number]
+        if block < 0 or self._references[block]:
+            return None
+        if node.block >= 0 or (node.num_places > 1 and node.nearest_tier < number):
+            return REDUNDANT
+        # What hangs on it goes first: here, or, where nothing can go further down, wherever it lies.
+        return None if (self._num_children[block] if self._num_children else node.children) else NEAREST
+
+    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
+        if self.restorable:
+            self._free.append(self.restorable.popitem()[1])
+            self._num_cached -= 1
+            self.counters.host_evicted += 1
+            return True
+        node = self._evictable.pop()
+        if node is None:
+            return False
+        self.counters.host_evicted += 1
+        # Asked while the node still lies here: room made below must not take it out of the tree.
+        if self.below is not None:
+            self.below.take_over(node, self.number, copies)
+        self._leave(node)
+        if not node.num_places:
+            self.drop(node)
+        else:
+            for tier in self.lower:  # it may be the nearest one there now
+                tier.offer(node)
+        return True
+
+    def _enter(self, node: CachedBlock, block: int) -> None:
+        number, copies = self.number, node.copies
+        if copies is self._no_copies:
+            node.copies = self._before + (block,) + self._after  # noqa: RUF005 - the faster way
+        else:
+            node.copies = (*copies[:number], block, *copies[number + 1 :])
+        node.num_places += 1
+        self._nodes[block] = node
+        if self._num_children:
+            self._num_children[block] = sum(child.copies[number] >= 0 for child in node.children.values())
+            assert node.parent is not None
+            parent_block = node.parent.copies[number]
+            if parent_block >= 0:
+                self._num_children[parent_block] += 1
+
+    def _leave(self, node: CachedBlock) -> None:
+        """The cached block of ``node`` is free."""
+        number, copies = self.number, node.copies
+        block = copies[number]
+        node.num_places -= 1
+        if node.num_places == (node.block >= 0):
+            node.copies = self._no_copies
+        else:
+            node.copies = (*copies[:number], NOWHERE, *copies[number + 1 :])
+        self._nodes[block] = None
+        self._free.append(block)
+        self._num_cached -= 1
+        if self._num_children:
+            assert node.parent is not None
+            parent_block = node.parent.copies[number]
+            if parent_block >= 0:
+                self._num_children[parent_block] -= 1
+                self.offer(node.parent)

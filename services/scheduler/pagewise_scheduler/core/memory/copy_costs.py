@@ -1,0 +1,106 @@
+"""What copies of blocks between tiers cost: linear in their number, and learned from every copy. Times are in
+seconds."""
+
+from dataclasses import dataclass
+from operator import mul
+
+_FORGETTING = 0.99
+_LEAST_SECONDS = 1e-9
+_MOST_SURPRISE = 4.0
+_FADE = 0.02
+_RESTS = 64
+
+
+class OnlineLine:
+    """A linear cost, ``constants`` · features, fitted by recursive least squares with forgetting.
+
+    Constants never fall below zero: a cost that shrinks with its size is noise. ``scales`` bring the features to about
+    1, so that the prior weighs the same in all of them.
+    """
+
+    __slots__ = ("_covariance", "_scales", "constants", "error")
+
+    def __init__(self, constants: tuple[float, ...], scales: tuple[float, ...]) -> None:
+        self.constants = list(constants)
+        self.error = 0.0
+        self._scales = scales
+        size = len(constants)
+        self._covariance = [[1.0 if i == j else 0.0 for j in range(size)] for i in range(size)]
+
+    def predict(self, *features: float) -> float:
+        """Seconds for these features."""
+        seconds: float = sum(map(mul, self.constants, features))
+        return seconds
+
+    def observe(self, seconds: float, *features: float) -> None:
+        """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
+        predicted = self.predict(*features)
+        # One hiccup of the machine must not look like the new normal: what lasts is learned in a few observations.
+        seconds = min(seconds, _MOST_SURPRISE * max(predicted, 1e-3))
+        self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
+        scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
+        covariance = self._covariance
+        gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
+        weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
+        residual = seconds - predicted
+        size, before = len(gains), self.constants[:]
+        for i in range(size):
+            # Kept from falling below zero here, not when predicting: else the others would make up for it.
+            self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
+        if abs(seconds - self.predict(*features)) > abs(residual):
+            # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
+            ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
+            self.constants = [constant * ratio for constant in before]
+        trace = 0.0
+        for i in range(size):
+            for j in range(size):
+                covariance[i][j] = (covariance[i][j] - gains[i] * gains[j] / weight) / _FORGETTING
+            trace += covariance[i][i]
+        if trace > 1e3:  # directions that nothing excites would grow for ever
+            for row in covariance:
+                row[:] = [value * (1e3 / trace) for value in row]
+
+
+class Link(OnlineLine):
+    """What copies from one place cost: from the host, or from a peer. Features: lists of copies, blocks.
+
+    ``num_loading``: blocks asked for that have not arrived. ``wait``: seconds that a load takes beside the link's own,
+    lately: behind a step in progress, and until the next one begins. ``rests``: choices for which it is left alone
+    because it has failed.
+    """
+
+    __slots__ = ("_first", "num_loading", "rests", "wait")
+
+    def __init__(self, setup: float, block: float) -> None:
+        super().__init__((setup, block), (1.0, 32.0))
+        self._first = setup, block
+        self.wait = 0.0
+        self.num_loading = 0
+        self.rests = 0
+
+    def seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
+        """Copying blocks behind ``queued_blocks`` others."""
+        return self.wait + self.predict(1, num_blocks + queued_blocks) if num_blocks > 0 else 0.0
+
+    def waited(self, seconds: float, least: float) -> None:
+        """A load has taken so much longer than the link itself; ``least``: what is no surprise."""
+        most = _MOST_SURPRISE * max(self.wait, least)
+        self.wait += 0.2 * (min(max(0.0, seconds), most) - self.wait)
+
+    def passed_over(self) -> None:
+        """It is not used, so nothing is learned of it: what is believed against it fades."""
+        self.wait -= _FADE * self.wait
+        for index, first in enumerate(self._first):
+            self.constants[index] += _FADE * min(0.0, first - self.constants[index])
+
+    def failed(self) -> None:
+        """What was asked for did not come."""
+        self.rests = _RESTS
+
+
+@dataclass(slots=True, frozen=True)
+class TierCosts:
+    """What copies between the device and a tier below it cost: ``load`` from there, ``store`` to there."""
+
+    load: Link
+    store: OnlineLine

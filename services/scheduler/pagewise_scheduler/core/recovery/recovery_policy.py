@@ -1,0 +1,49 @@
+"""Decides how KV comes back, and which KV is worth keeping for that in a tier below."""
+
+from pagewise_scheduler.core.memory.cache_tier import CacheTier
+from pagewise_scheduler.core.memory.copy_costs import Link
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.recovery.cost_model import CostModel, RecoveryEstimate
+from pagewise_scheduler.core.recovery.recovery_plan import Method, RecoveryMode
+
+_WORTH_BOTH = 0.9
+
+
+class RecoveryPolicy:
+    """Goes by the costs, unless ``mode`` says what is to be done."""
+
+    __slots__ = ("_costs", "mode")
+
+    def __init__(self, costs: CostModel, mode: RecoveryMode = "auto") -> None:
+        self.mode: RecoveryMode = mode
+        self._costs = costs
+
+    def method(self, estimate: RecoveryEstimate, link: Link) -> Method:
+        """How to get blocks back that ``link`` could bring."""
+        if self.mode == "swap":
+            return "load"
+        if self.mode != "auto":
+            return self.mode
+        better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
+        # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
+        if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
+            return "both"
+        self._costs.both_passed_over()
+        if better == "recompute":
+            link.passed_over()
+        return better
+
+    def is_worth_copying(self, node: CachedBlock, tier: CacheTier) -> bool:
+        """Whether copying the prefix that ends with ``node`` to ``tier`` is worth it, block by block on average.
+
+        The copies save, if the prefix is used again, what recovering from both ends saves over computing alone. They
+        cost their time on the link, by how busy the link is: an idle one costs nothing.
+        """
+        if self.mode != "auto":
+            return self.mode != "recompute"
+        extends = node.parent is not None and node.parent.copies[tier.number] >= 0
+        depth = node.depth if extends else (node.depth + 1) // 2
+        recompute, load = self._costs.block_seconds(depth, tier.costs.load)
+        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
+        busy = tier.num_arriving / max(1, tier.max_arriving)
+        return tier.policy.probability(node) * saved >= busy * tier.costs.store.predict(0, 1)

@@ -1,0 +1,155 @@
+"""The copies between tiers that an executor was asked for, until it confirms them."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s
+
+from pagewise_scheduler.core.memory.copy_costs import Link
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
+from pagewise_scheduler.core.recovery.remote_tier import BlockPlace
+
+_LATE = 4.0
+"""A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""
+_PEER_GRACE = 5.0
+"""Seconds that copies from a peer may take beside that: there may be a connection to be made first."""
+
+
+class TransferKey(NamedTuple):
+    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint), "" for own ones."""
+
+    step: int
+    source: int
+    target: int
+    peer: str
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks of one step that come to the device from one tier: whose they are, their places, and the device blocks
+    they go to.
+
+    ``epoch``: of the peer whose blocks were pinned.
+    """
+
+    link: Link
+    epoch: int = 0
+    parts: list[tuple[Recovery, list[BlockPlace], list[int]]] = field(default_factory=list)
+    num_blocks: int = 0
+
+    def pairs(self) -> bytes:
+        """Source block and target block of each copy (int32 bytes)."""
+        pairs: list[int] = []
+        for _, places, blocks in self.parts:
+            for place, block in zip(places, blocks, strict=True):
+                pairs += (place.block, block)
+        return pack_int32s(pairs)
+
+
+class _UnderWay(NamedTuple):
+    """``due``: when it should have been confirmed. ``load``: what it brings to the device, if it does."""
+
+    due: float
+    num_blocks: int
+    load: Load | None
+
+
+class Transfers:
+    """All copies under way of one executor. ``num_loading``: blocks that are to come to the device."""
+
+    def __init__(self, kv: KVCacheManager, costs: CostModel) -> None:
+        self.num_loading = 0
+        self._kv = kv
+        self._costs = costs
+        # Several lists of one step between the same tiers are confirmed in their order.
+        self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
+
+    def asked(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
+        """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
+        for one in copies:
+            peer = one.peer.endpoint if one.peer is not None else ""
+            if one.source == one.target and not peer:
+                continue  # inside the device: done with the step, and not confirmed
+            key = TransferKey(step, one.source, one.target, peer)
+            due = now + _LATE * self._predicted(key) + (_PEER_GRACE if peer else 0.0)
+            entry = _UnderWay(due, len(one.pairs) // 8, loads.get(key))
+            self._under_way.setdefault(key, deque()).append(entry)
+
+    def _predicted(self, key: TransferKey) -> float:
+        """Seconds until a list of copies is done that was just asked for, with those before it."""
+        if key.peer:
+            link = self._costs.link(key.peer)
+        elif key.target == DEVICE:
+            link = self._costs.tiers[key.source].load
+        else:
+            tier = self._kv.cache_tier(key.target)
+            assert tier is not None
+            return tier.costs.store.predict(1, tier.num_arriving)
+        return link.seconds(link.num_loading)
+
+    def begin(self, load: Load, count: int) -> None:
+        """So many blocks more are to come to the device by a load; a plan that asks for it follows."""
+        load.num_blocks += count
+        load.link.num_loading += count
+        self.num_loading += count
+
+    def confirmed(self, message: Copied) -> Load | None:
+        """A list of copies has been made; returns what it has brought to the device, if it did. Unknown ones are
+        ignored."""
+        key = TransferKey(message.step, message.source, message.target, message.peer)
+        entries = self._under_way.get(key)
+        if not entries:
+            return None
+        entry = entries.popleft()
+        if not entries:
+            del self._under_way[key]
+        if entry.load is not None:
+            self._end(entry.load)
+        elif (tier := self._kv.cache_tier(key.target)) is not None:
+            tier.arrived(entry.num_blocks)
+            tier.costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
+        return entry.load
+
+    def _end(self, load: Load) -> None:
+        """What was held for a load is let go of."""
+        self.num_loading -= load.num_blocks
+        load.link.num_loading -= load.num_blocks
+        for recovery, places, blocks in load.parts:
+            recovery.source.release(reversed(places))
+            self._kv.drop(blocks, None)
+
+    def clear(self) -> None:
+        """The executor is gone or reset: nothing is under way any more."""
+        for entries in self._under_way.values():
+            for entry in entries:
+                if entry.load is not None:
+                    self._end(entry.load)
+        self._under_way.clear()
+
+    # ---- copies that take too long -------------------------------------------------------------------
+
+    @property
+    def oldest_due(self) -> float | None:
+        """When the first of the copies that have not been confirmed should have been; None: there are none."""
+        return min((entry.due for entries in self._under_way.values() for entry in entries), default=None)
+
+    def from_peers(self) -> dict[tuple[int, str], list[Load]]:
+        """What comes from peers, by step and endpoint."""
+        found: dict[tuple[int, str], list[Load]] = {}
+        for key, entries in self._under_way.items():
+            if key.peer:
+                found.setdefault((key.step, key.peer), []).extend(one.load for one in entries if one.load is not None)
+        return found
+
+    def late_peers(self, now: float) -> list[tuple[int, str]]:
+        """Copies from peers that should have been confirmed before ``now``, by step and endpoint."""
+        late = {
+            (key.step, key.peer)
+            for key, entries in self._under_way.items()
+            if key.peer and any(entry.due < now for entry in entries)
+        }
+        return sorted(late)
