@@ -104,10 +104,11 @@ async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> No
 
 async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        raw, welcome = await joined(tmp_path)
+        raw, welcome = await joined(tmp_path, num_host_blocks=8)
         await stack.ready(1)
         (engine,) = stack.engines
-        engine._expect_copies(1, BlockCopies(HOST, DEVICE, b"12345678"), monotonic())
+        load = BlockCopies(HOST, DEVICE, b"12345678")
+        engine.scheduler.recoveries.transfers.asked(1, [load], {}, monotonic())
         async with asyncio.timeout(10):
             while stack.engines:
                 await raw.send(Heartbeat(welcome.epoch))
@@ -123,7 +124,7 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
         (engine,) = stack.engines
         fetch = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
         began = monotonic()
-        engine._expect_copies(7, fetch, began - 4.5)
+        engine.scheduler.recoveries.transfers.asked(7, [fetch], {}, began - 4.5)
         async with asyncio.timeout(10):
             while not isinstance(message := await raw.receive(), CancelCopies):
                 await raw.send(Heartbeat(welcome.epoch))

@@ -3,7 +3,7 @@
 import logging
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import named_blocks
+from pagewise_shared.protocol import named_blocks, tier_name
 
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
@@ -25,15 +25,13 @@ class CacheSharing:
         if hello.inventory is None:
             return False
         try:
-            scheduler.kv.expect(*named_blocks(hello.inventory))
+            scheduler.kv.expect(named_blocks(hello.inventory))
         except (ValueError, ProtocolError) as error:
             self._metrics.frames_dropped("bad_inventory").inc()
             log.warning("executor %s offers blocks that cannot be: %s", hello.executor_id, error)
             return False
-        pool = scheduler.kv.pool
-        log.info(
-            "%s holds %d blocks, %d on the host", hello.executor_id, len(pool.restorable), len(pool.host.restorable)
-        )
+        held = {tier_name(tier.number): len(tier.restorable) for tier in scheduler.kv.tiers.values()}
+        log.info("%s holds blocks: %s", hello.executor_id, held)
         return True
 
     def begin(self, engine: Engine, key: str) -> None:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import BlockCopies, CancelCopies, Copied, Hello, Message, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Hello, Message, StepResult, Welcome
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -30,8 +30,6 @@ _RECENT = 256
 _RECENT_LIMIT = 64
 """Sequences and events that are remembered of each."""
 _MAX_ERROR_TEXT = 1000
-_FETCH_GRACE = 5.0
-"""Seconds that a fetch may take beside what is predicted of it: there may be a connection to be made first."""
 
 Route = tuple[Callable[[int], None], Callable[[int], None], int]
 """Where the tokens of a sequence are told: how to append its stream number and a token, and that number."""
@@ -84,7 +82,6 @@ class Engine:
         self.scheduler = scheduler
         self.life = Life.SERVING
         self.oldest_step_time: float | None = None
-        self._due_copies: dict[tuple[int, int, int, str], float] = {}
         self._link = link
         self._agenda = agenda
         self._metrics = metrics
@@ -97,10 +94,8 @@ class Engine:
     def oldest_copy_time(self) -> float | None:
         """When a copy to or from the host or a peer that has not been confirmed should have been, the first of them;
         None: there is none.
-
-        Four times what it was predicted to take, so that only one that is lost is late by much.
         """
-        return min(self._due_copies.values(), default=None)
+        return self.scheduler.recoveries.transfers.oldest_due
 
     def touch(self) -> None:
         """There may be something new to plan."""
@@ -160,8 +155,6 @@ class Engine:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
-                for copies in plan.copies:
-                    self._expect_copies(plan.step, copies, now)
                 self._send(plan)
         self._cancel_fetches()
 
@@ -204,7 +197,6 @@ class Engine:
                 f"copies of step {copied.step} failed: {printable(copied.error.message)}", blame_step=False
             )
             return
-        self._due_copies.pop((copied.step, copied.source, copied.target, copied.peer), None)
         try:
             self.scheduler.copied(copied)
         except ProtocolError as error:
@@ -251,7 +243,6 @@ class Engine:
         self._metrics.step_errors.inc()
         log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
         self.oldest_step_time = None
-        self._due_copies.clear()
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
             live = self._live[request.request_id]
@@ -279,25 +270,16 @@ class Engine:
 
     def _cancel_fetches(self) -> None:
         """Tell the executor which fetches nobody waits for any more."""
-        cancelled = self.scheduler.recoveries.cancelled
-        while cancelled:
-            step, peer = cancelled.pop()
+        for step, peer in self.scheduler.recoveries.take_cancelled():
             self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
-
-    def _expect_copies(self, step: int, copies: BlockCopies, now: float) -> None:
-        peer = copies.peer.endpoint if copies.peer is not None else ""
-        if peer or copies.source != copies.target:  # those inside the device are done with the step
-            seconds = 4 * self.scheduler.recoveries.copy_seconds(copies)
-            self._due_copies[step, copies.source, copies.target, peer] = now + (_FETCH_GRACE if peer else 0.0) + seconds
 
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
-        for (step, _, _, peer), due in self._due_copies.items():
-            if peer and due < now:
-                self._complaints.warning(
-                    "%s: a fetch from %s takes too long, cancelling it", self.executor_id, printable(peer)
-                )
-                self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
+        for step, peer in self.scheduler.recoveries.transfers.late_peers(now):
+            self._complaints.warning(
+                "%s: a fetch from %s takes too long, cancelling it", self.executor_id, printable(peer)
+            )
+            self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
 
     def peer_lost(self, endpoint: str) -> None:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""

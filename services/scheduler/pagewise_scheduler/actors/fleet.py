@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from pagewise_shared.protocol import Copied, Drain, Heartbeat, Hello, Leaving, Message, Rejoin, StepResult
+from pagewise_shared.protocol import HOST, Copied, Drain, Heartbeat, Hello, Leaving, Message, Rejoin, StepResult
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
@@ -179,7 +179,7 @@ class Fleet(Sessions[Executor]):
                 options.max_num_batched_tokens, hello.max_num_batched_tokens or options.max_num_batched_tokens
             ),
             epoch=epoch,
-            num_host_blocks=hello.num_host_blocks,
+            tiers={HOST: hello.num_host_blocks},
             costs=costs_of(hello),
             recovery=options.recovery,
             eviction=self._eviction,

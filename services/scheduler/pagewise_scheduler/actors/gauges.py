@@ -4,6 +4,7 @@ import logging
 import traceback
 
 from pagewise_shared.logs import BoundedLog
+from pagewise_shared.protocol import HOST
 
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.collectors import ExecutorState
@@ -48,9 +49,9 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.kv_cache_usage_perc.set(sum(pool.num_in_use for pool in pools) / blocks if blocks else 0.0)
     for state in ("free", "cached", "in_use"):
         metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
-    used = sum(pool.host.num_used for pool in pools)
-    metrics.kv_blocks("host", "cached").set(used)
-    metrics.kv_blocks("host", "free").set(sum(pool.host.num_blocks for pool in pools) - used)
+    hosts = [host for scheduler in schedulers if (host := scheduler.kv.cache_tier(HOST)) is not None]
+    metrics.kv_blocks("host", "cached").set(sum(host.num_used for host in hosts))
+    metrics.kv_blocks("host", "free").set(sum(host.num_free for host in hosts))
     metrics.executors.show(
         (
             engine.executor_id,
