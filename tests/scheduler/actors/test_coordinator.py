@@ -1,6 +1,7 @@
 """The owner of everything: what fails costs what it belongs to and nothing else, and time that stood still nobody."""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 
@@ -10,8 +11,12 @@ from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.engine import Engine, Life
+from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.mailbox import Received
+from pagewise_scheduler.actors.submissions import Submission
+from pagewise_scheduler.core.scheduling.request import Request, Sequence
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.actors.played_gateway import FailedPromptError
 from tests.scheduler.actors.stack import Stack, executor, executors_of, gateway, running, until
@@ -147,3 +152,25 @@ async def test_an_executor_that_leaves_goes_through_its_life(tmp_path: Path, mon
         assert {Life.DRAINING, Life.STOPPING, Life.DRAINED} <= set(lives)
         assert stack.metric("executors_drained_total") == 1
         assert not stack.coordinator.draining
+
+
+async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(tmp_path: Path) -> None:
+    """It looks for cycles seldom, and would find thousands of requests."""
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.005):
+        await stack.ready(1)
+        await stack.generate([1, 2, 3])
+        gc.collect()
+        gc.disable()
+        try:
+            request = await stack.gateway.submit([1, 2], [3], n=2, sampling=SamplingParams(seed=1))
+            aborted = await stack.gateway.submit([4], max_tokens=200)
+            await request.result()
+            await stack.gateway.abort(aborted)
+            await stack.all_free()
+            await asyncio.sleep(0.05)  # what was in flight has come back
+            kinds = (LiveRequest, Submission, Request, Sequence)
+            stack.coordinator._report_memory_events()  # which refer to sequences until they are counted
+            left = [thing for thing in gc.get_objects() if type(thing) in kinds]
+            assert left == []
+        finally:
+            gc.enable()

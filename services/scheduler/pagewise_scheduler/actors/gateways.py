@@ -258,7 +258,7 @@ class Gateways(Sessions[Gateway]):
     def _abort(self, gateway: Gateway, submission: Submission) -> None:
         if not submission.prompts:
             self._end(gateway, submission)
-        for live in submission.prompts:
+        for live in list(submission.prompts):
             self._router.abort(live)
 
     def _prompt_ended(self, gateway: Gateway, submission: Submission, live: LiveRequest) -> None:
@@ -274,4 +274,5 @@ class Gateways(Sessions[Gateway]):
             if submission.prompts:
                 tokens = sum(live.num_generated_tokens for live in submission.prompts)
                 submission.usage.use("generation", tokens)
+                submission.prompts.clear()  # they know it, too: nothing is left to the garbage collector
             submission.usage.end(clock() - submission.began)

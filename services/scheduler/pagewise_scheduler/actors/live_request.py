@@ -31,6 +31,8 @@ class LiveRequest:
         deaths: executors in a row that died in a step of it, without a token of it in between.
         unplaced_seconds: how long no engine could take it, since one did.
         tokens_before: output tokens that it had when it came from another scheduler.
+        num_generated_tokens: output tokens computed for it by this one, also those of outputs that are not shown; known
+            when it has ended.
     """
 
     request: Request
@@ -40,6 +42,7 @@ class LiveRequest:
     arrived: float
     unfinished: int
     tokens_before: int = 0
+    num_generated_tokens: int = 0
     done: bool = False
     engine: "Engine | None" = None
     placement: Placement | None = None
@@ -48,12 +51,6 @@ class LiveRequest:
     _started: bool = False
     _tokens_at_death: int = 0
     _last_prompt_logprob: int = 0
-
-    @property
-    def num_generated_tokens(self) -> int:
-        """Output tokens computed for it by this scheduler, also those of outputs that are not shown."""
-        tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences) - self.tokens_before
-        return max(tokens, self.request.num_drawn_tokens)
 
     def started(self, now: float) -> None:
         """Its first token is there; harmless the second time. ``now``: seconds of ``clock``."""
@@ -104,7 +101,15 @@ class LiveRequest:
         self.done = True
         if self.placement is not None:
             self.placement.end(now)
+        sequences = self.request.sequences
+        tokens = sum(len(sequence.output_token_ids) for sequence in sequences) - self.tokens_before
+        self.num_generated_tokens = max(tokens, self.request.num_drawn_tokens)
         self.on_end(self)
+        # They refer to the request, and what happened to them refers to them: without this they would wait for the
+        # garbage collector, which looks seldom.
+        self.request.sequences = []
+        for sequence in sequences:
+            sequence.history.clear()
 
     def blame(self) -> None:
         """An executor died in a step of this request; tokens since the last time speak for its innocence."""
