@@ -1,1 +1,1 @@
-"""Actors: the fleet, one engine per executor, the router."""
+"""The coordinator and what it owns: executors with their engines, gateways with their requests, the router between."""
