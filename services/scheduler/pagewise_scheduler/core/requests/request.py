@@ -52,6 +52,7 @@ class Sequence:
         output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
             is needed to go on elsewhere.
         plain: each of its tokens is an output's as soon as it comes back.
+        route: where its tokens are told, noted by whoever serves its request; nothing to the core.
         row: the executor's row it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
@@ -65,7 +66,6 @@ class Sequence:
         history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
             each ``Preempted``.
         num_passed: times others were started before it while it was the first to wait.
-        route: where its tokens are told, noted by whoever serves its request; nothing to the core.
     """
 
     request: "Request"
@@ -76,6 +76,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     stop_ids: frozenset[int] = frozenset()
     plain: bool = False
+    route: Any = None
     row: int = -1
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
@@ -92,7 +93,6 @@ class Sequence:
     history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    route: Any = None
 
     @property
     def num_prompt_tokens(self) -> int:
