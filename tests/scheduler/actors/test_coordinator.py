@@ -14,7 +14,7 @@ from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.mailbox import Received
 from pagewise_scheduler.actors.submissions import Submission
-from pagewise_scheduler.core.scheduling.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import SamplingParams
 
