@@ -29,13 +29,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class GatewayHello(Message, frozen=True):
     """A gateway offers itself. Sent again, with growing pauses, until ``GatewayWelcome`` or ``Refused`` arrives.
 
-    ``gateway_id``: a name for people and metrics. ``model_name``: what its clients call the model.
+    Fields:
+        gateway_id: a name for people and metrics. model_name: what its clients call the model.
+        ready_executors: how many executors took work when the gateway was last told; 0: it does not know. A scheduler
+            that has just started waits for them for a moment before it places requests.
     """
 
     protocol_major: int
     protocol_minor: int
     gateway_id: str
     model_name: str = ""
+    ready_executors: int = 0
 
 
 class KeyLimits(Piece, frozen=True):

@@ -322,6 +322,53 @@ async def test_a_request_goes_on_at_the_next_scheduler_with_the_same_tokens(
             await stack.all_free()
 
 
+async def gateway_from_before(path: Path, ready_executors: int) -> PlayedGateway:
+    """A gateway that was told of so many executors by the scheduler before."""
+    played = PlayedGateway(gateways_of(path), "from before")
+    played.ready_executors = ready_executors
+    await played.join()
+    return played
+
+
+async def test_requests_wait_for_the_executors_that_served_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewise_scheduler.actors.router.REJOIN_SECONDS", 60.0)
+    async with running(tmp_path) as stack:
+        old = await gateway_from_before(tmp_path, 2)
+        requests = [await old.submit([number], max_tokens=20) for number in range(4)]
+        async with executor(tmp_path, runner=a_runner()):
+            await stack.ready(1)
+            requests.append(await old.submit([9], max_tokens=20))
+            await until(lambda: stack.router.waiting.sequences == 5)
+            await asyncio.sleep(0.6)  # ticks go by
+            assert not any(request.started for request in requests)
+            async with executor(tmp_path, "another", runner=a_runner()):
+                for request in requests:
+                    await request.result()
+                placed = [engine.scheduler.last_step for engine in stack.engines]
+                assert all(placed), "those that waited are placed among all that are there"
+            # One that leaves later is not waited for.
+            assert await stack.generate([5])
+        await old.close()
+
+
+@pytest.mark.parametrize("starting", [True, False])
+async def test_executors_that_do_not_come_back_are_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
+) -> None:
+    if not starting:  # only a scheduler that has just started waits at all
+        monkeypatch.setattr("pagewise_scheduler.actors.router.STARTING_SECONDS", 0.0)
+        monkeypatch.setattr("pagewise_scheduler.actors.router.REJOIN_SECONDS", 60.0)
+    async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner()):
+        await stack.ready(1)
+        old = await gateway_from_before(tmp_path, 3)
+        request = await old.submit([1, 2], max_tokens=3)
+        async with asyncio.timeout(5):
+            await request.result()
+        await old.close()
+
+
 async def test_an_output_that_had_ended_is_not_generated_again(tmp_path: Path) -> None:
     whole, _ = await interrupted(tmp_path, [[1, 2, 3]], 1, sampling=SEEDED, n=2, max_tokens=20)
     progress = (

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
@@ -14,8 +15,6 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
     FleetState,
     GatewayHello,
     GatewayWelcome,
@@ -75,12 +74,16 @@ class SchedulerConnection:
     """
 
     def __init__(
-        self, endpoint: str, hello_as: tuple[str, str], handler: Handler, metrics: Metrics, keys: Keys | None = None
+        self,
+        endpoint: str,
+        hello: Callable[[], GatewayHello],
+        handler: Handler,
+        metrics: Metrics,
+        keys: Keys | None = None,
     ) -> None:
-        """``hello_as``: id of the gateway, and the model's name."""
+        """``hello``: makes the message in which the gateway offers itself now."""
         self.epoch: int | None = None
-        gateway_id, model_name = hello_as
-        self._hello = GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, gateway_id, model_name)
+        self._hello = hello
         self._endpoint = endpoint
         self._keys = keys
         self._handler = handler
@@ -159,7 +162,7 @@ class SchedulerConnection:
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await self._socket.send(encode(self._hello))
+                        await self._socket.send(encode(self._hello()))
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
                     log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)

@@ -8,9 +8,12 @@ from typing import Literal
 
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     Abort,
     FinishStream,
     FleetState,
+    GatewayHello,
     MetricsSnapshot,
     Outputs,
     Query,
@@ -55,7 +58,8 @@ class SchedulerLink:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._timeout = timeout
-        self._connection = SchedulerConnection(endpoint, (gateway_id, model_name), self, metrics, keys)
+        self._name = gateway_id, model_name
+        self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._live: dict[LiveRequest, None] = {}
         self._idle = asyncio.Event()
@@ -159,6 +163,9 @@ class SchedulerLink:
             live.fail(AdmissionError("unavailable", "the gateway is shutting down"))
 
     # ---- for the connection --------------------------------------------------------------------------
+
+    def _hello(self) -> GatewayHello:
+        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, self._fleet.ready_executors)
 
     def joined(self, epoch: int) -> None:
         """There is a scheduler: submit everything that is live, in the order in which it came."""

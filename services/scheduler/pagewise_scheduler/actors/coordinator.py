@@ -184,7 +184,7 @@ class Coordinator:
         self._ticked = now
         self.fleet.watch(now, stood_still)
         self.gateways.watch(now, stood_still)
-        self.router.expire(now)
+        self.router.watch(now)
         self._report_memory_events()
         self._gauges.refresh(now)
 

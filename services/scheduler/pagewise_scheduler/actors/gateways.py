@@ -125,6 +125,7 @@ class Gateways(Sessions[Gateway]):
         self.enter(session)
         self.metrics.gateways_ready.set(len(self))
         log.info("gateway %s joined", hello.gateway_id)
+        self._router.expect(hello.ready_executors)
         self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self._send(session, self._fleet_state(session))
 

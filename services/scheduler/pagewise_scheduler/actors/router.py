@@ -33,12 +33,23 @@ class Capacity(NamedTuple):
     vocab_size: int = 0
 
 
+STARTING_SECONDS = 10.0
+"""A scheduler is starting for so long: executors and gateways of the one before are still joining it."""
+REJOIN_SECONDS = 1.0
+"""Longest that requests wait, in a scheduler that is starting, for the executors that served before."""
+
+
 Guard = Callable[[Engine], AbstractContextManager[None]]
 """What is done to an engine inside of it may fail: then the engine is lost, its requests move on, nothing is raised."""
 
 
 class Router:
-    """Places requests. Those that no engine can take now wait here, in order, for ``timeout`` seconds at most."""
+    """Places requests. Those that no engine can take now wait here, in order, for ``timeout`` seconds at most.
+
+    When the scheduler has been restarted, gateways submit their requests again while executors are still coming back,
+    each with the KV that it holds. Requests that were placed on whichever comes first would be computed there anew, so
+    none is placed until all executors that served before are here, or ``REJOIN_SECONDS`` have passed.
+    """
 
     def __init__(
         self,
@@ -58,6 +69,9 @@ class Router:
         self._backlog = Backlog(max_waiting, max_waiting_tokens)
         self._engines: dict[Engine, None] = {}
         self._unplaced = Unplaced()
+        self._started = clock()
+        self._expected_engines = 0  # 0: nobody is waited for
+        self._expected_until: float | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -123,7 +137,20 @@ class Router:
         self._engines[engine] = None
         self.placer.joined(engine)
         self._update_capacity()
-        self.place(self._unplaced.take_all(clock()))
+        if len(self._engines) >= self._expected_engines:
+            self._expected_engines = 0
+            self.place(self._unplaced.take_all(clock()))
+
+    def expect(self, engines: int) -> None:
+        """So many engines took requests before the scheduler was restarted, as a gateway says that knew it."""
+        now = clock()
+        if now >= self._started + STARTING_SECONDS or engines <= len(self._engines):
+            return
+        if self._expected_until is None:
+            self._expected_until = now + REJOIN_SECONDS
+            log.info("requests wait up to %g s for %d executors that served before", REJOIN_SECONDS, engines)
+        if now < self._expected_until:
+            self._expected_engines = max(self._expected_engines, engines)
 
     def left(self, engine: Engine) -> None:
         """The engine takes no more requests; harmless the second time."""
@@ -163,7 +190,7 @@ class Router:
         able = [
             engine for engine in self._engines if engine.life is Life.SERVING and engine.scheduler.fits(prompt, output)
         ]
-        if not able:
+        if not able or self._expected_engines:
             live.engine = None
             self._unplaced.add(live, clock())
             return
@@ -192,8 +219,12 @@ class Router:
             if live.done:
                 self._unplaced.discard(live, clock())
 
-    def expire(self, now: float) -> None:
-        """Fail the requests that have waited long enough for an executor."""
+    def watch(self, now: float) -> None:
+        """Place what has waited in vain for executors to come back, and fail the requests that have waited too long."""
+        if self._expected_until is not None and self._expected_engines and now >= self._expected_until:
+            log.info("only %d of %d executors are back", len(self._engines), self._expected_engines)
+            self._expected_engines = 0
+            self.place(self._unplaced.take_all(now))
         for live in self._unplaced.expired(self.timeout, now):
             self._unplaced.discard(live, now)
             live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)
