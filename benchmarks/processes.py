@@ -201,11 +201,11 @@ class Cluster:
 
     def get(self, path: str) -> Any:
         """A JSON answer of a gateway that is able to give one."""
-        return get(self._able() + path)
+        return get(self.able() + path)
 
     def scrape(self) -> list[Sample]:
         """All metrics."""
-        return scrape(self._able())
+        return scrape(self.able())
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples, of those that have these labels."""
@@ -237,7 +237,7 @@ class Cluster:
         for process in [*self.gateways.values(), *self.executors, *scheduler]:
             process.close()
 
-    def _able(self) -> str:
+    def able(self) -> str:
         """Where a gateway is that neither has ended nor hangs."""
         able = [name for name, process in self.gateways.items() if process.exit_code is None and not process.frozen]
         return self.urls[able[0]] if able else self.url

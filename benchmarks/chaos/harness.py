@@ -11,6 +11,7 @@ import openai
 import psutil
 
 from benchmarks.chaos.disturbances import Disturbance, Monkey
+from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.workload import Case, Outcome, client_of, references, stream
 from benchmarks.processes import Cluster, Process
 from benchmarks.scrape import total
@@ -32,13 +33,14 @@ MOST_PAUSES = 10
 class Pause(NamedTuple):
     """Seconds that a stream waited for a token, around what was done to a process.
 
-    ``during``: all that was going on then, in order.
+    ``during``: all that was going on then, in order. ``spent``: on what, in seconds, the most first.
     """
 
     seconds: float
     cause: str
     stream: str
     during: tuple[str, ...]
+    spent: dict[str, float]
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Report:
             "failures": len(self.failures),
             "pause": _spread([pause.seconds for pause in self.pauses]),
             "by_kind": {kind: self._of_kind(kind) for kind in sorted({event.kind for event in self.disturbances})},
+            "spent": self._spent(),
             "longest_pauses": self._longest(),
             "blocks": self.blocks,
             "load_average": {"median": round(statistics.median(self.load), 1), "worst": round(max(self.load), 1)},
@@ -84,11 +87,20 @@ class Report:
 
     def _longest(self) -> list[dict[str, Any]]:
         """The longest pauses, each once; several disturbances may have touched it."""
-        each = {(round(one.seconds, 2), one.stream, one.during) for one in self.pauses}
+        each = {(round(one.seconds, 2), one.stream, one.during): one.spent for one in self.pauses}
         return [
-            {"seconds": seconds, "stream": stream, "during": list(during)}
+            {"seconds": seconds, "stream": stream, "during": list(during), "spent": each[seconds, stream, during]}
             for seconds, stream, during in sorted(each, reverse=True)[:MOST_PAUSES]
         ]
+
+    def _spent(self) -> dict[str, float]:
+        """On what the seconds of all pauses were spent, as shares of them."""
+        found: dict[str, float] = {}
+        for one in self.pauses:
+            for what, seconds in one.spent.items():
+                found[what] = found.get(what, 0.0) + seconds
+        whole = sum(found.values()) or 1.0
+        return {what: round(found[what] / whole, 3) for what in sorted(found, key=found.__getitem__, reverse=True)}
 
     def _of_kind(self, kind: str) -> dict[str, Any]:
         events = [event for event in self.disturbances if event.kind == kind]
@@ -107,13 +119,16 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     return {"median": round(statistics.median(values), 2), "worst": round(max(values), 2)}
 
 
-async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
-    """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left."""
+async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float, given_up: float) -> Report:
+    """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left.
+
+    ``given_up``: seconds after which the scheduler gives up a silent process.
+    """
     try:
         await asyncio.to_thread(cluster.start)
         monkey.start()
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
-        report = await _disturb(cluster, monkey, cases, seconds)
+        report = await _disturb(cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up))
         report.failures += await _settled(cluster)
         if report.blocks["spoiled"]:
             report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
@@ -122,12 +137,13 @@ async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: fl
     return report
 
 
-async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float) -> Report:
+async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float, timeline: Timeline) -> Report:
     report = Report()
     expected = await references(cluster.url, cases)
     outcomes: list[Outcome] = []
     until = monotonic() + seconds
-    watching = [asyncio.create_task(watch(cluster, report)) for watch in (_watch_machine, _watch_blocks)]
+    watchers = (_watch_machine(cluster, report), _watch_blocks(cluster, report), timeline.watch(cluster))
+    watching = [asyncio.create_task(watcher) for watcher in watchers]
     began = monotonic()
     async with contextlib.AsyncExitStack() as stack:
         clients = [(name, await stack.enter_async_context(client_of(url))) for name, url in cluster.urls.items()]
@@ -150,7 +166,7 @@ async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds:
     report.failures += monkey.failures
     report.disturbances = monkey.done
     report.streams, report.tokens = len(outcomes), sum(outcome.completion_tokens for outcome in outcomes)
-    report.pauses = _pauses(outcomes, monkey.done)
+    report.pauses = _pauses(outcomes, monkey.done, timeline)
     return report
 
 
@@ -214,7 +230,7 @@ async def _watch_blocks(cluster: Cluster, report: Report) -> None:
         await asyncio.sleep(1.0)
 
 
-def _pauses(outcomes: list[Outcome], events: list[Disturbance]) -> list[Pause]:
+def _pauses(outcomes: list[Outcome], events: list[Disturbance], timeline: Timeline) -> list[Pause]:
     """The longest gap of each stream around each disturbance that it was touched by."""
     found = []
     for event in events:
@@ -225,7 +241,8 @@ def _pauses(outcomes: list[Outcome], events: list[Disturbance]) -> list[Pause]:
             gap = outcome.longest_gap(event.time + 1.0, event.time)
             if gap is not None:
                 during = tuple(f"{one.kind} {one.victim}" for one in events if one.overlaps(*gap))
-                found.append(Pause(gap[1] - gap[0], event.kind, outcome.case.kind, during))
+                spent = timeline.explain(*gap, outcome.gateway, outcome.request_id, events)
+                found.append(Pause(gap[1] - gap[0], event.kind, outcome.case.kind, during, spent))
     return found
 
 

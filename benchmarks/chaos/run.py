@@ -46,7 +46,9 @@ def main() -> int:
         monkey = Monkey(cluster, args.pause, args.timeout + 3, blocks=(600, 400, 300), every=tuple(args.every))
         if not isinstance(network, str):
             monkey.network = network
-        report = asyncio.run(chaos(cluster, monkey, make_cases(args.streams, args.max_tokens), args.seconds))
+        report = asyncio.run(
+            chaos(cluster, monkey, make_cases(args.streams, args.max_tokens), args.seconds, args.timeout)
+        )
     numbers = report.numbers() | {
         "timeout": args.timeout,
         "gateways": args.gateways,

@@ -21,7 +21,7 @@ KINDS = {"kill", "hang", "drain", "kill scheduler", "kill gateway"}
 
 
 async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: float) -> Report:
-    report = await chaos(cluster, monkey, make_cases(100, max_tokens), seconds)
+    report = await chaos(cluster, monkey, make_cases(100, max_tokens), seconds, TIMEOUT)
     print(report.numbers())
     assert not report.failures, "\n".join([f"{len(report.failures)} failures", *report.failures[:20]])
     assert report.streams >= 100
