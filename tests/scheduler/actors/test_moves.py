@@ -61,6 +61,32 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
         assert stack.metrics.request_moves("left")._value.get() == (0 if full else 1)
 
 
+async def test_what_fits_nowhere_else_goes_on_to_its_end_where_it_is(tmp_path: Path) -> None:
+    """Longer than what is granted to work that the others merely have no room for now, which is half of the time."""
+    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), 0.03)
+    leaving = ExecutorService(
+        Worker(lambda: runner),
+        executors_of(tmp_path),
+        "leaves",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        drain_timeout=8.0,
+    )
+    smaller = SimulatedRunner(ExecutorConfig(num_blocks=16, block_size=4), 0.01)
+    async with running(tmp_path, unplaced_timeout=1.0) as stack, executor(tmp_path, "stays", runner=smaller):
+        stack.fleet.timeout = 30.0
+        served = asyncio.create_task(leaving.run())
+        await stack.ready(2)
+        large = asyncio.create_task(stack.generate([1, 2, 3], max_tokens=190))
+        async with asyncio.timeout(10):
+            while not any(engine.scheduler.num_running for engine in stack.engines):
+                await asyncio.sleep(0.005)
+        leaving.leave("the test says so")
+        async with asyncio.timeout(20):
+            assert len(await large) == 190
+            await served
+
+
 async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_against_it(tmp_path: Path) -> None:
     async with running(tmp_path, unplaced_timeout=20.0) as stack:
         moving: asyncio.Task[list[int]] | None = None

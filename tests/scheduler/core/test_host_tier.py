@@ -8,6 +8,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import Method, Recovery, Rec
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import HOST
+from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler, host_of
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -239,13 +240,28 @@ def test_recoveries_share_the_link_one_after_the_other_and_know_it() -> None:
     assert predicted[3] > 3 * predicted[0]
 
 
-def test_usage_counts_what_the_last_executor_found() -> None:
+def test_usage_counts_what_was_there_before_the_request_and_not_its_own_work() -> None:
     scheduler, executor = after_eviction("swap")
     moved = create_request(prompt=LONG, max_tokens=2)
-    moved.scheduled_time, moved.num_cached_tokens = 0.0, 32  # it had started elsewhere
+    moved.scheduled_time, moved.num_cached_tokens = 0.0, 8  # it had started elsewhere, and computed more there
     scheduler.add(moved)
     run(scheduler, executor)
-    assert moved.num_cached_tokens == moved.num_loaded_tokens("host") == 36
+    assert executor.num_loaded == 9
+    assert moved.num_cached_tokens == 8
+    assert moved.loaded_tokens == {}
+
+
+@pytest.mark.parametrize("num_blocks", [11, 14])
+def test_usage_of_a_search_does_not_count_what_its_hypotheses_have_computed(num_blocks: int) -> None:
+    scheduler = create_scheduler(num_blocks=num_blocks, num_host_blocks=60, recovery="swap", max_num_seqs=4)
+    executor = executor_for(scheduler)
+    searches = [create_request(prompt=14, max_tokens=9, n=2) for _ in range(3)]
+    for request in searches:
+        request.beam = BeamParams(3)
+        scheduler.add(request)
+    run(scheduler, executor)
+    assert executor.num_loaded > 0, "no hypothesis came back from the host: that was not tried"
+    assert [request.num_cached_tokens for request in searches] == [0, 0, 0]
 
 
 def test_usage_tells_device_and_host_apart() -> None:

@@ -2,11 +2,12 @@
 
 from collections import deque
 
+import msgspec
 import pytest
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
-from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
@@ -227,6 +228,42 @@ def test_priority_then_arrival_decide_who_runs_first() -> None:
         order += [new.tokens for new in plan.joined]
         scheduler.update(executor.execute(plan))
     assert order == [r.prompt_token_ids.tobytes() for r in (late_urgent, early, middle)]
+
+
+def test_the_first_output_stays_the_first_when_it_loses_its_blocks_in_mid_prompt() -> None:
+    """Log-probabilities of the prompt come with it, and are told before any token of the request."""
+    scheduler = create_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
+    executor = executor_for(scheduler)
+    request = create_request(prompt=20, max_tokens=4, n=3)
+    request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+    scheduler.add(request)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(executor.execute(plan))
+    first, *others = request.sequences
+    scheduler._preempt(first, "the test says so")
+    assert scheduler.waiting.peek() is first
+    while not first.prefilled:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        assert not any(other.row >= 0 for other in others)
+        scheduler.update(executor.execute(plan))
+    run(scheduler, executor)
+    assert all(sequence.finished for sequence in request.sequences)
+
+
+def test_requests_that_arrive_at_once_keep_their_order_and_their_outputs_together() -> None:
+    scheduler = create_scheduler(max_num_seqs=1)
+    requests = [create_request(prompt=4, n=2, arrival_time=0.0) for _ in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    expected = [sequence for request in requests for sequence in request.sequences]
+    assert list(scheduler.waiting) == expected
+    head = scheduler.waiting.peek()
+    assert head is not None
+    scheduler.waiting.take(head, SequenceStatus.PREFILL)
+    scheduler.waiting.push(head)
+    assert list(scheduler.waiting) == expected
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:

@@ -65,7 +65,7 @@ class Draining:
             engine = drain.engine
             with self._fleet.guarded(engine):
                 # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and some finishes.
-                if engine.life is Life.DRAINING and (now >= drain.room_deadline or self._others_have_room(engine)):
+                if engine.life is Life.DRAINING and self._may_move(drain, now):
                     engine.life = Life.STOPPING
                 if engine.life is Life.STOPPING and not engine.scheduler.num_in_flight:
                     drain.moved = engine.move_all()
@@ -78,6 +78,17 @@ class Draining:
     def _others(self, engine: Engine) -> list[Engine]:
         """Engines that stay."""
         return [other for other in self._fleet.engines if other is not engine and other.life is Life.SERVING]
+
+    def _may_move(self, drain: _Drain, now: float) -> bool:
+        """Whether the others have room for all work, or time is up for what would only wait there. What none of them
+        could ever hold stays to the end: elsewhere it could only fail."""
+        if now >= drain.deadline:
+            return True
+        others = [other.scheduler for other in self._others(drain.engine)]
+        for request in drain.engine.scheduler.requests if others else ():
+            if not any(one.fits(len(request.prompt_token_ids), request.max_tokens) for one in others):
+                return False
+        return now >= drain.room_deadline or self._others_have_room(drain.engine)
 
     def _others_have_room(self, engine: Engine) -> bool:
         """Whether those who stay have rows and blocks for what runs here and waits there; or there are none of them."""

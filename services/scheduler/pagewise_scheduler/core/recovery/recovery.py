@@ -7,6 +7,7 @@ blocks come from makes no difference but for what it costs.
 
 from collections import deque
 from itertools import groupby
+from math import isnan
 
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, RemoteTier, unpack_int32s
 
@@ -137,6 +138,7 @@ class Recoveries:
             back=len(places),
             device_tokens=prefix.num_tokens,
             resumed=sequence.num_preemptions > 0,
+            first_start=isnan(sequence.request.scheduled_time),
             began=now,
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
@@ -281,7 +283,7 @@ class Recoveries:
             if recovery.method == "both" and not recovery.behind_demotions:
                 self.costs.both_took(now - recovery.began, recovery.predicted)
             request = sequence.request
-            if not recovery.resumed and not request.loaded_tokens:
+            if recovery.first_start:
                 request.loaded_tokens = {recovery.origin: recovery.loaded_tokens} if recovery.loaded_tokens else {}
                 request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
             self._close(recovery)

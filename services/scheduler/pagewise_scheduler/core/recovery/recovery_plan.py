@@ -49,7 +49,8 @@ class Recovery:
         plan: what was chosen. method "device": everything that is cached is still there.
         places: where its blocks are pinned, if any of them are loaded.
         back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
-        device_tokens: tokens found on the device. resumed: it had run before.
+        device_tokens: tokens found on the device. resumed: it had run before. first_start: nothing of its request
+            had run before, so that what is found was computed for others.
         began, ended: when it was admitted, and when everything that the source could have given was there, loaded or
             computed; NaN until then, for good if it was preempted or aborted before.
         loaded_tokens: tokens that came from the source. link_seconds: what the link took for its transfers.
@@ -68,6 +69,7 @@ class Recovery:
     loaded_tokens: int = 0
     link_seconds: float = 0.0
     behind_demotions: bool = False
+    first_start: bool = False
 
     @property
     def method(self) -> Method:

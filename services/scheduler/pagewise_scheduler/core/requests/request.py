@@ -140,7 +140,8 @@ class Request:
     ``beam``: search instead of
     sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
     likeliest are the outputs; else 0. ``num_drawn_tokens``: of all that were tried, where outputs are chosen among
-    them. ``key``: name of the API key that it came with, whose ``account`` its scheduler charges.
+    them. ``key``: name of the API key that it came with, whose ``account`` its scheduler charges. ``queue_number``: by
+    which those that arrived at the same time keep their order.
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class Request:
     num_drawn_tokens: int = 0
     key: str = ""
     account: Account = field(default_factory=Account)
+    queue_number: int = 0
 
     def create_sequences(self) -> None:
         """Make its sequences, unless they are there already: a request that moves goes on with those it has."""

@@ -142,6 +142,12 @@ def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
 
 
 def _may_start(sequence: Sequence) -> bool:
-    """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill."""
-    first = sequence.request.sequences[0]
-    return sequence.request.beam is not None or sequence is first or first.row < 0 or first.prefilled
+    """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill.
+
+    The first output may have lost its row in the middle of that. Log-probabilities of the prompt are told with it
+    alone, before any token, so that the others then wait until it has begun again.
+    """
+    request, first = sequence.request, sequence.request.sequences[0]
+    if request.beam is not None or sequence is first or first.prefilled or first.finished:
+        return True
+    return first.row < 0 and (request.sampling.prompt_logprobs is None or bool(first.output_token_ids))

@@ -13,7 +13,8 @@ from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
 
-_Entry = tuple[float, int, Sequence]
+_Entry = tuple[float, int, int, int, Sequence]
+"""Queue time, number of the request, index of the output, a number of its own, and the sequence."""
 
 
 def queue_time(sequence: Sequence) -> float:
@@ -38,14 +39,14 @@ class WaitingQueue:
     ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
     """
 
-    __slots__ = ("_entries", "_first_ones", "_lines", "_tie", "_virtual_tokens", "num_prompt_tokens")
+    __slots__ = ("_entries", "_first_ones", "_lines", "_numbers", "_virtual_tokens", "num_prompt_tokens")
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
         self.num_prompt_tokens = 0
         self._virtual_tokens = virtual_tokens or VirtualTokens()
         self._lines: dict[int, dict[Account, list[_Entry]]] = {}
         self._entries: dict[Sequence, _Entry] = {}
-        self._tie = count()
+        self._numbers = count()
         self._first_ones: dict[Request, int] = {}
 
     def __len__(self) -> int:
@@ -58,13 +59,15 @@ class WaitingQueue:
     def arrive(self, request: Request) -> None:
         """A request comes in, whose sequences are pushed next."""
         request.account = self._virtual_tokens.account(request.key)
+        request.queue_number = next(self._numbers)
         self._virtual_tokens.arrive(request.account)
 
     def push(self, sequence: Sequence) -> None:
-        """Let a sequence wait; a preempted one comes before those of its key that arrived after it."""
+        """Let a sequence wait; a preempted one comes before those of its key that arrived after it, and before the
+        later outputs of its own request."""
         sequence.status = SequenceStatus.WAITING
         request = sequence.request
-        entry = queue_time(sequence), next(self._tie), sequence
+        entry = queue_time(sequence), request.queue_number, sequence.index, next(self._numbers), sequence
         self._entries[sequence] = entry
         insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
         tokens = self._prompt_tokens(sequence, 1)
@@ -75,27 +78,27 @@ class WaitingQueue:
         """The sequence that is next, left in the queue."""
         lines = self._next_lines()
         if len(lines) > 1:
-            return min(lines.items(), key=_turn)[1][0][2]
+            return min(lines.items(), key=_turn)[1][0][-1]
         for line in lines.values():
-            return line[0][2]
+            return line[0][-1]
         return None
 
     def heads(self, number: int) -> list[Sequence]:
         """The first of each key in the priority that is next: ``number`` at most, in order."""
         lines = self._next_lines()
         if len(lines) > 1:
-            return [line[0][2] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
-        return [line[0][2] for line in lines.values()]
+            return [line[0][-1] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
+        return [line[0][-1] for line in lines.values()]
 
     def window(self, head: Sequence, number: int) -> list[Sequence]:
         """``head`` and those of its key and priority among the ``number`` that follow in the order of one key."""
         account, priority, start = head.request.account, head.request.priority, self._entries[head]
         lines = [line for lines in self._lines.values() if (line := lines.get(account)) is not None]
         if len(lines) == 1:
-            return [entry[2] for entry in lines[0][:number]]
+            return [entry[-1] for entry in lines[0][:number]]
         parts = [line[(first := bisect_left(line, start)) : first + number] for line in lines]
         entries = sorted(entry for part in parts for entry in part)[:number]
-        return [entry[2] for entry in entries if entry[2].request.priority == priority]
+        return [entry[-1] for entry in entries if entry[-1].request.priority == priority]
 
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status."""
@@ -122,7 +125,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Waiting sequences by ``queue_time``, whosever they are."""
-        return (entry[2] for entry in sorted(self._entries.values()))
+        return (entry[-1] for entry in sorted(self._entries.values()))
 
     def _prompt_tokens(self, sequence: Sequence, change: Literal[1, -1]) -> int:
         """Prompt tokens that one sequence more or less stands for: those of its request, once."""
