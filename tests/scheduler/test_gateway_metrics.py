@@ -114,27 +114,55 @@ def test_many_gateways_that_come_and_go_take_bounded_memory() -> None:
     assert len(metrics._gone) <= 64
 
 
-MOVES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "die", "break", "join"])), max_size=60)
+MOVES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "die", "break", "join", "restart"])), max_size=60
+)
 
 
 @given(MOVES)
 def test_no_counter_ever_falls(moves: list[tuple[str, str]]) -> None:
-    """Whatever gateways do: count, lose their connection and come back, or die and be started again."""
+    """Whatever happens: gateways count, lose their connection and come back, or die and are started again, as the
+    scheduler is, which then counts from zero."""
     metrics = GatewayMetrics()
     counted: dict[str, int] = defaultdict(int)
-    connection = dict.fromkeys("abc", 0)
+    connection, older = dict.fromkeys("abc", 0), dict.fromkeys("abc", False)
     everything, last = 0, 0.0
     for name, move in moves:
         identity = f"{name}{connection[name]}".encode()
         if move == "count":
             counted[name] += 1
             everything += 1
-            metrics.take(identity, name, snapshot(counted[name], latencies=(0.5,) * counted[name]))
+            metrics.take(identity, name, snapshot(counted[name], latencies=(0.5,) * counted[name]), older=older[name])
+        elif move == "restart":
+            metrics, everything, last = GatewayMetrics(), 0, 0.0
+            older = dict.fromkeys("abc", True)
         else:
             metrics.gone(identity)
             connection[name] += 1
             if move == "die":
-                counted[name] = 0
+                counted[name], older[name] = 0, False
         total = shown(metrics).get("pagewise_requests_total", 0.0)
         assert last <= total <= everything
         last = total
+
+
+def test_a_new_scheduler_counts_from_zero_and_never_falls() -> None:
+    """What gateways had counted under the scheduler before it is not counted again."""
+    metrics = GatewayMetrics()
+    metrics.take(b"a", "a", snapshot(1000, latencies=(0.5,), streams=3), older=True)
+    assert shown(metrics)["pagewise_requests_total"] == 0
+    assert shown(metrics)["pagewise_streams"] == 3
+    metrics.take(b"a", "a", snapshot(1004, latencies=(0.5, 0.05)), older=True)
+    metrics.take(b"b", "b", snapshot(1000), older=True)
+    metrics.take(b"new", "new", snapshot(5))
+    values = shown(metrics)
+    assert values["pagewise_requests_total"] == 4 + 0 + 5
+    assert [values[f"pagewise_latency_bucket{le}"] for le in ("0.1", "1.0", "+Inf")] == [1, 1, 1]
+    # One that this scheduler has heard of goes on from there, whatever it had joined before.
+    metrics.gone(b"a")
+    assert shown(metrics)["pagewise_requests_total"] == 9
+    metrics.take(b"a again", "a", snapshot(1010, latencies=(0.5, 0.05)), older=True)
+    assert shown(metrics)["pagewise_requests_total"] == 15
+    metrics.gone(b"a again")
+    metrics.take(b"another process", "a", snapshot(1))
+    assert shown(metrics)["pagewise_requests_total"] == 16

@@ -2,6 +2,10 @@
 
 Each gateway tells the absolute values of its own. What a counter or a histogram has counted stays counted when its
 gateway is gone: so no sum ever falls, and whoever scrapes any gateway sees everything once.
+
+A scheduler that is started again counts anew from zero, as Prometheus expects of a process that was started again. What
+gateways had counted before under another scheduler is therefore left out. If it were not, the sum would jump as one
+gateway after the other comes back, and Prometheus would take each jump for new events.
 """
 
 import math
@@ -44,10 +48,19 @@ _Families = dict[str, _Family]
 
 @dataclass(slots=True)
 class _Source:
-    """What a gateway has told last. ``name``: for people; one that is started again may have the same."""
+    """What a gateway has told last.
+
+    ``name``: for people; one that is started again may have the same. ``before``: what it had counted before this
+    scheduler heard of it.
+    """
 
     name: str
     families: _Families
+    before: _Families
+
+    def counted(self) -> _Families:
+        """What it has counted under this scheduler, and its gauges."""
+        return _less(self.families, self.before) if self.before else self.families
 
 
 class GatewayMetrics(Collector):
@@ -55,19 +68,27 @@ class GatewayMetrics(Collector):
 
     def __init__(self) -> None:
         self._living: dict[bytes, _Source] = {}
-        self._gone: dict[str, _Families] = {}
+        self._gone: dict[str, _Source] = {}
         self._sum_of_gone: _Families = {}
 
-    def take(self, identity: bytes, name: str, families: Iterable[MetricFamily]) -> bool:
-        """The gateway with this connection tells what it has counted so far; False: that makes no sense."""
+    def take(self, identity: bytes, name: str, families: Iterable[MetricFamily], *, older: bool = False) -> bool:
+        """The gateway with this connection tells what it has counted so far; False: that makes no sense.
+
+        ``older``: it had joined a scheduler before, this one or another.
+        """
         told = _understood(families)
         if told is None:
             return False
         # One that was given up and is back goes on from what it had counted; a new process of its name begins anew.
-        before = self._living[identity].families if identity in self._living else self._gone.pop(name, None)
-        if before is not None and _has_fallen(before, told):
-            _add(self._sum_of_gone, before)
-        self._living[identity] = _Source(name, told)
+        known = self._living.get(identity) or self._gone.pop(name, None)
+        before: _Families = {}
+        if known is None:
+            before = _counters(told) if older else {}
+        elif _has_fallen(known.families, told):
+            _add(self._sum_of_gone, known.counted())
+        else:
+            before = known.before
+        self._living[identity] = _Source(name, told, before)
         return True
 
     def gone(self, identity: bytes) -> None:
@@ -75,19 +96,19 @@ class GatewayMetrics(Collector):
         source = self._living.pop(identity, None)
         if source is None:
             return
-        counted = {name: family for name, family in source.families.items() if family.type != "gauge"}
-        if (before := self._gone.pop(source.name, None)) is not None:  # another one of that name
-            _add(self._sum_of_gone, before)
-        self._gone[source.name] = counted
+        source.families = _counters(source.families)
+        if (another := self._gone.pop(source.name, None)) is not None:
+            _add(self._sum_of_gone, another.counted())
+        self._gone[source.name] = source
         if len(self._gone) > _MOST_GONE:
-            _add(self._sum_of_gone, self._gone.pop(next(iter(self._gone))))
+            _add(self._sum_of_gone, self._gone.pop(next(iter(self._gone))).counted())
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape gets to see."""
         total: _Families = {}
         _add(total, self._sum_of_gone)
-        for families in (*self._gone.values(), *(source.families for source in self._living.values())):
-            _add(total, families)
+        for source in (*self._gone.values(), *self._living.values()):
+            _add(total, source.counted())
         for name, family in total.items():
             metric = Metric(name, family.documentation, family.type)
             for (sample, labels), value in family.values.items():
@@ -128,6 +149,27 @@ def _add(total: _Families, families: _Families) -> None:
         if name not in total:
             total[name] = _Family(family.documentation, family.type)
         total[name].add(family)
+
+
+def _counters(families: _Families) -> _Families:
+    """Those that only ever rise."""
+    return {name: family for name, family in families.items() if family.type != "gauge"}
+
+
+def _less(families: _Families, before: _Families) -> _Families:
+    """What was counted since ``before``."""
+    nothing = _Family("", "")
+    return {
+        name: _Family(
+            family.documentation,
+            family.type,
+            {
+                key: value - before.get(name, nothing).values.get(key, 0.0) if family.type != "gauge" else value
+                for key, value in family.values.items()
+            },
+        )
+        for name, family in families.items()
+    }
 
 
 def _has_fallen(before: _Families, now: _Families) -> bool:

@@ -92,7 +92,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.gateways = GatewayMetrics()
-        self._model_name = model_name
+        self.model_name = model_name
         self._bind_gauges()
         self._bind_counters()
         self._bind_histograms()
@@ -121,49 +121,49 @@ class Metrics:
 
     def request_moves(self, reason: str) -> Counter:
         """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
-        return self._request_moves.labels(self._model_name, reason)
+        return self._request_moves.labels(self.model_name, reason)
 
     def frames_dropped(self, reason: Drop) -> Counter:
         """The counter of wire frames that were dropped for this reason."""
-        return self._frames_dropped.labels(self._model_name, reason)
+        return self._frames_dropped.labels(self.model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
         """The counter of connections that failed, to the scheduler ("unknown_key", "handshake") or to where another
         executor lends its blocks ("unknown_key_blocks")."""
-        return self._connections_refused.labels(self._model_name, reason)
+        return self._connections_refused.labels(self.model_name, reason)
 
     def requests_refused(self, reason: str) -> Counter:
         """The counter of requests that were not taken for this reason (one of ``REFUSALS``)."""
-        return self._requests_refused.labels(self._model_name, reason)
+        return self._requests_refused.labels(self.model_name, reason)
 
     def key_requests(self, key: str) -> Counter:
         """The counter of requests that came with a key of this name."""
-        return self._key_requests.labels(self._model_name, key)
+        return self._key_requests.labels(self.model_name, key)
 
     def key_tokens(self, key: str, kind: str) -> Counter:
         """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
-        return self._key_tokens.labels(self._model_name, key, kind)
+        return self._key_tokens.labels(self.model_name, key, kind)
 
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
-        return self._cached_tokens.labels(self._model_name, source)
+        return self._cached_tokens.labels(self.model_name, source)
 
     def block_events(self, event: str) -> Counter:
         """The counter of one of ``MEMORY_EVENTS``."""
-        return self._block_events.labels(self._model_name, event)
+        return self._block_events.labels(self.model_name, event)
 
     def recoveries(self, method: str, source: str) -> Counter:
         """The counter of recoveries by one of ``RECOVERIES``."""
-        return self._recoveries.labels(self._model_name, method, source)
+        return self._recoveries.labels(self.model_name, method, source)
 
     def recovery_seconds(self, method: str, source: str, predicted: float, actual: float) -> None:
         """A recovery that took time has ended."""
-        self._recovery_predicted.labels(self._model_name, method, source).observe(predicted)
-        self._recovery_actual.labels(self._model_name, method, source).observe(actual)
+        self._recovery_predicted.labels(self.model_name, method, source).observe(predicted)
+        self._recovery_actual.labels(self.model_name, method, source).observe(actual)
 
     def placements(self, reason: str) -> Counter:
         """The counter of requests placed for one of ``REASONS`` of the core's routing."""
-        return self._placements.labels(self._model_name, reason)
+        return self._placements.labels(self.model_name, reason)
 
     def placement_answered(self, predicted: float, actual: float) -> None:
         """The first token of a request has come, so many seconds after it was placed."""
@@ -171,7 +171,7 @@ class Metrics:
 
     def kv_blocks(self, tier: str, state: str) -> Gauge:
         """The gauge of blocks by one of ``KV_BLOCKS``."""
-        return self._kv_blocks.labels(self._model_name, tier, state)
+        return self._kv_blocks.labels(self.model_name, tier, state)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, those of the gateways too."""
@@ -192,7 +192,7 @@ class Metrics:
         )
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
-        self.executors = ExecutorGauges(self._model_name)
+        self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
@@ -268,10 +268,10 @@ class Metrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge("pagewise_" + name, text, ("model_name",), registry=self.registry)
-        return gauge.labels(self._model_name)
+        return gauge.labels(self.model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._raw_counter(name, text).labels(self._model_name)
+        return self._raw_counter(name, text).labels(self.model_name)
 
     def _raw_counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter("pagewise_" + name, text, ("model_name", *labels), registry=self.registry)
@@ -281,7 +281,7 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram("pagewise_" + name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)
-        return histogram.labels(self._model_name)
+        return histogram.labels(self.model_name)
 
 
 def package_version() -> str:

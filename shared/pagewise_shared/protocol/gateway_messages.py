@@ -30,16 +30,18 @@ class GatewayHello(Message, frozen=True):
     """A gateway offers itself. Sent again, with growing pauses, until ``GatewayWelcome`` or ``Refused`` arrives.
 
     Fields:
-        gateway_id: a name for people and metrics. model_name: what its clients call the model.
+        gateway_id: a name for people and metrics. model_name: what its clients call the model, as the scheduler does.
         ready_executors: how many executors took work when the gateway was last told; 0: it does not know. A scheduler
             that has just started waits for them for a moment before it places requests.
+        rejoins: how often it had joined a scheduler before, this one or another.
     """
 
     protocol_major: int
     protocol_minor: int
     gateway_id: str
-    model_name: str = ""
+    model_name: str
     ready_executors: int = 0
+    rejoins: int = 0
 
 
 class KeyLimits(Piece, frozen=True):

@@ -114,8 +114,10 @@ def prompts_of(
 
 
 class PlayedGateway:
-    """``frames``: the Outputs that have come. ``fleet``: the last FleetState. ``ready_executors``: what its Hello says
-    of the scheduler before."""
+    """``frames``: the Outputs that have come. ``fleet``: the last FleetState.
+
+    ``ready_executors``, ``rejoins``: what its Hello says of schedulers before.
+    """
 
     def __init__(self, endpoint: str, gateway_id: str = "gateway", keys: Keys | None = None) -> None:
         self.gateway_id = gateway_id
@@ -124,7 +126,7 @@ class PlayedGateway:
         self.frames: list[Outputs] = []
         self.requests: dict[int, PlayedRequest] = {}
         self.answers: dict[int, asyncio.Future[QueryAnswer]] = {}
-        self.ready_executors = 0
+        self.ready_executors = self.rejoins = 0
         self._next = 0
         self._tasks: list[asyncio.Task[None]] = []
         self.context = zmq.asyncio.Context()
@@ -143,7 +145,9 @@ class PlayedGateway:
 
     async def join(self) -> GatewayWelcome | Refused:
         """Say Hello; the answer. If it is let in, it goes on reading and sends heartbeats until it is closed."""
-        await self.send(GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, self.gateway_id, "m", self.ready_executors))
+        await self.send(
+            GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, self.gateway_id, "m", self.ready_executors, self.rejoins)
+        )
         while not isinstance(answer := await self.receive(), GatewayWelcome | Refused):
             pass
         if isinstance(answer, GatewayWelcome):

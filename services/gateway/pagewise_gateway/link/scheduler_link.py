@@ -59,6 +59,7 @@ class SchedulerLink:
         self._metrics = metrics
         self._timeout = timeout
         self._name = gateway_id, model_name
+        self._rejoins = 0
         self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._live: dict[LiveRequest, None] = {}
@@ -165,7 +166,8 @@ class SchedulerLink:
     # ---- for the connection --------------------------------------------------------------------------
 
     def _hello(self) -> GatewayHello:
-        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, self._fleet.ready_executors)
+        ready = self._fleet.ready_executors
+        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, ready_executors=ready, rejoins=self._rejoins)
 
     def joined(self, epoch: int) -> None:
         """There is a scheduler: submit everything that is live, in the order in which it came."""
@@ -177,6 +179,7 @@ class SchedulerLink:
     def lost(self) -> None:
         """There is none: everything waits, and numbers mean nothing any more."""
         now = monotonic()
+        self._rejoins += 1
         for live in self._live:
             if live.stream is not None:
                 live.stream, live.waiting_since, live.refusal = None, now, None

@@ -60,9 +60,10 @@ class Gateway:
     """A gateway that is in.
 
     ``outputs``: what it has not been told yet. ``submissions``: its requests that have not ended, by their first
-    streams; ``streams``: which of their prompts each stream belongs to.
+    streams; ``streams``: which of their prompts each stream belongs to. ``older``: it had joined a scheduler before.
     """
 
+    older: bool = False
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
     streams: dict[int, LiveRequest] = field(default_factory=dict)
@@ -113,21 +114,31 @@ class Gateways(Sessions[Gateway]):
     def _admit(self, identity: bytes, key: str, hello: Message, now: float) -> None:
         hello = cast(GatewayHello, hello)
         others = self.others(identity)
-        refusal = text_flaw(hello, ("gateway_id", "model_name"), MAX_TEXT) or self.guard.refusal(
-            hello.gateway_id, key, [(other.name, other.key) for other in others]
+        refusal = (
+            text_flaw(hello, ("gateway_id", "model_name"), MAX_TEXT)
+            or self.guard.refusal(hello.gateway_id, key, [(other.name, other.key) for other in others])
+            or self._misfit(hello)
         )
         if refusal is None and len(others) >= MAX_GATEWAYS:
             refusal = f"there are {MAX_GATEWAYS} gateways already"
         if refusal is not None:
             self.refuse(identity, hello.gateway_id, refusal)
             return
-        session = Session(identity, key, hello.gateway_id, Gateway(), self._next_epoch(), now, now)
+        session = Session(identity, key, hello.gateway_id, Gateway(hello.rejoins > 0), self._next_epoch(), now, now)
         self.enter(session)
         self.metrics.gateways_ready.set(len(self))
         log.info("gateway %s joined", hello.gateway_id)
         self._router.expect(hello.ready_executors)
         self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self._send(session, self._fleet_state(session))
+
+    def _misfit(self, hello: GatewayHello) -> str | None:
+        """Why a gateway cannot serve the model that this scheduler schedules; None: it can, by its name."""
+        if hello.model_name == self.metrics.model_name:
+            return None
+        return (
+            f"it serves the model {hello.model_name!r}, and the scheduler was started for {self.metrics.model_name!r}"
+        )
 
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
         return FleetState(session.epoch, *self._router.capacity)
@@ -162,7 +173,7 @@ class Gateways(Sessions[Gateway]):
                 body = self._answer(message)
                 self._send(session, QueryAnswer(message.number, body is not None, body or b""))
             case MetricsSnapshot(families=families):
-                if not self.metrics.gateways.take(session.identity, session.name, families):
+                if not self.metrics.gateways.take(session.identity, session.name, families, older=gateway.older):
                     # No reason to give it up, and all its requests with it.
                     self.metrics.frames_dropped("impossible").inc()
                     self._complaints.warning("gateway %s tells metrics that are none", session.name)
