@@ -15,7 +15,13 @@ REJOIN_SECONDS = 30.0
 """Most that an executor that is let go on may take to be back: it may have to finish what it was at."""
 
 LEAVE_SECONDS = 60.0
-"""Most that a process may take to end: an executor whose work nobody has room for waits out its --drain-timeout."""
+"""Most that an executor may take to end: one whose work nobody has room for waits out its --drain-timeout."""
+
+GATEWAY_OPTIONS = ("--shutdown-timeout=120",)
+"""Of gateways: those that are told to leave let their streams end, however long these are disturbed."""
+
+GATEWAY_LEAVE_SECONDS = 130.0
+"""Most that a gateway may take to end with those options."""
 
 Target = Literal["executor", "gateway", "scheduler"]
 
@@ -77,17 +83,21 @@ class Monkey:
         )
         await asyncio.gather(*self._tasks)
 
-    def excuses(self, gateway: str, begin: float, end: float) -> bool:
-        """Whether a stream through this gateway may have failed in this time: it was killed, or told to leave."""
-        return any(
-            one.victim == gateway and one.kind in ("kill gateway", "drain gateway") and one.overlaps(begin, end)
-            for one in self.done
-        )
+    def killed(self, gateway: str, begin: float, end: float) -> bool:
+        """Whether this gateway was dead at some moment of this time, so that its streams may have failed."""
+        return self._happened("kill gateway", gateway, begin, end)
+
+    def leaving(self, gateway: str, begin: float, end: float) -> bool:
+        """Whether this gateway took no new requests at some moment of this time, because it was told to leave."""
+        return self._happened("drain gateway", gateway, begin, end)
 
     async def wait_for(self, gateway: str) -> None:
         """Wait until a gateway that was killed, or told to leave, has a successor."""
-        while self.excuses(gateway, monotonic(), monotonic()):
+        while self.killed(gateway, now := monotonic(), now) or self.leaving(gateway, now, now):
             await asyncio.sleep(0.1)
+
+    def _happened(self, kind: str, victim: str, begin: float, end: float) -> bool:
+        return any(one.kind == kind and one.victim == victim and one.overlaps(begin, end) for one in self.done)
 
     async def _disturb_executors(self, until: float) -> None:
         rng, deck = random.Random(self.seed), ["kill", "drain", "hang"]  # where there is time for a few, one of each
@@ -158,7 +168,8 @@ class Monkey:
             else:
                 number = signal.SIGKILL if kind == "kill gateway" else signal.SIGTERM
                 process.signal(number)
-                await self._ended(event, process, -signal.SIGKILL if number == signal.SIGKILL else 0)
+                code = -signal.SIGKILL if number == signal.SIGKILL else 0
+                await self._ended(event, process, code, GATEWAY_LEAVE_SECONDS)
                 await asyncio.to_thread(self.cluster.start_gateway, name)
             event.back = monotonic()
 
@@ -190,9 +201,9 @@ class Monkey:
         await self._ended(event, process, expected)
         event.back = monotonic()
 
-    async def _ended(self, event: Disturbance, process: Process, expected: int) -> None:
+    async def _ended(self, event: Disturbance, process: Process, expected: int, seconds: float = LEAVE_SECONDS) -> None:
         try:
-            code = await asyncio.to_thread(process.wait, LEAVE_SECONDS)
+            code = await asyncio.to_thread(process.wait, seconds)
         except AssertionError as error:
             self.failures.append(str(error))
             return

@@ -47,15 +47,16 @@ class Pause(NamedTuple):
 class Report:
     """What was seen. ``failures``: requests that failed, outputs that differ, processes that did not behave.
 
-    ``cut``: streams that ended with their gateway, which was killed or told to leave: they alone may. ``pauses``: one
-    for each stream and disturbance that it was touched by. ``blocks``: how many were copied, and where to, over all
-    lives of the scheduler. ``rss``: of the scheduler and of the gateway that lives on, in MiB, each second. ``load``:
-    how many wanted a core then, on the mean over a minute.
+    ``cut``: streams that ended with their gateway, which was killed: they alone may. ``refused``: requests that reached
+    a gateway which had just been told to leave. ``pauses``: one for each stream and disturbance that it was touched by.
+    ``blocks``: how many were copied, and where to, over all lives of the scheduler. ``rss``: of the scheduler and
+    of the gateway that lives on, in MiB, each second. ``load``: how many wanted a core then, on the mean over a minute.
     """
 
     seconds: float = 0.0
     streams: int = 0
     cut: int = 0
+    refused: int = 0
     tokens: int = 0
     failures: list[str] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Report:
             "seconds": round(self.seconds, 1),
             "streams": self.streams,
             "streams_cut_with_their_gateway": self.cut,
+            "refused_by_a_gateway_that_leaves": self.refused,
             "tokens": self.tokens,
             "failures": len(self.failures),
             "pause": _spread([pause.seconds for pause in self.pauses]),
@@ -181,16 +183,18 @@ async def _keep_asking(
     report: Report,
 ) -> None:
     while monotonic() < until:
+        await monkey.wait_for(gateway)
         outcome, began = Outcome(case, gateway=gateway), monotonic()
         outcomes.append(outcome)
         try:
             await stream(client, case, outcome)
         except Exception as error:
-            if monkey.excuses(gateway, began, monotonic()):
+            if monkey.killed(gateway, began, monotonic()):
                 report.cut += 1
                 if not outcome.begins(right):
                     report.failures.append(f"{outcome.request_id} {case.kind}: what came before it was cut off differs")
-                await monkey.wait_for(gateway)
+            elif not outcome.request_id and monkey.leaving(gateway, began, monotonic()):
+                report.refused += 1
             else:
                 said = f"{type(error).__name__}: {error}"
                 report.failures.append(f"{case.kind} {outcome.request_id} through {gateway} failed: {said}")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.chaos.disturbances import Monkey
+from benchmarks.chaos.disturbances import GATEWAY_OPTIONS, Monkey
 from benchmarks.chaos.harness import chaos
 from benchmarks.chaos.network import namespace
 from benchmarks.chaos.workload import make_cases
@@ -41,7 +41,12 @@ def main() -> int:
         address = "127.0.0.1" if isinstance(network, str) else network.host
         logs = args.logs or Path(folder)
         cluster = Cluster(
-            logs, gateways=args.gateways, scheduler_options=options, address=address, as_shipped=not args.plain
+            logs,
+            gateways=args.gateways,
+            scheduler_options=options,
+            gateway_options=GATEWAY_OPTIONS,
+            address=address,
+            as_shipped=not args.plain,
         )
         monkey = Monkey(cluster, args.pause, args.timeout + 3, blocks=(600, 400, 300), every=tuple(args.every))
         if not isinstance(network, str):
