@@ -8,12 +8,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from pagewise_shared.service_process import CANNOT_START
+
 from pagewise.process import STOP_SECONDS, Service
 
 log = logging.getLogger(__name__)
-
-CANNOT_START = 2
-"""A service's exit code when starting it again would fail the same way."""
 
 _RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
 _SETTLED_SECONDS = 30.0

@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
-from pagewise_shared.errors import ProtocolError
+from pagewise_shared.errors import ProtocolError, RefusedError
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -43,10 +44,6 @@ _SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
 _LONGEST_HEARTBEAT_MS = 60_000
 _GOODBYE_SECONDS = 0.2
-
-
-class RefusedError(Exception):
-    """The scheduler does not let this executor in; the text is its reason."""
 
 
 class ExecutorService:
@@ -280,7 +277,9 @@ class ExecutorService:
                         self._refused_before = self._refused_told
                         log.info("joined the scheduler at %s", self._endpoint)
                 case Refused(reason):
-                    raise RefusedError(reason)
+                    raise RefusedError(
+                        f"the scheduler at {self._endpoint} refused this executor: {printable(reason, 1000)}"
+                    )
                 case Rejoin():
                     if self._welcome is not None:
                         log.warning("the scheduler does not know this executor, saying Hello again")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from pagewise_shared.service_process import raise_file_limit
 
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.server_log import ServerLog
@@ -208,13 +209,11 @@ class _TurnAway(asyncio.Protocol):
             transport.write_eof()
 
 
-def raise_file_limit(max_connections: int) -> int:
-    """Let the process open as many files as it may; returns how many connections that leaves room for."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY or hard - OTHER_FILES >= max_connections:
-        return max_connections
-    most = max(1, hard - OTHER_FILES)
-    log.warning("the process may open %d files: at most %d connections, not %d", hard, most, max_connections)
+def most_connections(wanted: int) -> int:
+    """Raise the limit of open files, and return ``wanted``, or fewer connections if the limit has no room for them."""
+    files = raise_file_limit()
+    if files == resource.RLIM_INFINITY or files - OTHER_FILES >= wanted:
+        return wanted
+    most = max(1, files - OTHER_FILES)
+    log.warning("this process may open %d files: it serves at most %d connections, not %d", files, most, wanted)
     return most

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
-from pagewise_shared.errors import ProtocolError
+from pagewise_shared.errors import ProtocolError, RefusedError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -42,10 +42,6 @@ SILENCE_SECONDS = 5.0
 _LONGEST_HEARTBEAT_MS = 60_000
 _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
-
-
-class RefusedError(Exception):
-    """The scheduler does not let this gateway in; the text is its reason."""
 
 
 class Handler(Protocol):
@@ -242,7 +238,7 @@ class SchedulerConnection:
             case Rejoin():
                 self._lose("the scheduler does not know this gateway")
             case Refused(reason):
-                raise RefusedError(printable(reason, 1000))
+                raise RefusedError(f"the scheduler at {self._endpoint} refused this gateway: {printable(reason, 1000)}")
 
     def _hand_on(self, message: FleetState | Outputs | QueryAnswer) -> None:
         try:
