@@ -1,4 +1,4 @@
-"""Puts the gateway together and runs it until it is told to stop."""
+"""Assembles the gateway and runs it until it is told to stop."""
 
 import asyncio
 import logging
@@ -18,20 +18,20 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""What clients whose streams are cut off at the end may take to read why."""
+"""How long a client may take to read the error that ends its stream when the gateway stops."""
 
 
 async def serve(config: GatewayConfig) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Prints ``listening http://HOST:PORT`` (or https) on standard output once requests can come in, whether there is a
+    Prints ``listening http://HOST:PORT`` (or https) on standard output once it accepts connections, whether there is a
     scheduler or not.
 
     Raises:
         ModelError: the model's tokenizer cannot be found or read.
         ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host.
         OSError: an address cannot be bound.
-        RefusedError: the scheduler does not let this gateway in.
+        RefusedError: the scheduler does not let this gateway join.
     """
     keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))

@@ -34,8 +34,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Continue a conversation.
 
     Raises:
-        APIError: the request is wrong, or cannot be served now.
-        GenerationError: it was not taken, or failed before anything was answered.
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, ChatRequest)

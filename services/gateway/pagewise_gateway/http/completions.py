@@ -23,8 +23,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts.
 
     Raises:
-        APIError: the request is wrong, or cannot be served now.
-        GenerationError: it was not taken, or failed before anything was answered.
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, CompletionRequest)
