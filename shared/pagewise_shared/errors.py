@@ -1,4 +1,4 @@
-"""Errors that cross a room's edge.
+"""Errors that several packages raise or handle.
 
 PagewiseError
 ├── ConfigError      an option or environment variable is unusable
