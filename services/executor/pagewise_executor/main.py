@@ -60,7 +60,7 @@ def _serve(config: ExecutorConfig) -> None:
 
 
 def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
-    """Make the runner that ``config`` asks for. Torch is imported only if a model is run.
+    """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
 
     Raises:
         ModelError: the model cannot be served.
