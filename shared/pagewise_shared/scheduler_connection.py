@@ -68,7 +68,7 @@ async def watch_connection(
         failure = await connections.next()
         if isinstance(failure, Broken):
             if monotonic() > renewed + _OWN_SECONDS:
-                _connect_anew(socket, endpoint)
+                _reconnect(socket, endpoint)
                 renewed = monotonic()
                 on_broken()
         elif keys is None:
@@ -95,7 +95,7 @@ async def watch_connection(
             )
 
 
-def _connect_anew(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+def _reconnect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
     """Connect again, under another identity.
 
     The scheduler may not have noticed yet that the old connection is gone, and its socket refuses an identity that is
