@@ -147,7 +147,7 @@ class SchedulerConnection:
     async def _greet(self) -> None:
         """Send Hellos until a Welcome comes, and again whenever the scheduler is lost."""
         while True:
-            # Every join submits all live requests again, which must not happen at the pace of a scheduler that keeps failing.
+            # Every join submits all live requests again: not too often, if a scheduler fails again and again.
             await asyncio.sleep(max(0.0, self._joined_at + _LEAST_SESSION_SECONDS - monotonic()))
             attempt = 0
             while self.epoch is None:
