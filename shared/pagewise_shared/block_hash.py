@@ -1,8 +1,8 @@
-"""Block hashes: what a full block of KV is called wherever it lies, the same in every process.
+"""Block hashes: names of full KV blocks by content, which are the same in every process.
 
-A block's hash chains over its parent's hash, its tokens, and the extra keys of the prefix's beginning (model
-fingerprint, cache salt, adapter), so equal hashes mean equal KV. SHA-256, because a tenant who could make two prefixes
-collide would be served another's KV.
+A block's hash covers its parent's hash and its tokens; the first block's parent covers the extra keys of the prefix
+(model fingerprint, cache salt, adapter). So equal hashes mean equal KV. The hash is SHA-256, because a tenant who could
+make two prefixes collide would be served another tenant's KV.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 def root_hash(model_fingerprint: str, *extra_keys: object) -> BlockHash:
-    """What the first block of a prefix has for a parent. ``extra_keys``: values whose ``repr`` tells them apart."""
+    """Return the parent of a prefix's first block. ``extra_keys``: values whose ``repr`` tells them apart."""
     return BlockHash(hashlib.sha256(repr((model_fingerprint, *extra_keys)).encode()).digest())
 
 
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """Hash of the block of ``tokens`` (int32 bytes, a full block) that comes after ``parent``."""
+    """Return the hash of the block with ``tokens`` (int32 bytes, a full block) that follows ``parent``."""
     return BlockHash(hashlib.sha256(parent + tokens).digest())

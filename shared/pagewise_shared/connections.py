@@ -1,5 +1,7 @@
-"""Notices connections that break or never come about: a process that is killed closes its sockets, long before it
-misses a heartbeat."""
+"""Watches the connections of a socket: those that break, and those that cannot be established.
+
+The kernel closes the sockets of a process that is killed, which is noticed long before a heartbeat is missing.
+"""
 
 import asyncio
 from collections import deque
@@ -10,14 +12,15 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 _SETTLE_SECONDS = 0.05
-"""After a connection has broken: what it still brought is read first, and others that break with it are told once."""
+"""Pause before a broken connection is reported: frames that it has brought are read first, and connections that break
+together are reported once."""
 
 
 class HandshakeFailure(NamedTuple):
-    """A connection that did not come about.
+    """A connection that could not be established.
 
-    ``refused``: a key was turned away. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
-    end that noticed; both are false if the peer hung up or answered to another key.
+    ``refused``: the key was refused. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
+    end that noticed. Both are false if the peer hung up, or has another key than the one expected.
     """
 
     refused: bool
@@ -25,11 +28,11 @@ class HandshakeFailure(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """Connections have broken; it is not known whose."""
+    """One or more connections have broken. ZeroMQ does not tell which ones."""
 
 
 class Connections:
-    """Watches the connections of ``socket``. Made before bind or connect, closed before the socket."""
+    """Watches the connections of ``socket``. Create it before bind or connect, and close it before the socket."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
@@ -42,7 +45,7 @@ class Connections:
         )
 
     async def next(self) -> Broken | HandshakeFailure:
-        """What happens next to a connection, when it does."""
+        """Wait until something happens to a connection, and return what."""
         if not self._told:
             broken = await self._read()
             if broken:
@@ -53,7 +56,7 @@ class Connections:
         return self._told.popleft()
 
     async def _read(self) -> bool:
-        """Take in one event; whether a connection has broken."""
+        """Read one event. Returns whether a connection has broken."""
         message = await recv_monitor_message(self._monitor)
         event = message["event"]
         if event == zmq.EVENT_DISCONNECTED:

@@ -1,16 +1,16 @@
-"""CURVE between processes: key pairs in a folder, allow-lists of executors and gateways, and who was turned away.
+"""CURVE between processes: key pairs in a folder, and allow-lists of executors and gateways.
 
-``pagewise keys`` makes the folder. A process needs ``public/`` and the folder of its own name, nothing else of it::
+``pagewise keys`` makes the folder. Of it, a process needs only ``public/`` and the folder of its own name::
 
     keys/
         public/scheduler.key        the scheduler's public key
-        public/NAME.key             public key of an executor: their allow-list
-        public/gateways/NAME.key    public key of a gateway: their allow-list
+        public/NAME.key             public key of an executor; together they are the allow-list
+        public/gateways/NAME.key    public key of a gateway; together they are the allow-list
         NAME/NAME.key_secret        key pair of NAME, readable by its owner alone
 
-Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files come, go or change, so that
-adding and revoking a key needs no restart. A key is of one kind: an executor's opens no socket for gateways, nor the
-other way around.
+Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files are added, removed or changed,
+so that adding and revoking a key needs no restart. A key is of one kind: the socket for gateways refuses the key of an
+executor, and the socket for executors refuses that of a gateway.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ GATEWAYS = "gateways"
 """Name of the folder inside it that holds those of gateways."""
 
 Kind = Literal["executor", "gateway"]
-"""Whose key it is; the scheduler's own is neither."""
+"""Which kind of process a key belongs to; the scheduler's own key is of neither kind."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _LOOPBACK_NAMES = ("localhost", "lo")
 
 
 class _KeyFile(NamedTuple):
-    """A file of a public key, and what tells whether it has changed."""
+    """A file with a public key, and the properties by which a change is noticed."""
 
     kind: Kind
     name: str
@@ -66,7 +66,7 @@ class _AllowLists(NamedTuple):
 
 
 class Keys:
-    """One process's key pair, and the public keys of those it talks to. May be used from any thread.
+    """The key pair of a process, and the public keys of its peers. May be used from any thread.
 
     ``name``: whose pair it is. ``public``, ``secret``: the pair in Z85 text, as ZeroMQ takes it.
     """
@@ -92,27 +92,30 @@ class Keys:
         self._refresh()
 
     def allowed(self, kind: Kind = "executor") -> Mapping[str, str]:
-        """The allow-list of a kind as it is now: names by public key (Z85 text)."""
+        """Return the current allow-list of a kind: names by public key (Z85 text)."""
         self._refresh()
         return self._allowed.names[kind]
 
     def kind(self, public_key: str) -> Kind | None:
-        """Whether a public key is an executor's or a gateway's; None: it is on no allow-list now."""
+        """Return whether a public key is an executor's or a gateway's; None if it is on no allow-list now."""
         self._refresh()
         return next((kind for kind, names in self._allowed.names.items() if public_key in names), None)
 
     def owner(self, public_key: str) -> str | None:
-        """The name that a public key belongs to; None: it is on no allow-list now."""
+        """Return the name that a public key belongs to; None if it is on no allow-list now."""
         kind = self.kind(public_key)
         return None if kind is None else self._allowed.names[kind].get(public_key)
 
     def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
-        """Have ``socket`` talk to the owner of ``server_key`` (by default the scheduler) alone. Before connect."""
+        """Make ``socket`` talk to the owner of ``server_key`` only, which is the scheduler by default.
+
+        To be called before connect.
+        """
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = server_key or self.scheduler
 
     def _refresh(self) -> None:
-        """Read the allow-lists again if files have changed. What cannot be listed is taken to be as it was."""
+        """Read the allow-lists again if files have changed. They stay as they were if the files cannot be listed."""
         try:
             files = frozenset(_list_keys(self._directory))
         except OSError as error:
@@ -127,15 +130,15 @@ class Keys:
                 names[file.kind][public.decode()] = file.name
             except ConfigError as error:
                 self._complaints.warning("not on the allow-list: %s", error)
-        # One assignment: threads see the old lists or the new ones.
+        # A single assignment, so that other threads see either the old lists or the new ones.
         self._allowed = _AllowLists(names, files)
 
 
 class Gate:
-    """Lets those on an allow-list, and nobody else, in to the server sockets of one ZeroMQ context.
+    """Makes the secured sockets of one ZeroMQ context accept the keys on their allow-list, and no others.
 
-    ``on_refused`` is called for every connection whose key is not on the list, on a thread of its own. A context has
-    one gate at most. Without one, secured sockets accept nobody.
+    ``on_refused`` is called for every connection that is refused, on the thread of the gate. A context can have one
+    gate; without it, secured sockets accept no connection.
     """
 
     def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
@@ -144,7 +147,7 @@ class Gate:
         self._authenticator.start()
 
     def secure_server(self, socket: "zmq.Socket[Any]", kind: Kind = "executor") -> None:
-        """Have ``socket`` accept those on the allow-list of ``kind`` only. Before bind."""
+        """Make ``socket`` accept only keys on the allow-list of ``kind``. To be called before bind."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         # ZeroMQ names the domain of the socket when it asks about a key.
@@ -152,12 +155,15 @@ class Gate:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
-        """Stop; before the context is terminated."""
+        """Stop. To be called before the context is terminated."""
         self._authenticator.stop()
 
 
 class _Authenticator(ThreadAuthenticator):
-    """pyzmq's, which asks ``Keys`` about every key. The User-Id of a message is its sender's public key (Z85 text)."""
+    """pyzmq's authenticator, which asks ``Keys`` about every key.
+
+    The User-Id of a message is then the public key of its sender (Z85 text).
+    """
 
     def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
         super().__init__(context)
@@ -168,12 +174,12 @@ class _Authenticator(ThreadAuthenticator):
             self.configure_curve_callback(kind, self)
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
-        """Answer one question of ZeroMQ, whether a key may come in."""
+        """Answer ZeroMQ's question whether a connection is allowed."""
         self._address = msg[3].decode(errors="replace") if len(msg) > 3 else ""
         await super().handle_zap_message(msg)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of ``key`` (Z85) is allowed to connect to a socket for its kind, ``domain``."""
+        """Return whether ``key`` (Z85) may connect to a socket whose ``domain`` is a kind of process."""
         kind = self._keys.kind(key.decode())
         if kind == domain:
             return True
@@ -184,11 +190,11 @@ class _Authenticator(ThreadAuthenticator):
 
 
 def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) -> Keys | None:
-    """The keys that a process named ``name`` uses on ``endpoint``; None: it talks in plain text.
+    """Return the keys that the process ``name`` uses on ``endpoint``, or None if it communicates in plain text.
 
     Raises:
-        ConfigError: keys cannot be read, or there are none, the endpoint leaves this host, and plain text was not
-            asked for.
+        ConfigError: the keys cannot be read; or there are none although the endpoint leaves this host, and plain text
+            was not asked for.
     """
     if directory is not None:
         return Keys(Path(directory), name)
@@ -204,7 +210,7 @@ def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) 
 
 
 def leaves_host(endpoint: str) -> bool:
-    """Whether traffic of a ZeroMQ endpoint can come from or go to another machine."""
+    """Return whether traffic of a ZeroMQ endpoint can come from or go to another machine."""
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("ipc", "inproc"):
         return False
@@ -216,17 +222,17 @@ def leaves_host(endpoint: str) -> bool:
 
 
 def public_file(directory: Path, name: str, kind: Kind = "executor") -> Path:
-    """Where the public key of ``name`` lies; the scheduler's lies beside those of executors."""
+    """Return the file of the public key of ``name``. The scheduler's is in the same folder as those of executors."""
     return _public_folder(directory, kind) / f"{name}.key"
 
 
 def secret_file(directory: Path, name: str) -> Path:
-    """Where the key pair of ``name`` lies."""
+    """Return the file of the key pair of ``name``."""
     return directory / name / f"{name}.key_secret"
 
 
 def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
-    """Public and secret key of a certificate."""
+    """Return public and secret key of a certificate."""
     if not path.exists():
         raise ConfigError(f"there is no key of {name!r}: no file {path}")
     try:
@@ -244,16 +250,16 @@ def _public_folder(directory: Path, kind: Kind) -> Path:
 
 
 def _list_keys(directory: Path) -> Iterator[_KeyFile]:
-    """The public keys of executors and gateways."""
+    """Yield the files of the public keys of executors and gateways."""
     for kind in KINDS:
         folder = _public_folder(directory, kind)
-        if kind == "gateway" and not folder.exists():  # nobody has made a key of a gateway yet
+        if kind == "gateway" and not folder.exists():  # there is no key of a gateway yet
             continue
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(".key")
                 if name in (entry.name, SCHEDULER):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
                     stat = entry.stat()
                     yield _KeyFile(kind, name, stat.st_ino, stat.st_size, stat.st_mtime_ns)

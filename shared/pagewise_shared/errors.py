@@ -1,9 +1,10 @@
-"""Errors that cross a room's edge.
+"""Errors that several packages raise or handle.
 
 PagewiseError
 ├── ConfigError      an option or environment variable is unusable
 ├── ModelError       a model cannot be found, read or run
-└── ProtocolError    bytes on the wire do not follow the protocol
+├── ProtocolError    bytes on the wire do not follow the protocol
+└── RefusedError     the scheduler does not let a gateway or an executor join
 """
 
 
@@ -21,3 +22,7 @@ class ModelError(PagewiseError):
 
 class ProtocolError(PagewiseError):
     """A frame on the wire cannot be decoded, or speaks another protocol version."""
+
+
+class RefusedError(PagewiseError):
+    """The scheduler does not let this gateway or executor join; the text has the scheduler's reason."""

@@ -20,9 +20,9 @@ def configure_logging(level: str, service: str) -> None:
 
 
 class BoundedLog:
-    """Warnings that others can cause as often as they like: at most ``burst`` of them in ``seconds`` are logged.
+    """Logs warnings that other processes can cause at will, but at most ``burst`` of them in ``seconds``.
 
-    The next one after that says how many were left out. May be used from any thread.
+    The first one after that says how many were left out. May be used from any thread.
     """
 
     def __init__(self, log: logging.Logger, burst: int = 5, seconds: float = 60.0) -> None:
@@ -44,10 +44,10 @@ class BoundedLog:
             if self._count > self._burst:
                 return
         if left_out:
-            self._log.warning("%d lines like the next one were left out", left_out)
+            self._log.warning("%d warnings like the next one were left out", left_out)
         self._log.warning(text, *arguments)
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Text of somebody else's, fit for a line of a log: cut, and without line breaks and control characters."""
+    """Return foreign text in a form for a line of the log: shortened, with control characters replaced."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])

@@ -12,10 +12,10 @@ _TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 def resolve_model(
     model: str, revision: str | None = None, *, tokenizer_only: bool = False, remote_code: bool = False
 ) -> Path:
-    """The directory that holds the model's files; a hub repository is downloaded first (or found in the cache).
+    """Return the directory with the model's files. A hub repository is downloaded first, unless it is in the cache.
 
-    ``tokenizer_only`` leaves the weights out; weights are only ever taken as safetensors. ``remote_code`` takes
-    Python files along.
+    ``tokenizer_only`` leaves the weights out, which are downloaded as safetensors only. ``remote_code`` includes Python
+    files.
 
     Raises:
         ModelError: there is no such model, or the hub cannot be reached or refuses it.

@@ -5,28 +5,28 @@ from typing import Literal
 from msgspec import Struct
 
 MAX_LOGPROBS = 20
-"""Most alternatives a client may ask for per token."""
+"""Maximum number of alternatives that a client may ask for per token."""
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How one sequence's tokens are drawn. Complete: the executor needs nothing else to draw them.
+    """How the tokens of one sequence are sampled. The executor needs no other parameters for it.
 
-    Randomness is keyed by (``seed``, absolute position of the token drawn), never by batch or step, so a
-    sequence that was preempted or moved goes on exactly as it would have.
+    Random numbers depend on ``seed`` and the absolute position of the sampled token, never on the batch or the step. So
+    a sequence that is preempted or moved to another executor continues with the tokens that it would have had.
 
     Fields:
         temperature: 0 is greedy.
         top_k: 0 keeps the whole vocabulary.
         top_p, min_p: nucleus and minimum-probability filters; 1 and 0 switch them off.
-        seed: unsigned 64-bit key of the random stream, always concrete.
+        seed: unsigned 64-bit key of the random numbers; the gateway has drawn one if the client gave none.
         presence_penalty, frequency_penalty: over output tokens only (OpenAI's definition).
         repetition_penalty: over prompt and output tokens (CTRL's definition); 1 switches it off.
-        min_tokens: output tokens before any of ``stop_token_ids`` may be drawn.
+        min_tokens: output tokens before any of ``stop_token_ids`` may be sampled.
         stop_token_ids: tokens that end the sequence (end-of-sequence ids included unless ignored).
         logit_bias: added to the logits, by token id.
-        allowed_token_ids: if not empty, nothing else may be drawn.
+        allowed_token_ids: if not empty, no other token may be sampled.
         bad_words: token sequences that may not be completed.
-        logprobs: number of alternatives to report per output token (0: only the drawn one); None: nothing.
+        logprobs: number of alternatives to report per output token (0: only the sampled one); None: nothing.
         prompt_logprobs: the same for prompt tokens.
     """
 
@@ -48,13 +48,13 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How wide to search, and what ends it.
+    """The parameters of a beam search.
 
     Fields:
-        width: hypotheses that live at a time.
-        length_penalty: an ended hypothesis scores its log-probability / length ** length_penalty.
-        early_stopping: True ends the search once ``width`` hypotheses have ended; False when none of the living
-            looks better than those; "never" only when none of them can become better.
+        width: number of hypotheses that are extended at a time.
+        length_penalty: the score of a finished hypothesis is its log-probability / length ** length_penalty.
+        early_stopping: when the search ends after ``width`` hypotheses have finished. True: at once. False: when no
+            hypothesis that is still extended looks better than those. "never": when none of them can become better.
     """
 
     width: int
@@ -62,5 +62,5 @@ class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     early_stopping: bool | Literal["never"] = False
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Continuations of each hypothesis that have to be known."""
+        """Return how many continuations of each hypothesis the executor has to report."""
         return max(2, 1 + num_end_tokens) * self.width

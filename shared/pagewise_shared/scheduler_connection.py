@@ -22,21 +22,23 @@ HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 
 _RETRY_SECONDS = 2.0
 _OWN_SECONDS = 0.5
-"""What breaks so soon after a connection was made anew is the old one."""
+"""If a connection breaks so soon after reconnecting, it is the old one, which reconnecting has closed."""
 
 
 def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
-    """A socket towards the scheduler, not connected yet. Frames that are longer than ``max_frame_bytes`` cut the
-    connection."""
+    """Return a socket for talking to the scheduler, not connected yet.
+
+    A frame longer than ``max_frame_bytes`` breaks the connection.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-    socket.setsockopt(zmq.LINGER, 1000)  # for a Goodbye on a machine that is busy
+    socket.setsockopt(zmq.LINGER, 1000)  # milliseconds, so that a Goodbye is sent even if the machine is busy
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    # While nobody listens, sending waits: a scheduler that comes back would get every Hello and heartbeat since.
+    # Sending waits while there is no connection. Otherwise a scheduler that comes back would get all Hellos since.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
-    # A connection that nothing comes through is made anew: TCP alone would go on trying it, ever more slowly.
+    # Reconnect when nothing comes through: TCP alone would keep trying the old connection, ever more slowly.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
@@ -52,11 +54,13 @@ async def watch_connection(
     keys: Keys | None,
     on_broken: Callable[[], None],
 ) -> None:
-    """Tell ``on_broken`` of a connection that was lost; say why the scheduler at ``endpoint`` does not take one, and
-    try again: its allow-list may have grown.
+    """Watch the connection to the scheduler at ``endpoint``, and restore it. Runs until cancelled.
+
+    A connection that breaks is made again, and ``on_broken`` is called. If the scheduler refuses this process's key,
+    that is logged and tried again after a pause, because its allow-list may have grown.
 
     Raises:
-        ConfigError: the scheduler asks for a key and there is none, so that trying again is of no use.
+        ConfigError: the scheduler asks for a key and this process has none, so that trying again is of no use.
     """
     complaints = BoundedLog(log, burst=1)
     renewed = 0.0
@@ -64,7 +68,7 @@ async def watch_connection(
         failure = await connections.next()
         if isinstance(failure, Broken):
             if monotonic() > renewed + _OWN_SECONDS:
-                _connect_anew(socket, endpoint)
+                _reconnect(socket, endpoint)
                 renewed = monotonic()
                 on_broken()
         elif keys is None:
@@ -79,7 +83,7 @@ async def watch_connection(
                 _RETRY_SECONDS,
             )
             await asyncio.sleep(_RETRY_SECONDS)
-            # ZeroMQ takes a refusal for final: only a new connection asks again.
+            # ZeroMQ does not try again after a refusal; only a new connection does.
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(endpoint)
             socket.connect(endpoint)
@@ -91,9 +95,12 @@ async def watch_connection(
             )
 
 
-def _connect_anew(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Connect under another identity: the scheduler may not know yet that the old connection is gone, and gives an
-    identity that is in use to nobody else."""
+def _reconnect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Connect again, under another identity.
+
+    The scheduler may not have noticed yet that the old connection is gone, and its socket refuses an identity that is
+    still in use.
+    """
     with contextlib.suppress(zmq.ZMQError):
         socket.disconnect(endpoint)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)

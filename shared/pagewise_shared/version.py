@@ -1,10 +1,10 @@
-"""Which version of Pagewise this is."""
+"""The version of Pagewise."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version() -> str:
-    """The version of Pagewise that runs; "0+unknown" from a source tree that is not installed."""
+    """Return the version of Pagewise that runs, "0+unknown" in a source tree that is not installed."""
     try:
         return version("pagewise")
     except PackageNotFoundError:

@@ -75,7 +75,7 @@ def test_an_executor_that_is_killed_is_started_again() -> None:
         wait_for_another(server, EXECUTOR, old)
         server.wait_for_metric("executors_ready", 1)
         assert complete(server)
-        assert any("executor-0 ended with code -9, starting it again" in line for line in server.output)
+        assert any("executor-0 ended with exit code -9, starting it again" in line for line in server.output)
 
 
 def test_a_scheduler_that_is_killed_is_started_again_and_streams_go_on() -> None:

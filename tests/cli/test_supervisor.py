@@ -134,7 +134,7 @@ def test_whatever_dies_is_started_again_at_its_place(start: Start) -> None:
     assert running.port("gateway-1") == running.port("gateway-0")
     code, output = running.end(signal.SIGINT)
     assert code == 0
-    assert "scheduler ended with code -9, starting it again in 0.5 s" in output
+    assert "scheduler ended with exit code -9, starting it again in 0.5 s" in output
 
 
 def test_streams_may_end_before_executors_and_the_scheduler_are_stopped(start: Start) -> None:

@@ -13,7 +13,7 @@ def check(kind: str, **environ: str) -> int:
     return subprocess.run(command, env=os.environ | environ, timeout=30).returncode
 
 
-def test_an_executor_is_well_while_its_connection_to_the_scheduler_stands() -> None:
+def test_an_executor_is_healthy_while_its_connection_to_the_scheduler_stands() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         endpoint = f"tcp://127.0.0.1:{port}"
@@ -22,7 +22,7 @@ def test_an_executor_is_well_while_its_connection_to_the_scheduler_stands() -> N
             assert check("executor", PAGEWISE_SCHEDULER=endpoint) == 0
 
 
-def test_a_scheduler_is_well_while_it_listens_on_both_sides() -> None:
+def test_a_scheduler_is_healthy_while_it_listens_on_both_sides() -> None:
     with socket.create_server(("127.0.0.1", 0)) as executors:
         one = {"PAGEWISE_LISTEN": f"tcp://0.0.0.0:{executors.getsockname()[1]}"}
         with socket.create_server(("127.0.0.1", 0)) as gateways:
@@ -31,7 +31,7 @@ def test_a_scheduler_is_well_while_it_listens_on_both_sides() -> None:
         assert check("scheduler", **both) == 1
 
 
-def test_a_gateway_is_well_while_it_answers() -> None:
+def test_a_gateway_is_healthy_while_it_answers() -> None:
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/version" else 503)

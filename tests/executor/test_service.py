@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from pagewise_executor.service import ExecutorService, RefusedError
+from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import RefusedError
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,

@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_gateway.generation import GenerationError, GenerationRequest, Prompt
-from pagewise_gateway.link import LiveRequest, RefusedError, SchedulerLink
+from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_shared.errors import RefusedError
 from pagewise_shared.protocol import (
     GatewayWelcome,
     Message,

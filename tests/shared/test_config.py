@@ -137,7 +137,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "4 Gigs", "1e9", "4IB"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
 
 

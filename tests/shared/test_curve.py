@@ -239,7 +239,7 @@ def test_warnings_that_others_cause_are_bounded(caplog: pytest.LogCaptureFixture
     threading.Event().wait(0.3)
     bounded.warning("later")
     assert [record.getMessage() for record in caplog.records][2:] == [
-        "8 lines like the next one were left out",
+        "8 warnings like the next one were left out",
         "later",
     ]
 

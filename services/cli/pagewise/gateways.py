@@ -5,13 +5,12 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
-import urllib.request
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 from pagewise_shared.config import GatewayConfig, GatewaysConfig, secret_variables, to_argv
 
+from pagewise.probe import answers
 from pagewise.process import STOP_SECONDS, Service
 from pagewise.supervisor import Group, StartError, Supervisor
 
@@ -32,9 +31,9 @@ async def gateways(config: GatewaysConfig) -> int:
 
 
 def gateway_group(config: GatewayConfig, count: int) -> Group:
-    """``count`` gateways that share the port of ``config``, and call themselves by its ``gateway_id`` and a number.
+    """Return ``count`` gateways that share the port of ``config``. Their names are its ``gateway_id`` and a number.
 
-    Asked to stop, they let streams go on for a while.
+    When they are stopped, their streams may go on for the ``shutdown_timeout``.
     """
     services = []
     for number in range(count):
@@ -45,13 +44,13 @@ def gateway_group(config: GatewayConfig, count: int) -> Group:
 
 @contextlib.contextmanager
 def reserved_port(config: GatewayConfig) -> Iterator[int]:
-    """The port that gateways are to listen on, for as long as the context lasts: with 0 a free one is chosen.
+    """Reserve the port that gateways will listen on while the context lasts; port 0 stands for any free one.
 
-    It is bound here without ever listening, which lets gateways come and go on it. Sockets of gateways that share a
-    port would share it with anybody of the same user as well: that somebody else listens there is found out here.
+    The port is bound here, but nothing listens on it, so that gateways can come and go. Gateways that share a port
+    would also share it with another program of the same user; binding it here fails if such a program listens already.
 
     Raises:
-        StartError: the address cannot be had.
+        StartError: the address cannot be bound.
     """
     with contextlib.ExitStack() as stack:
         port = config.port
@@ -71,21 +70,9 @@ def reserved_port(config: GatewayConfig) -> Iterator[int]:
 
 
 def url_of(config: GatewayConfig) -> str:
-    """Where gateways with this configuration answer."""
+    """Return the URL of gateways with this configuration."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{config.port}"
-
-
-def answers(url: str) -> bool:
-    """Whether a GET of ``url``, on a gateway that was started here, brings a 200."""
-    trusting = ssl.create_default_context()
-    trusting.check_hostname = False  # the certificate is for the name that clients know
-    trusting.verify_mode = ssl.CERT_NONE
-    try:
-        with urllib.request.urlopen(url, timeout=2, context=trusting) as answer:  # noqa: S310  # nosec B310 # our own server
-            return bool(answer.status == 200)
-    except OSError:  # not there yet, or 503: URLError and HTTPError are OSErrors
-        return False
 
 
 async def _announce(config: GatewayConfig) -> None:

@@ -21,7 +21,7 @@ class KeysError(Exception):
 
 
 def keys(arguments: Sequence[str]) -> int:
-    """Run one of the verbs; returns the process's exit code."""
+    """Run ``pagewise keys`` with these arguments; returns the process's exit code."""
     options = _parser().parse_args(arguments)
     directory = Path(options.keys)
     names: list[str] = getattr(options, "names", [])
@@ -45,21 +45,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewise keys",
         description="Key pairs that encrypt and authenticate the connections of a scheduler with its executors and "
-        "gateways. A scheduler takes additions and revocations up by itself. On another host an executor or a gateway "
-        "needs the folder public/ and the folder of its own name.",
+        "gateways. A running scheduler notices additions and revocations by itself. On another host, an executor or a "
+        "gateway needs the folder public/ and the folder of its own name.",
     )
-    # On the verbs too, where it must not undo what came before them.
+    # The verbs have the option too. Its default is suppressed there, so that it does not replace a value before them.
     folder = argparse.ArgumentParser(add_help=False)
     for each, default in ((parser, os.environ.get("PAGEWISE_KEYS") or "keys"), (folder, argparse.SUPPRESS)):
         each.add_argument(
             "--keys", metavar="DIR", default=default, help="folder of keys (default: PAGEWISE_KEYS, or keys)"
         )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    verbs.add_parser("init", parents=[folder], help=f"make the pairs {', '.join(_INITIAL)}; those that are there stay")
+    verbs.add_parser("init", parents=[folder], help=f"make the key pairs {', '.join(_INITIAL)}; existing ones stay")
     verbs.add_parser("list", parents=[folder], help="print names, kinds and public keys")
-    add = verbs.add_parser("add", parents=[folder], help="make a pair for an executor or a gateway, and let it in")
-    add.add_argument("--kind", choices=KINDS, default="executor", help="whose it is (default: executor)")
-    revoke = verbs.add_parser("revoke", parents=[folder], help="delete a key: its owner is cut off")
+    add = verbs.add_parser("add", parents=[folder], help="make a key pair for an executor or a gateway, and allow it")
+    add.add_argument("--kind", choices=KINDS, default="executor", help="the kind of its owner (default: executor)")
+    revoke = verbs.add_parser("revoke", parents=[folder], help="delete a key, and disconnect its owner")
     for verb in (add, revoke):
         verb.add_argument("names", nargs="+", metavar="NAME")
     return parser
@@ -72,7 +72,7 @@ def _init(directory: Path) -> None:
         present = [path for path in (public_file(directory, name, kind), secret_file(directory, name)) if path.exists()]
         if len(present) == 1:
             raise KeysError(
-                f"only one half of the key {name} is there, {present[0]}: remove it, or bring the other half"
+                f"only one half of the key {name} is there, {present[0]}: remove it, or restore the other half"
             )
         if present:
             print(f"{name} is there already")
@@ -94,12 +94,12 @@ def _add(directory: Path, names: Sequence[str], kind: Kind) -> None:
 
 
 def _kind(directory: Path, name: str) -> Kind | None:
-    """Whose public keys the one of ``name`` lies among."""
+    """Return the kind of the key ``name``, or None if there is no public key of this name."""
     return next((kind for kind in KINDS if public_file(directory, name, kind).exists()), None)
 
 
 def _make(directory: Path, name: str, kind: Kind) -> None:
-    """A new pair: first the secret half, readable by its owner alone, then the public one, whole or not at all."""
+    """Make a pair: first the secret half, readable by its owner only, then the public half, complete or not at all."""
     public = public_file(directory, name, kind)
     public.parent.mkdir(parents=True, exist_ok=True)
     before = os.umask(0o077)
@@ -125,7 +125,7 @@ def _revoke(directory: Path, names: Sequence[str]) -> None:
         secret = secret_file(directory, name)
         for path in (secret, secret.with_suffix(".key")):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody else's files, or a mount
+        with contextlib.suppress(OSError):  # it holds other files, or is a mount point
             secret.parent.rmdir()
         after = "; run `pagewise keys init`, then start all processes again"
         print(f"{name} revoked{after if name == SCHEDULER else ''}")

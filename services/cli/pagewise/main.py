@@ -1,4 +1,4 @@
-"""``pagewise``: the command that starts everything."""
+"""``pagewise``: the command line."""
 
 import asyncio
 import subprocess
@@ -18,12 +18,12 @@ USAGE = """usage: pagewise COMMAND [OPTIONS]
 commands:
   serve [MODEL]     start a scheduler, gateways and executors on this machine and serve MODEL over HTTP
   gateways [MODEL]  start gateways alone, on one port, for a scheduler that runs already
-  vmstat [S]        print what KV memory is doing, every S seconds
-  pmap REQUEST      print the blocks of a request and what happened to them
+  vmstat [S]        print statistics of KV memory every S seconds
+  pmap REQUEST      print the blocks of a request and their history
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   replay TRACE      run a request trace through the scheduler under a virtual clock
 
-`pagewise COMMAND --help` tells a command's options."""
+`pagewise COMMAND --help` lists the options of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _gateways(arguments: Sequence[str]) -> int:
 
 
 def _replay(arguments: Sequence[str]) -> int:
-    """The scheduler's own replay, as a process: this package never imports the services' insides."""
+    """Run the scheduler's replay in another process, because this package imports no service."""
     return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 

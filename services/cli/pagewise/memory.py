@@ -1,4 +1,4 @@
-"""``pagewise vmstat`` and ``pagewise pmap``: what KV memory is doing, in a terminal."""
+"""``pagewise vmstat`` and ``pagewise pmap``: statistics of KV memory, in a terminal."""
 
 import argparse
 import http.client
@@ -18,15 +18,15 @@ _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "cop
 
 
 class UnreachableError(Exception):
-    """Nobody answers at the URL, or with an error; the text says how."""
+    """The URL does not answer, or answers with an error; the text says which."""
 
 
 def vmstat(arguments: Sequence[str]) -> int:
-    """Print a line of memory statistics every so often; returns the process's exit code."""
+    """Print a line of memory statistics at an interval; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="pagewise vmstat",
-        description="Blocks by state, sequences, and what happened to blocks per second, over all executors. The first "
-        "line counts from the start.",
+        description="Print sequences, blocks by state, and events of blocks per second, summed over all executors. The "
+        "first line counts events since the executors joined.",
     )
     parser.add_argument("interval", nargs="?", type=_positive, default=1.0, help="seconds between lines (default: 1)")
     parser.add_argument("count", nargs="?", type=int, default=0, help="lines to print (default: until interrupted)")
@@ -44,7 +44,7 @@ def vmstat(arguments: Sequence[str]) -> int:
         if number % _HEADER_EVERY == 0:
             print(_vmstat_header())
         now = {name: sum(executor["counters"][name] for executor in executors) for name in _COUNTED}
-        # A counter starts again from 0 when an executor does.
+        # An executor that joins again starts its counters at 0.
         seconds = options.interval if before else 1.0
         rates = [max(0, now[name] - before.get(name, 0)) / seconds for name in _COUNTED]
         print(_vmstat_line(executors, rates), flush=True)
@@ -53,11 +53,11 @@ def vmstat(arguments: Sequence[str]) -> int:
 
 
 def pmap(arguments: Sequence[str]) -> int:
-    """Print the blocks of one request and what happened to them; returns the process's exit code."""
+    """Print the blocks of one request and their history; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="pagewise pmap",
-        description="Which blocks a request holds and shares, which it lost, and how it got them back. Requests that "
-        "have ended are known for a while.",
+        description="Print which blocks a request holds and shares, which it lost, and how they were recovered. The "
+        "last requests that have ended are known too.",
     )
     parser.add_argument("request", help="id of the request, as in the response (cmpl-... or chatcmpl-...)")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
@@ -138,8 +138,8 @@ def _event(event: dict[str, Any]) -> str:
         f"{event['peer_tokens']} from another executor"
     )
     if predicted := event.get("predicted_seconds"):
-        ways = ", ".join(f"{way} {1e3 * seconds:.1f} ms" for way, seconds in predicted.items())
-        text += f"; predicted {ways}"
+        times = ", ".join(f"{method} {1e3 * seconds:.1f} ms" for method, seconds in predicted.items())
+        text += f"; predicted {times}"
     if (actual := event.get("actual_seconds")) is not None:
         text += f"; took {1e3 * actual:.1f} ms"
     return text
@@ -167,11 +167,13 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
     default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
-    parser.add_argument("--url", default=default, help=f"of the HTTP endpoint, or PAGEWISE_URL (default: {default})")
+    parser.add_argument(
+        "--url", default=default, help=f"URL of a gateway, also set by PAGEWISE_URL (default: {default})"
+    )
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < 86_400:
-        raise argparse.ArgumentTypeError("seconds, more than 0")
+        raise argparse.ArgumentTypeError("must be a number of seconds above 0 and below a day")
     return value

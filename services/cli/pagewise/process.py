@@ -1,4 +1,4 @@
-"""A service as a child process that cannot outlive its parent."""
+"""Runs a service as a child process that ends with its parent."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Service:
-    """One child process, its output relayed line by line behind its name.
+    """A child process. Each line of its standard error is printed with its name in front.
 
-    ``variables``: of its environment. ``on_line`` sees each line of its standard output.
+    ``variables`` are added to its environment. ``on_line`` is called with each line of its standard output.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Service:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=_environment() | self._variables,
-                # A session of its own: Ctrl-C reaches the parent alone, which then stops the services in order.
+                # A session of its own, so that Ctrl-C reaches only the parent, which then stops the services in order.
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -57,12 +57,12 @@ class Service:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id, or None while it does not run."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float | None = None) -> None:
-        """Ask it to stop by a signal, and kill it if it does not within ``seconds`` (``STOP_SECONDS``)."""
-        async with self._starting:  # one that is being started has no process yet
+        """Stop it by a signal, and kill it if it has not ended after ``seconds`` (default: ``STOP_SECONDS``)."""
+        async with self._starting:  # while it is being started there is no process yet
             process = self._process
         if process is None or process.returncode is not None:
             return
@@ -76,7 +76,7 @@ class Service:
             await process.wait()
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill it, if it runs."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -97,11 +97,14 @@ class Service:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without its options: they have been read once, and the arguments leave out what is the default."""
+    """Return our environment without Pagewise's variables.
+
+    They have been read already. A child must not read them again, because its arguments leave out default values.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def die_with_parent() -> None:
-    """As ``preexec_fn``: a parent that is killed takes its children along (Linux)."""
+    """For ``preexec_fn``: have the kernel kill this process when its parent dies (Linux)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from pagewise_shared.config import ServeConfig, to_argv
 from pagewise_shared.cpu_threads import share_of_cores, wait_variables
 
-from pagewise.gateways import answers, gateway_group, reserved_port, url_of
+from pagewise.gateways import gateway_group, reserved_port, url_of
+from pagewise.probe import answers
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
 
@@ -39,7 +40,7 @@ async def serve(config: ServeConfig) -> int:
 
 
 def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
-    """The configuration with the endpoints that the processes use between each other, and the port of HTTP."""
+    """Return the configuration with the endpoints between the processes and the HTTP port filled in."""
     executors = config.listen or f"ipc://{folder}/executors.sock"
     gateways = config.listen_gateways or f"ipc://{folder}/gateways.sock"
     return replace(
@@ -51,7 +52,7 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
 
 
 def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
-    """The services in the order in which they stop: streams end in peace while there are executors to end them."""
+    """Return the services in the order in which they stop: gateways first, so that running streams can end."""
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
     if threads is None and config.executors > 1:
@@ -63,51 +64,51 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
         executors.append(Service(name, "pagewise_executor.main", argv, variables=executor_variables(gpu)))
     return [
         gateway_group(config.gateway, config.gateways),
-        Group(executors, signal.SIGINT),  # not SIGTERM, which would have them moved to one another first
+        Group(executors, signal.SIGINT),  # not SIGTERM, after which they would move requests and caches to each other
         Group([scheduler], signal.SIGTERM),
     ]
 
 
 def executor_variables(gpu: dict[str, str]) -> dict[str, str]:
-    """What an executor finds in its environment beside our own: the GPU that it is given, and how its threads wait."""
+    """Return what is added to an executor's environment: its GPU, and how its threads wait for each other."""
     return gpu | wait_variables(os.environ)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that executors may use, as CUDA_VISIBLE_DEVICES names them: all of the machine unless it is set."""
+    """Return the GPUs that executors may use, as CUDA_VISIBLE_DEVICES names them. If that is not set, all of them."""
     named = os.environ.get(_VISIBLE)
     if named is None:
-        # This process does without torch, which could tell; CUDA counts from 0 whatever the device files are called.
+        # torch could tell, but is not loaded here. CUDA numbers devices from 0, whatever their files are called.
         return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     return [name for name in named.replace(" ", "").split(",") if name not in ("", "-1")]
 
 
 def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
-    """What each executor finds in its environment, so that each has a GPU of its own as far as there are enough.
+    """Return the variables that give each executor a GPU of its own, as far as there are enough of them.
 
     Raises:
-        StartError: several would take most of the same GPU's memory, each for itself.
+        StartError: executors would share a GPU without a limit, and each would take most of its memory.
     """
     count, executor = config.executors, config.executor
     if count < 2 or not gpus or executor.device == "cpu" or executor.simulate:
         return [{}] * count
     if count > len(gpus) and executor.kv_memory is None and executor.num_blocks is None:
         said = (
-            f"{count} executors share {len(gpus)} GPUs: say how much memory each KV pool gets with --kv-memory, "
-            "or each takes most of what is free"
+            f"{count} executors share {len(gpus)} GPUs: set the size of each KV pool with --kv-memory, because "
+            "otherwise each executor takes most of the memory that is free"
         )
         if executor.device == "cuda":
             raise StartError(said)
-        log.warning("%s", said)  # they may turn out to use the CPU
+        log.warning("%s", said)  # with --device auto they may still run on the CPU
     return [{_VISIBLE: gpus[number % len(gpus)]} for number in range(count)]
 
 
 async def _announce(config: ServeConfig) -> None:
-    """Wait for the first executor, then say how to use what is there."""
+    """Wait until an executor is ready, then print how to send a request."""
     url = url_of(config.gateway)
     began = told = time.monotonic()
     if not config.executors:
-        log.info("pagewise-executor --scheduler=%s joins", config.executor.scheduler)
+        log.info("to start executors: pagewise-executor --scheduler=%s", config.executor.scheduler)
     while not await asyncio.to_thread(answers, f"{url}/health"):
         await asyncio.sleep(0.1)
         if time.monotonic() - told > _PROGRESS_SECONDS:
@@ -123,7 +124,7 @@ async def _announce(config: ServeConfig) -> None:
         if config.gateway.api_keys or config.gateway.api_keys_file
         else ""
     )
-    # The certificate is for the name that clients know, not for this address.
+    # The certificate is for the name that clients use, not for this address.
     curl = "curl -Nk" if config.gateway.ssl_certfile else "curl -N"
     print(
         f"\nServing {name} at {url} (ready after {time.monotonic() - began:.1f} s). Try:\n\n"

@@ -1,4 +1,4 @@
-"""Keeps the processes of one command running: starts again what dies, and stops everything in order."""
+"""Supervises the processes of one command: restarts those that die, and stops all of them in order."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,11 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from pagewise_shared.service_process import CANNOT_START
+
 from pagewise.process import STOP_SECONDS, Service
 
 log = logging.getLogger(__name__)
-
-CANNOT_START = 2
-"""A service's exit code when starting it again would fail the same way."""
 
 _RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
 _SETTLED_SECONDS = 30.0
@@ -25,7 +24,7 @@ class StartError(Exception):
 
 
 class Group(NamedTuple):
-    """Services that stop together: what they are told by, and the seconds after which they are killed."""
+    """Services that stop together: by which signal, and after how many seconds they are killed."""
 
     services: Sequence[Service]
     signal: signal.Signals
@@ -33,7 +32,7 @@ class Group(NamedTuple):
 
 
 class Supervisor:
-    """Runs groups of services, which stop one group after the other."""
+    """Runs groups of services, and stops them one group after the other."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -68,7 +67,7 @@ class Supervisor:
         return _INTERRUPTED if self._killed else 0
 
     def _interrupt(self) -> None:
-        """Stop in order; when asked again, kill everything."""
+        """Stop the groups in order at the first signal, and kill all services at the second."""
         if not self._stopping.is_set():
             self._stopping.set()
             return
@@ -82,10 +81,10 @@ class Supervisor:
             await asyncio.gather(*(service.stop(group.signal, group.seconds) for service in group.services))
 
     async def _keep(self, service: Service) -> None:
-        """Start a service again and again, ever more slowly while it dies soon.
+        """Run a service, and start it again whenever it ends, after longer and longer pauses if it ends soon.
 
         Raises:
-            StartError: it cannot start, or has died too often.
+            StartError: the service cannot start, or has ended too often in a row.
         """
         failures = 0
         while not self._stopping.is_set():
@@ -94,11 +93,13 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if code == CANNOT_START:
-                raise StartError(f"{service.name} cannot start, its last lines say why: stopping")
+                raise StartError(f"{service.name} cannot start, and its last log lines say why: stopping all services")
             failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
             if failures > len(_RESTART_PAUSES):
-                raise StartError(f"{service.name} ended {failures} times in a row right after its start: stopping")
+                raise StartError(
+                    f"{service.name} ended {failures} times in a row right after its start: stopping all services"
+                )
             pause = _RESTART_PAUSES[max(0, failures - 1)]
-            log.warning("%s ended with code %d, starting it again in %g s", service.name, code, pause)
+            log.warning("%s ended with exit code %d, starting it again in %g s", service.name, code, pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)

@@ -1,8 +1,8 @@
-"""Copies of blocks between tiers: what a plan asks for, and who carries it out.
+"""Copies of blocks between tiers: the jobs that a plan asks for, and the interfaces of what carries them out.
 
 Each tier below the device is one class with the methods of ``Tier``. It copies between itself and the tiers above it:
-of the two tiers that a copy names, the lower one does the work. Copies from peers are one more, whatever tier of theirs
-the blocks lie in.
+of the two tiers that a copy names, the lower one does the work. Copies from other executors (peers) are the work of one
+more class, whatever tier of the peer the blocks lie in.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +16,15 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, RemoteTier, StepError, pack_int32s
 
 Pairs = npt.NDArray[np.int32]
-"""[n, 2]: source block and target block."""
+"""Source block and target block of each copy [n, 2]."""
 
 
 @dataclass(slots=True)
 class CopyJob:
-    """One list of a step's copies, checked.
+    """One list of a step's copies, which has been checked.
 
-    ``peer``: whose tier the source is, None: an own one. ``names`` [n]: what the source blocks are called, as far as
-    that is known; empty where nobody keeps it.
+    ``peer``: the executor whose tier ``source`` is; None for a tier of this executor. ``names`` [n]: the block hashes
+    of the source blocks, None where unknown; empty if the copier does not keep hashes.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class CopyJob:
     names: ReadOnlyList[BlockHash | None] = ()
 
     def confirmed(self, seconds: float, bad: Iterable[int] = (), error: StepError | None = None) -> Copied:
-        """What tells the scheduler that it is done; ``bad``: target blocks that do not hold what they should."""
+        """Return the message that confirms the job. ``bad``: target blocks that do not hold what they should."""
         return Copied(
             self.epoch,
             self.step,
@@ -50,15 +50,15 @@ class CopyJob:
 
 
 class Copier(Protocol):
-    """Carries out copies. ``report``: called on any thread when a job is done."""
+    """Carries out copies. ``report`` is called, on any thread, when a job is done."""
 
     report: Callable[[Copied], None]
 
     def begin(self, job: CopyJob) -> None:
         """Begin a list of copies.
 
-        What it reads of the device has been read when this returns, as far as the device's own order goes; what it
-        writes there is written after all that the device was given before.
+        Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
+        returns may overwrite the source blocks, and targets are written after all that was issued before.
         """
         ...
 
@@ -69,59 +69,59 @@ class Tier(Copier, Protocol):
     num_blocks: int
 
     def reset(self, epoch: int, *, keep: bool = False) -> None:
-        """Whatever is asked for under an older epoch is void, and so is what lies here, unless ``keep``."""
+        """Void all jobs of older epochs, and forget the content of this tier unless ``keep``."""
         ...
 
     def names(self) -> dict[int, BlockHash]:
-        """What lies here, by block hash, as far as that is known, once all copies asked for before are done."""
+        """Return the block hashes of this tier's blocks, as far as known, once all earlier copies are done."""
         ...
 
     def unnamed(self) -> list[int]:
-        """Blocks whose content nobody can name, so that nobody misses it."""
+        """Return the blocks without a known hash: no inventory offers them, so nobody misses their content."""
         ...
 
     def read(self, blocks: list[int]) -> npt.NDArray[np.uint8]:
-        """The content of blocks [n, bytes_per_block], once all copies asked for before are done.
+        """Return the content of blocks [n, bytes_per_block], once all earlier copies are done.
 
         Raises:
-            OSError: a block is not what was stored there.
+            OSError: a block does not hold what was stored in it.
         """
         ...
 
     def close(self) -> None:
-        """Nothing will be asked of it any more."""
+        """Release all resources. Nothing is called afterwards."""
         ...
 
 
 class PeerCopier(Copier, Protocol):
-    """Copies blocks from the tiers of other executors, and lends its own to them."""
+    """Copies blocks from the tiers of other executors, and lets them read the blocks of this one."""
 
     def begun(self, epoch: int, step: int) -> None:
-        """All copies of the steps up to this one have been begun."""
+        """Note that all copies of the steps up to this one have begun."""
         ...
 
     def cancel(self, epoch: int, step: int, peer: str) -> None:
-        """What that step copies from there is not wanted any more; comes from any thread, and maybe before its step."""
+        """Stop the copies of a step from this peer. Called on any thread, possibly before the step itself arrives."""
         ...
 
     def reset(self, epoch: int) -> None:
-        """Whatever was lent or asked for under an older epoch is void."""
+        """Void all jobs of older epochs, and what peers read under them."""
         ...
 
 
 class LocalCopies(Protocol):
-    """The device's own memory, as far as copies inside it go."""
+    """Copies inside the memory of the device."""
 
     def copy_blocks(self, pairs: Pairs) -> None:
-        """Copy blocks to others, all sources read before any target is written."""
+        """Copy blocks to others. All sources are read before any target is written."""
         ...
 
 
 class BlockCopier:
-    """Hands each list of copies to whoever carries it out, in the order of the plan.
+    """Passes each list of copies to the tier or the peer copier that carries it out, in the order of the plan.
 
-    ``tiers``: those below the device, by number. ``peers``: copies from other executors, None: nobody does.
-    ``names_of``: what blocks of the device are called.
+    ``tiers``: the tiers below the device, by number. ``peers``: copies from other executors; None if this executor
+    exchanges no blocks. ``names_of``: returns the block hashes of blocks of the device.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class BlockCopier:
         self._report: Callable[[Copied], None] = lambda message: None
 
     def begin(self, epoch: int, step: int, jobs: Iterable[CopyJob]) -> None:
-        """Begin a step's copies. When this returns, nothing of the device is needed any more that a step may write."""
+        """Begin a step's copies. When this returns, the step may be issued: see ``Copier.begin``."""
         for job in jobs:
             if job.peer is not None:
                 if self.peers is not None:
                     self.peers.begin(job)
-                else:  # nobody is there to fetch: it does not come
+                else:  # no blocks are exchanged with peers: the copies have failed
                     self._report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
             elif job.source == job.target:
                 self._device.copy_blocks(job.pairs)
@@ -154,19 +154,19 @@ class BlockCopier:
             self.peers.begun(epoch, step)
 
     def cancel(self, cancelled: CancelCopies) -> None:
-        """What a step copies from a peer is not wanted any more; comes from any thread."""
+        """Stop the copies of a step from a peer. May be called on any thread."""
         if self.peers is not None:
             self.peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
 
     def reset(self, epoch: int, *, keep: bool) -> None:
-        """Whatever is asked for under an older epoch is void, and so is what lies in the tiers, unless ``keep``."""
+        """Void all jobs of older epochs, and forget the content of all tiers unless ``keep``."""
         if self.peers is not None:
             self.peers.reset(epoch)
         for tier in self._tiers.values():
             tier.reset(epoch, keep=keep)
 
     def report_to(self, report: Callable[[Copied], None]) -> None:
-        """Tell ``report`` of every list of copies that has been made, on any thread."""
+        """Call ``report``, on any thread, for every list of copies that is done."""
         self._report = report
         for tier in self._tiers.values():
             tier.report = report

@@ -253,5 +253,5 @@ class InputBatch:
 
 def _int32s(data: bytes) -> Int32s:
     if len(data) % 4:
-        raise InvalidPlanError(f"{len(data)} bytes are no whole number of int32 values")
+        raise InvalidPlanError(f"{len(data)} bytes are not a whole number of int32 values")
     return np.frombuffer(data, np.int32)

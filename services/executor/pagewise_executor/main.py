@@ -1,6 +1,5 @@
 """``pagewise-executor``: starts the executor service."""
 
-import asyncio
 import logging
 import os
 import socket
@@ -15,15 +14,13 @@ from pagewise_shared.cpu_threads import CpuTimes, choose_threads, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
+from pagewise_shared.service_process import exit_code_of, run_event_loop
 
 from pagewise_executor.runner import Runner
-from pagewise_executor.service import ExecutorService, RefusedError
+from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
-
-CANNOT_START = 2
-"""Exit code when starting again would fail the same way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,38 +33,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
-    try:
-        # Before the worker, which takes its time to load a model.
-        endpoint = next(
-            (each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://"
-        )
-        keys = load_keys(config.keys, config.key_name, endpoint, config.plaintext)
-        service = ExecutorService(
-            Worker(lambda: build_runner(config, keys)),
-            config.scheduler,
-            config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            drain_timeout=config.drain_timeout,
-            keys=keys,
-        )
-        _run(service)
-    except RefusedError as error:
-        log.error("the scheduler at %s refused this executor: %s", config.scheduler, error)
-        return CANNOT_START
-    except (PagewiseError, zmq.ZMQError) as error:
-        log.error("cannot start: %s", error)
-        return CANNOT_START
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        log.exception("this executor cannot go on")
-        return 1
-    return 0
+    # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
+    return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))
+
+
+def _serve(config: ExecutorConfig) -> None:
+    """Load the model and run the service until it is told to stop.
+
+    Raises:
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
+        ModelError: the model cannot be served.
+        RefusedError: the scheduler does not let this executor join.
+    """
+    endpoint = next((each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://")
+    keys = load_keys(config.keys, config.key_name, endpoint, config.plaintext)  # before the model, which takes longer
+    service = ExecutorService(
+        Worker(lambda: build_runner(config, keys)),
+        config.scheduler,
+        config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        drain_timeout=config.drain_timeout,
+        keys=keys,
+    )
+    run_event_loop(service.run())
 
 
 def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
-    """Make the runner that ``config`` asks for. Torch is imported only if a model is run.
+    """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
 
     Raises:
         ModelError: the model cannot be served.
@@ -89,15 +82,6 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
     if not config.lend_blocks:
         return ModelRunner(config, host_folder=folder)
     return ModelRunner(config, exchange=lambda store: Peers(store, *block_listener(config), keys), host_folder=folder)
-
-
-def _run(service: ExecutorService) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(service.run())
-    else:
-        uvloop.run(service.run())
 
 
 if __name__ == "__main__":

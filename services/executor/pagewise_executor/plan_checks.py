@@ -1,5 +1,8 @@
-"""What a plan says of tokens and sampling, checked before anything indexes with it: on a GPU an index that is out of
-range ends the process, not the step."""
+"""Checks of what a plan says about tokens, sampling and copies.
+
+They come before anything is indexed with these values, because on a GPU an index out of range ends the process and not
+only the step.
+"""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -13,7 +16,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_executor.block_copies import CopyJob, Pairs
 
 ANY_TOKEN = 2**31
-"""The vocabulary of whoever does not index with tokens."""
+"""The size of the vocabulary for a runner that does not index with tokens."""
 
 _MOST_ALTERNATIVES = 2**16
 _MOST_TIERS = 128
@@ -24,10 +27,10 @@ class InvalidPlanError(PagewiseError):
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], num_prompt_tokens: int, vocab_size: int) -> None:
-    """Look at the known tokens of a sequence.
+    """Check the known tokens of a sequence.
 
     Raises:
-        InvalidPlanError: one is outside the vocabulary, or the prompt is none of them or more than all.
+        InvalidPlanError: a token is outside the vocabulary, or the prompt is empty or longer than the tokens.
     """
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
         raise InvalidPlanError(f"a sequence joins with a token outside the vocabulary of {vocab_size}")
@@ -36,10 +39,10 @@ def check_tokens(tokens: npt.NDArray[np.int32], num_prompt_tokens: int, vocab_si
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Look at how a sequence is sampled.
+    """Check the sampling parameters of a sequence.
 
     Raises:
-        InvalidPlanError: a token is outside the vocabulary, or a number is none that can be computed with.
+        InvalidPlanError: a token is outside the vocabulary, or a number is not finite or out of range.
     """
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
@@ -50,20 +53,23 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidPlanError("a bad word has no tokens")
     numbers = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty)
     if not all(map(isfinite, (*numbers, params.repetition_penalty, *params.logit_bias.values()))):
-        raise InvalidPlanError("a sampling parameter is no number")
+        raise InvalidPlanError("a sampling parameter is not a finite number")
     if min(params.temperature, params.top_p, params.min_p) < 0 or params.repetition_penalty <= 0:
-        raise InvalidPlanError("a sampling parameter that cannot be negative is")
+        raise InvalidPlanError("a sampling parameter is negative that must not be")
     if not 0 <= params.top_k < 2**31:
-        raise InvalidPlanError(f"top_k is {params.top_k}")
+        raise InvalidPlanError(f"top_k is {params.top_k}, out of range")
     if not all(0 <= (count or 0) <= _MOST_ALTERNATIVES for count in (params.logprobs, params.prompt_logprobs)):
         raise InvalidPlanError(f"a number of log-probabilities is not from 0 to {_MOST_ALTERNATIVES}")
 
 
 def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
-    """The copies that a plan asks for, ready to be carried out. ``num_blocks``: of each tier here, the device's too.
+    """Return the copies of a plan, checked, as jobs.
+
+    ``num_blocks``: the number of blocks of each tier of this executor, including the device. Blocks of a peer are not
+    checked here but by the peer.
 
     Raises:
-        InvalidPlanError: there is no such tier or block, or a list is not of pairs. A peer checks what it has itself.
+        InvalidPlanError: a tier or a block does not exist, or a list does not consist of pairs.
     """
     jobs = []
     for copies in plan.copies:
@@ -85,7 +91,7 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
 
 def _pairs(copies: BlockCopies) -> Pairs:
     if len(copies.pairs) % 8:
-        raise InvalidPlanError(f"{len(copies.pairs)} bytes are no pairs of blocks")
+        raise InvalidPlanError(f"{len(copies.pairs)} bytes are not a list of pairs of blocks")
     return np.frombuffer(copies.pairs, np.int32).reshape(-1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The executor service: joins a scheduler, hands its plans to the worker thread, and answers on the event loop."""
+"""The executor service: joins a scheduler, passes its plans to the worker thread, and sends the results."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
-from pagewise_shared.errors import ProtocolError
+from pagewise_shared.errors import ProtocolError, RefusedError
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -45,14 +46,10 @@ _LONGEST_HEARTBEAT_MS = 60_000
 _GOODBYE_SECONDS = 0.2
 
 
-class RefusedError(Exception):
-    """The scheduler does not let this executor in; the text is its reason."""
-
-
 class ExecutorService:
-    """One executor's life: Hello, Welcome, plans and heartbeats, until it is told to stop.
+    """The connection of one executor with the scheduler: Hello, Welcome, plans and heartbeats, until it is stopped.
 
-    Its constructor starts the worker, waits until the runner is there, and raises what making it raised.
+    The constructor starts the worker and waits for its runner. It raises what building the runner raised.
     """
 
     def __init__(
@@ -99,16 +96,16 @@ class ExecutorService:
         self._hello_wanted = asyncio.Event()
         self._hello_number = 0
         self.bad_frames = 0
-        # Refused connections: how many the scheduler has been told of, and how many of them before it let us in.
+        # Refused connections: how many have been reported, and how many of them before the current Welcome.
         self._refused_told = self._refused_before = 0
 
     async def run(self) -> None:
         """Serve until SIGINT, or until SIGTERM and the Drain that follows.
 
         Raises:
-            RefusedError: the scheduler does not let this executor in.
-            ConfigError: it asks for a key, and there is none.
-            Exception: what ended the worker, a broken device for instance. Only a new process can help.
+            RefusedError: the scheduler does not let this executor join.
+            ConfigError: the scheduler asks for a key, and this executor has none.
+            Exception: what ended the worker, such as a broken device. Only a new process can help.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,12 +149,12 @@ class ExecutorService:
             context.term()
 
     def stop(self, reason: str) -> None:
-        """Say Goodbye once the step in progress is answered, and end ``run``."""
+        """Send the result of the step in progress, say Goodbye, and end ``run``."""
         self._stop_reason = reason
         self._stop.set()
 
     def leave(self, reason: str) -> None:
-        """Ask to be drained, and ``stop`` when that is done; at once when asked a second time, or not in the fleet."""
+        """Ask to be drained, then ``stop``. At the second call, or without a scheduler, stop at once."""
         if self._welcome is None or self._leaving.is_set():
             self.stop(reason)
         else:
@@ -165,12 +162,14 @@ class ExecutorService:
             self._leaving.set()
 
     async def _leave(self) -> None:
-        """Go on until the scheduler lets this executor go, or is gone itself, or takes too long."""
+        """After ``leave``, wait until the scheduler has drained this executor, falls silent, or takes too long."""
         await self._leaving.wait()
         until = monotonic() + self._drain_timeout
         told: Welcome | None = None
         while monotonic() < min(until, self._last_heard + _SILENCE_WHILE_LEAVING):
-            if self._welcome is not None and self._welcome is not told:  # again to one that has let it in anew
+            if (
+                self._welcome is not None and self._welcome is not told
+            ):  # and again to a scheduler that it has joined since
                 told, left = self._welcome, until - monotonic()
                 with contextlib.suppress(zmq.ZMQError, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_SECONDS):
@@ -185,22 +184,22 @@ class ExecutorService:
         await self._socket.send(encode(message))
 
     def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied) -> None:
-        """Send a result from the worker's thread or a link's; encoded there, so that the loop stays free."""
+        """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
-        with contextlib.suppress(RuntimeError):  # a copy may end after the loop has: nobody waits for it
+        with contextlib.suppress(RuntimeError):  # a copy may end after the event loop: nobody waits for it
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
 
     async def _greet(self, worker: Worker) -> None:
-        """Say Hello until there is a Welcome, again whenever the scheduler has forgotten us."""
+        """Send Hellos until a Welcome comes, and again whenever the scheduler is lost or does not know us."""
         while True:
             attempt = 0
-            # One whose step hangs was given up for that, and must not get work again before the step has ended.
+            # An executor that was given up because a step hangs must not get work before that step has ended.
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
             self._hello_wanted.clear()
             self._hello_number += 1
             inventory = await asyncio.wrap_future(worker.inventory())
-            # Once plans have been let through, the inventory is not true any more, whatever came after them.
+            # The first plan after a Welcome makes the inventory stale, so a rejoin since then needs a new one.
             while self._welcome is None and not self._hello_wanted.is_set():
                 pause = HELLO_PAUSES[min(attempt, len(HELLO_PAUSES) - 1)]
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
@@ -215,21 +214,21 @@ class ExecutorService:
             await self._hello_wanted.wait()
 
     async def _keep_in_touch(self) -> None:
-        """Heartbeats, and a new Hello when nothing has been heard for long."""
+        """Send heartbeats, and a new Hello when nothing has been received from the scheduler for long."""
         while True:
             welcome = self._welcome
             await asyncio.sleep(welcome.heartbeat_ms / 1000 if welcome else 0.2)
             if (welcome := self._welcome) is None:
                 continue
             if monotonic() - self._last_heard > _SILENCE_SECONDS:
-                log.warning("nothing heard from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
+                log.warning("nothing received from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
                 self._rejoin()
             else:
                 self._refused_told = self._worker.num_refused
                 await self._send(Heartbeat(welcome.epoch, self._refused_told - self._refused_before))
 
     def _offers(self, welcome: Welcome) -> bool:
-        """Whether a Welcome stays within what this executor has prepared room for."""
+        """Return whether a Welcome stays within the limits that this executor has offered."""
         hello = self._hello
         return (
             1 <= welcome.max_num_seqs <= hello.max_num_seqs
@@ -238,7 +237,7 @@ class ExecutorService:
         )
 
     def _reconnected(self) -> None:
-        """A new Hello after the connection has broken: frames may have been lost with it."""
+        """Send a new Hello after the connection has broken, because frames may have been lost with it."""
         if self._welcome is not None:
             log.warning("the connection to the scheduler broke, saying Hello again")
             self._rejoin()
@@ -261,15 +260,15 @@ class ExecutorService:
             self._last_heard = monotonic()
             match message:
                 case StepPlan():
-                    if self._welcome is not None:  # else its life is over, and its blocks have been offered
+                    if self._welcome is not None:  # otherwise its epoch is over, and its blocks are in an inventory
                         worker.put(message)
                 case Welcome() if not self._offers(message):
                     self.bad_frames += 1
                     log.error("dropped a Welcome that asks for more than this executor offers: %r", message)
                 case Welcome(keeps_blocks=True, hello=number) if number != self._hello_number:
-                    log.warning("dropped a Welcome for an inventory of before")
+                    log.warning("dropped a Welcome that answers an earlier Hello, whose inventory is out of date")
                 case Welcome(keeps_blocks=True) if self._welcome is not None:
-                    log.warning("let in twice for one inventory, which is not true any more: saying Hello again")
+                    log.warning("welcomed twice for one inventory, which is out of date by now: saying Hello again")
                     self._rejoin()
                 case Welcome():
                     first = self._welcome is None
@@ -280,7 +279,9 @@ class ExecutorService:
                         self._refused_before = self._refused_told
                         log.info("joined the scheduler at %s", self._endpoint)
                 case Refused(reason):
-                    raise RefusedError(reason)
+                    raise RefusedError(
+                        f"the scheduler at {self._endpoint} refused this executor: {printable(reason, 1000)}"
+                    )
                 case Rejoin():
                     if self._welcome is not None:
                         log.warning("the scheduler does not know this executor, saying Hello again")

@@ -1,4 +1,4 @@
-"""The worker thread: it alone touches the model and the device."""
+"""The worker thread, the only one that uses the model and the device."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerIn
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 2e-4
-"""Seconds between two looks at a step that runs on the device while no other plan has come."""
+"""Seconds between two checks whether the device has finished a step, while no other plan has arrived."""
 
 _Question = concurrent.futures.Future[Inventory | None]
 
@@ -27,13 +27,13 @@ class _Issued(NamedTuple):
 
 
 class Worker:
-    """The thread that owns the runner, from its making on. Takes welcomes and plans in order; after a failed step it
-    answers every plan with the same error until the next welcome.
+    """The thread that builds the runner and owns it. It handles Welcomes and plans in order.
 
-    ``failed``: gets the exception, if the thread ends by one; then nothing can be computed here any more.
+    After a step has failed, it answers every plan with the same error until the next Welcome. ``failed``: receives the
+    exception if the thread ends by one; no step can be computed in this process then.
 
-    Torch keeps a pool of CPU threads for each thread that computes: a second one, of a thread that only loaded the
-    model, would have more threads wait for work than there are cores, and every operation would take longer.
+    The model is loaded on this thread too, because torch keeps a pool of CPU threads for each thread that computes. A
+    second pool would make more threads wait for work than there are cores, and slow down every operation.
     """
 
     def __init__(self, build: Callable[[], Runner]) -> None:
@@ -78,7 +78,7 @@ class Worker:
         self._inbox.put(message)
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """Pass it on at once: what comes from peers does not wait for steps."""
+        """Stop copies from a peer at once: they do not wait for steps."""
         self._runner.cancel_copies(cancelled)
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
@@ -104,7 +104,7 @@ class Worker:
             self._work()
             self._runner.close()
         except BaseException as error:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has been cancelled
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the service has ended and cancelled it
                 self.failed.set_exception(error)
 
     def _work(self) -> None:
@@ -140,11 +140,15 @@ class Worker:
         self._finish(pending)
 
     def _issue(self, plan: StepPlan) -> "_Issued | None":
-        """Issue a step. If that fails, its answer still waits for the step before, which may succeed."""
+        """Issue a step. If that fails, the error is reported after the result of the step before, which may succeed."""
         if plan.epoch != self._epoch or plan.step != self._step + 1:
             self.dropped += 1
             log.warning(
-                "dropped a plan of epoch %d step %d at epoch %d step %d", plan.epoch, plan.step, self._epoch, self._step
+                "dropped the plan of epoch %d, step %d: this executor is at epoch %d, step %d",
+                plan.epoch,
+                plan.step,
+                self._epoch,
+                self._step,
             )
             return None
         self._step = plan.step

@@ -1,12 +1,12 @@
-"""What the HTTP surface and the link to the scheduler say to each other about a generation.
+"""The types that the HTTP surface and the link to the scheduler exchange about a generation.
 
-``http`` builds a GenerationRequest and gives it to the link, which answers with a LiveRequest; its news are
+``http`` builds a GenerationRequest and submits it to the link, which returns a LiveRequest. The outputs arrive as
 SequenceDeltas. Errors::
 
-    GenerationError             a generation failed on our side
-    ├── SlowReaderError         its client has left too much unread
-    ├── NoExecutorError         it was taken, and no executor came that could run it
-    └── AdmissionError          it was not taken
+    GenerationError             the generation failed, and its client is not to blame
+    ├── SlowReaderError         the client left too much unread
+    ├── NoExecutorError         the request was accepted, but no executor came that could run it
+    └── AdmissionError          the request was not accepted
 """
 
 from array import array
@@ -26,7 +26,8 @@ class Prompt:
 
     Fields:
         tokens: int32, at least one.
-        max_tokens: most output tokens of each sequence; 0 only computes the prompt (for its log-probabilities).
+        max_tokens: maximum number of output tokens of each sequence; 0 only computes the prompt (for its
+            log-probabilities).
         text: the whole prompt as text, if the client sent text.
     """
 
@@ -37,22 +38,26 @@ class Prompt:
 
 @dataclass(slots=True, frozen=True)
 class GenerationRequest:
-    """Prompts and what to do with them: n sequences are generated from each. Without prompts it is work of the gateway
-    itself, which only counts against the limits of its key.
+    """A request to generate n sequences from each of its prompts.
+
+    A request without prompts stands for work that the gateway does itself, such as tokenizing: it only counts against
+    the limits of its API key.
 
     Fields:
-        request_id: unique among live requests (a client's own X-Request-Id is not: it is made unique).
-        sampling: of sequence 0; the seed of sequence i is derived from its seed and i.
+        request_id: unique among live requests, unlike the X-Request-Id that a client may send.
+        sampling: the parameters of sequence 0; the seed of sequence i is derived from that of sequence 0 and i.
         n: sequences to generate from each prompt.
-        stop: texts that end a sequence. include_stop_str_in_output: whether they stay in its text.
-        skip_special_tokens: leave special tokens out of the text.
-        wants_token_ids: deltas carry token ids. whole: deltas come once all sequences have ended, not before.
-        priority: lower runs earlier.
-        cache_salt: only requests with the same one share cached KV.
-        beam: search for the n likeliest sequences instead of sampling. best_of: samples of which the n likeliest are
-            the outputs, 0: no more than n. Either way, everything comes at the end.
-        arrival_time: seconds, of the monotonic clock.
-        key, limits: name of the API key it came with, and what its holders may do.
+        stop: strings that end a sequence. include_stop_str_in_output: whether they stay in its text.
+        skip_special_tokens: whether special tokens are left out of the text.
+        wants_token_ids: whether deltas carry token ids.
+        whole: whether all deltas arrive together, once all sequences have ended.
+        priority: a request with a lower one runs earlier.
+        cache_salt: only requests with the same salt share cached KV.
+        beam: if given, beam search finds the n likeliest sequences, instead of sampling.
+        best_of: how many samples to draw, of which the n likeliest become the outputs; 0: n. With ``beam`` or
+            ``best_of`` all output arrives at the end.
+        arrival_time: seconds of the monotonic clock.
+        key, limits: name of the API key that the request came with, and the limits of that key.
     """
 
     request_id: str
@@ -74,17 +79,20 @@ class GenerationRequest:
 
     @property
     def chooses(self) -> bool:
-        """Whether its outputs are chosen among more at the end."""
+        """Whether the outputs are chosen from more sequences at the end (beam search, or ``best_of``)."""
         return self.beam is not None or self.best_of > 0
 
 
 class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
-    """What is new in one sequence: text that is final (never taken back), and the tokens behind it.
+    """What is new in one sequence: text that is final (it is never taken back), and the tokens behind it.
 
-    ``index``: of the sequence among all of its request, prompt by prompt, n each. ``text`` lags behind the tokens
-    while a character or a possible stop string is incomplete, and a token cut off by a stop string is still listed.
-    ``token_ids`` is empty unless they are wanted. The last delta carries ``finish_reason``; with "stop",
-    ``stop_reason`` is the stop string or the stop token id (None for the model's own end of sequence).
+    Fields:
+        index: of the sequence in its request: prompt by prompt, n sequences each.
+        text: lags behind the tokens while a character or a possible stop string is incomplete.
+        token_ids: empty unless the request wants them. A token whose text a stop string cut off is listed too.
+        finish_reason: set in the last delta.
+        stop_reason: with the finish reason "stop", the stop string or the id of the stop token; None stands for the
+            model's own end of sequence.
     """
 
     index: int
@@ -97,9 +105,10 @@ class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of wh
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """What the executors that are ready could hold: the limits a request is checked against.
+    """The limits that a request is checked against, which follow from the executors that are ready.
 
-    ``max_model_len``: most tokens (prompt and output) one sequence may reach, the model's limit or the largest pool.
+    ``max_model_len``: how many tokens (prompt and output) one sequence may reach. This is the model's limit, or what
+    the largest KV pool holds.
     """
 
     max_model_len: int
@@ -107,23 +116,23 @@ class Capacity:
 
 
 class GenerationError(Exception):
-    """A generation failed on our side; the text says why."""
+    """A generation failed, and its client is not to blame; the text says why."""
 
 
 class SlowReaderError(GenerationError):
-    """Its client has left too much unread, and it was stopped."""
+    """The request was stopped because its client left too much unread."""
 
 
 class NoExecutorError(GenerationError):
-    """It was accepted and waited, and no executor came that could run it."""
+    """The request was accepted and waited, but no executor came that could run it."""
 
 
 class AdmissionError(GenerationError):
-    """A request cannot be taken; ``kind`` says what kind of answer it deserves.
+    """A request is not accepted; ``kind`` decides the HTTP status.
 
-    Kinds: "never_fits" (it exceeds what any executor could hold: 400), "overloaded" (a queue or a limit is full: 429),
-    "unavailable" (no scheduler, no executor, or shutting down: 503). ``retry_after``: seconds after which there should
-    be room; None: nothing is known.
+    Kinds: "never_fits" (it exceeds what any executor could hold: 400), "overloaded" (the queue is full, or a limit is
+    reached: 429), "unavailable" (no scheduler, no executor, or shutting down: 503). ``retry_after``: seconds after
+    which there should be room, or None if that is not known.
     """
 
     def __init__(self, kind: RefusalKind, message: str, retry_after: int | None = None) -> None:

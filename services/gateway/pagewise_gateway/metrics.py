@@ -1,7 +1,8 @@
-"""What a gateway measures, in Prometheus' terms: HTTP, and latencies as clients see them.
+"""The Prometheus metrics of a gateway: HTTP, and latencies as clients see them.
 
-The scheduler measures the rest. It adds up the metrics of all gateways, which send theirs every second, and shows them
-with its own: a name belongs to one of the two. Names are vLLM's stems under the prefix ``pagewise_``.
+The scheduler has all other metrics. Gateways send theirs to it once per second; it adds them up and exposes them beside
+its own, so a name of a metric belongs to one of the two. A metric that vLLM has too is called as there, with the prefix
+``pagewise_``.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pagewise_gateway.collectors import ProcessMetrics, TokenHistogram
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-"""Content type of the text that the scheduler makes of all metrics."""
+"""Content type of the text in which the scheduler renders the metrics of all processes."""
 
 Drop = Literal["undecodable", "stale_epoch", "impossible"]
-"""Why frames from the scheduler are not applied."""
+"""Why a frame from the scheduler was dropped."""
 
-# Creation times would be one more series per series, for nothing.
+# Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -30,8 +31,8 @@ _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20
 class Metrics:
     """All metrics of one gateway, in a registry of their own.
 
-    The attributes are bound to their labels already: ``set``, ``inc`` and ``observe`` cost about a microsecond and
-    may be called from any thread. Times are in seconds.
+    The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond.
+    They may be called from any thread. Times are in seconds.
     """
 
     def __init__(self, model_name: str, gateway: str = "") -> None:
@@ -70,7 +71,7 @@ class Metrics:
         return self._certificate_reloads.labels(self._model_name, outcome)
 
     def snapshot(self) -> tuple[MetricFamily, ...]:
-        """All metrics as they are now, absolute values since the process started."""
+        """Return the current values of all metrics. Counters count from the start of the process."""
         return tuple(
             MetricFamily(
                 family.name,

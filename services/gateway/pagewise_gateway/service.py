@@ -1,18 +1,16 @@
-"""Puts the gateway together and runs it until it is told to stop."""
+"""Assembles the gateway and runs it until it is told to stop."""
 
 import asyncio
-import contextlib
-import gc
 import logging
 import os
-import signal
 import socket
 
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.curve import load_keys
 from pagewise_shared.model_files import resolve_model
+from pagewise_shared.service_process import stop_signal, tune_garbage_collector
 
-from pagewise_gateway.http import create_app, listening, load_certificate, raise_file_limit
+from pagewise_gateway.http import create_app, listening, load_certificate, most_connections
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -20,24 +18,20 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""What clients whose streams are cut off at the end may take to read why."""
-
-_COLLECT_AFTER = 100_000
-"""Allocations between two looks for cycles. Every token makes objects, none of them in cycles, and the default of 700
-spends its time looking through those of thousands of streams."""
+"""How long a client may take to read the error that ends its stream when the gateway stops."""
 
 
 async def serve(config: GatewayConfig) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Prints ``listening http://HOST:PORT`` (or https) on standard output once requests can come in, whether there is a
+    Prints ``listening http://HOST:PORT`` (or https) on standard output once it accepts connections, whether there is a
     scheduler or not.
 
     Raises:
         ModelError: the model's tokenizer cannot be found or read.
         ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host.
         OSError: an address cannot be bound.
-        RefusedError: the scheduler does not let this gateway in.
+        RefusedError: the scheduler does not let this gateway join.
     """
     keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
@@ -59,20 +53,18 @@ async def serve(config: GatewayConfig) -> None:
         metrics,
         host=config.host,
         port=config.port,
-        max_connections=raise_file_limit(config.max_connections),
+        max_connections=most_connections(config.max_connections),
         keepalive_timeout=config.keepalive_timeout,
         shutdown_timeout=_LAST_WORDS_SECONDS,
         reuse_port=config.reuse_port,
         certificate=certificate,
     )
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     async with asyncio.TaskGroup() as tasks:
         linked = tasks.create_task(link.run(), name="link")
         try:
             async with surface as acceptor:
-                calm_garbage_collector()
+                tune_garbage_collector()
                 host, port = acceptor.address
                 scheme = "http" if certificate is None else "https"
                 print(f"listening {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
@@ -82,19 +74,3 @@ async def serve(config: GatewayConfig) -> None:
                 await link.close(config.shutdown_timeout)
         finally:
             linked.cancel()
-
-
-def calm_garbage_collector() -> None:
-    """Leave what is there now out of collections, and collect seldom."""
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER)
-
-
-def run(config: GatewayConfig) -> None:
-    """``serve`` on an event loop of its own (uvloop where it is installed)."""
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.run(serve(config))
-        return
-    asyncio.run(serve(config))

@@ -2,8 +2,8 @@
 
 A configuration is a frozen struct whose fields are the options: ``max_num_seqs`` is ``--max-num-seqs`` on the
 command line and ``PAGEWISE_MAX_NUM_SEQS`` in the environment, in that order of precedence. The same option has
-the same name, meaning and default in every command. A secret is read from the environment alone: command lines are for
-all users of a machine to see.
+the same name, meaning and default in every command. A secret is read from the environment only, because all users of
+a machine can see command lines.
 """
 
 from pagewise_shared.config.options import (

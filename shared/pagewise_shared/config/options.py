@@ -1,4 +1,4 @@
-"""The options of every command: names, types, defaults, and what the help says of them."""
+"""The options of every command: names, types, defaults and help texts."""
 
 from typing import Annotated, Literal
 
@@ -81,16 +81,16 @@ GROUPS = {
     ),
     "security": ("keys", "key_name", "plaintext"),
 }
-"""What belongs together in the help."""
+"""The options by group, in the order in which the help lists them."""
 
 
 def _help(text: str, metavar: str | None = None, more: str = "") -> Meta:
-    """What the help says of an option. ``more``: what only the documents add to it."""
+    """The help text of an option. ``more``: sentences that only the documents add to it."""
     return Meta(description=text, extra={"metavar": metavar, "more": more})
 
 
 def without(*names: str) -> Meta:
-    """Marks a part of a composed configuration: these options of it are none of the whole, which sets them itself."""
+    """Marks a part of a composed configuration: the whole sets these options of it, and does not offer them."""
     return Meta(extra={"without": names})
 
 
@@ -98,22 +98,22 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
-# What several commands have. The same option has the same name, meaning and default in all of them.
+# Options of several commands. The same option has the same name, meaning and default in all of them.
 Model = Annotated[str, _help("model directory or hub id", "MODEL")]
 Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
 ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
-MaxNumSeqs = Annotated[Positive, _help("most sequences that run at once, per executor", "N")]
+MaxNumSeqs = Annotated[Positive, _help("maximum number of sequences that run at the same time, per executor", "N")]
 MaxNumBatchedTokens = Annotated[Positive, _help("token budget of one step: decodes first, then prefill chunks", "N")]
 MaxModelLen = Annotated[
     Positive | None,
-    _help("most tokens a sequence may reach, prompt and output (default: the model's own limit)", "N"),
+    _help("maximum tokens of a sequence, prompt and output (default: the model's own limit)", "N"),
 ]
-Gateways = Annotated[Positive, _help("gateway processes to start, all on one port", "N")]
+Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]
 KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
-Plaintext = Annotated[bool, _help("let other hosts connect without keys, unencrypted")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("least severity that is logged")]
+Plaintext = Annotated[bool, _help("allow connections with other hosts without keys, unencrypted")]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("lowest severity that is logged")]
 
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
@@ -127,38 +127,45 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: MaxNumBatchedTokens = 2048
     max_model_len: MaxModelLen = None
-    max_waiting: Annotated[Positive, _help("most sequences that wait; more are answered 429", "N")] = 4096
+    max_waiting: Annotated[
+        Positive, _help("maximum number of waiting sequences; further requests are answered with 429", "N")
+    ] = 4096
     max_waiting_tokens: Annotated[
         Positive,
         _help(
-            "most prompt tokens of requests that wait; more are answered 429", "N", "A longer request may wait alone."
+            "maximum prompt tokens of waiting requests; further requests are answered with 429",
+            "N",
+            "A single request may exceed it, if no other waits.",
         ),
     ] = 8_388_608
     routing: Annotated[
         Literal["ttft", "prefix", "least-loaded", "round-robin"],
         _help(
-            "which executor a request goes to; ttft: where its first token is predicted to cost the least",
-            more="That counts the queue, the recovery of its KV, and what it pushes out. `prefix`: the executor that "
-            "holds the most of it.",
+            "how the executor of a request is chosen; ttft: by the lowest predicted cost of its first token",
+            more="The cost counts the executor's queue, the recovery of the prompt's KV, and the blocks that would be "
+            "evicted. `prefix`: the executor that has most of the prompt cached.",
         ),
     ] = "ttft"
     recovery: Annotated[
         Literal["auto", "swap", "recompute", "both"],
         _help(
-            "how KV comes back that lies on the host or at another executor; auto: the way that is predicted to be the "
-            "fastest; swap: loaded; recompute: never loaded; both: loaded and computed at once"
+            "how KV is recovered that lies on the host or at another executor; auto: by the method with the shortest "
+            "predicted time; swap: load it; recompute: compute it again; both: load and compute at the same time"
         ),
     ] = "auto"
     eviction: Annotated[
         Literal["lru", "cost"],
-        _help("what goes first when room is needed; cost: the least likely to be used again, weighed by its way back"),
+        _help(
+            "which cached blocks are evicted first; cost: those with the lowest probability of being used again, times "
+            "the time that their recovery would take"
+        ),
     ] = "cost"
-    listen: Annotated[str, _help("ZeroMQ endpoint executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
+    listen: Annotated[str, _help("ZeroMQ endpoint that executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
         "tcp://127.0.0.1:5757"
     )
-    listen_gateways: Annotated[str, _help("ZeroMQ endpoint gateways connect to (tcp:// or ipc://)", "ENDPOINT")] = (
-        "tcp://127.0.0.1:5758"
-    )
+    listen_gateways: Annotated[
+        str, _help("ZeroMQ endpoint that gateways connect to (tcp:// or ipc://)", "ENDPOINT")
+    ] = "tcp://127.0.0.1:5758"
     executor_timeout: Annotated[
         Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
     ] = 10.0
@@ -184,39 +191,45 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         str | None, _help("certificate chain (PEM) for HTTPS; read again when it changes", "FILE")
     ] = None
     ssl_keyfile: Annotated[str | None, _help("private key (PEM) of --ssl-certfile", "FILE")] = None
-    max_connections: Annotated[Positive, _help("most HTTP connections; further ones are answered 503", "N")] = 16_384
+    max_connections: Annotated[
+        Positive, _help("maximum number of HTTP connections; further ones are answered with 503", "N")
+    ] = 16_384
     keepalive_timeout: Annotated[
         Seconds, _help("seconds a connection may be without a request, or take to send the head of one", "S")
     ] = 75.0
-    write_timeout: Annotated[Seconds, _help("seconds a client may stop reading before it is cut off", "S")] = 30.0
+    write_timeout: Annotated[
+        Seconds, _help("seconds after which a client that has stopped reading is disconnected", "S")
+    ] = 30.0
     api_keys: Annotated[
         str | None,
         Meta(
-            description="API keys, NAME: KEY with commas between them, or a single key",
+            description="API keys: entries NAME: KEY with commas between them, or a single key",
             extra={"environment_only": True},
         ),
     ] = None
     api_keys_file: Annotated[
-        str | None, _help("file of API keys, a line NAME: KEY each; read again when it changes", "FILE")
+        str | None, _help("file of API keys, one line NAME: KEY each; read again when it changes", "FILE")
     ] = None
     public_metrics: Annotated[bool, _help("answer /metrics without an API key too")] = False
-    key_concurrent: Annotated[Positive | None, _help("most requests at once per API key (default: no limit)", "N")] = (
-        None
-    )
+    key_concurrent: Annotated[
+        Positive | None, _help("maximum concurrent requests per API key (default: no limit)", "N")
+    ] = None
     key_requests_per_minute: Annotated[
-        Positive | None, _help("most requests per minute and API key (default: no limit)", "N")
+        Positive | None, _help("maximum requests per minute per API key (default: no limit)", "N")
     ] = None
     key_tokens_per_minute: Annotated[
-        Positive | None, _help("most tokens per minute and API key, prompts and outputs (default: no limit)", "N")
+        Positive | None, _help("maximum tokens per minute per API key, prompts and outputs (default: no limit)", "N")
     ] = None
-    max_body_bytes: Annotated[Positive, _help("largest HTTP request body", "N")] = 16 * 1024 * 1024
-    max_n: Annotated[Positive, _help("most outputs (n) of one request", "N")] = 128
+    max_body_bytes: Annotated[Positive, _help("maximum size of an HTTP request body, in bytes", "N")] = 16 * 1024 * 1024
+    max_n: Annotated[Positive, _help("maximum number of outputs (n) of one request", "N")] = 128
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways", "ENDPOINT")] = (
         "tcp://127.0.0.1:5758"
     )
-    scheduler_timeout: Annotated[Seconds, _help("seconds requests may wait while no scheduler answers", "S")] = 60.0
+    scheduler_timeout: Annotated[Seconds, _help("seconds that requests may wait while no scheduler answers", "S")] = (
+        60.0
+    )
     gateway_id: Annotated[str | None, _help("name of this gateway (default: host name and process id)", "ID")] = None
-    shutdown_timeout: Annotated[Seconds, _help("seconds that streams may go on after SIGTERM", "S")] = 5.0
+    shutdown_timeout: Annotated[Seconds, _help("seconds that running streams may continue after SIGTERM", "S")] = 5.0
     keys: KeysFolder = None
     key_name: Annotated[str, _help("name of this gateway's key in the folder of keys", "NAME")] = "gateway"
     plaintext: Plaintext = False
@@ -234,29 +247,29 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _help("of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
+        _help("data type of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "triton", "torch"],
         _help(
-            "who computes attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU",
-            more="On the CPU `triton` needs `TRITON_INTERPRET=1`: slow, for trying the kernels.",
+            "implementation of attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU",
+            more="On the CPU `triton` needs `TRITON_INTERPRET=1`, which is slow and only meant for trying the kernels.",
         ),
     ] = "auto"
     deterministic: Annotated[
         bool,
         _help(
-            "the same tokens to the last bit whatever else runs, slower; Triton kernels and some families only",
-            more="Whatever the batch, the chunking, preemptions and prefix hits. The families are Llama, Mistral, "
-            "Qwen2 and Qwen3.",
+            "bitwise the same results whatever else runs; slower, for Triton kernels and some model families only",
+            more="The results do not depend on the batch, chunked prefill, preemption and prefix hits. The families "
+            "are Llama, Mistral, Qwen2 and Qwen3.",
         ),
     ] = False
     cuda_graphs: Annotated[
         bool,
         _help(
             "record decode steps as CUDA graphs when the executor starts",
-            more="Some seconds and some memory for much less time between kernels. Triton kernels only, and no model "
-            "that waits for the device inside a step (the log says so).",
+            more="This takes some seconds and some memory, and leaves much less time between kernels. It needs Triton "
+            "kernels and a model that does not wait for the device inside a step (the log says so).",
         ),
     ] = True
     block_size: Annotated[Positive, _help("tokens per KV block", "N")] = 16
@@ -264,7 +277,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str | None,
         _help(
-            "size of the KV pool, such as 4GiB (default: from the memory that is free)",
+            "size of the KV pool, such as 4GiB (default: most of the memory that is free)",
             "SIZE",
             "Not with `--num-blocks`.",
         ),
@@ -272,35 +285,42 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         Literal["auto", "fp8"],
         _help(
-            "of the KV pool; auto: as --dtype, fp8: half of it, scaled by token and head",
-            more="fp8 is float8 (e4m3), at some loss; it needs Triton kernels and compute capability 8.9.",
+            "data type of the KV pool; auto: that of --dtype, fp8: half its size, scaled per token and head",
+            more="fp8 is float8 (e4m3). It loses some accuracy, and needs Triton kernels and compute capability 8.9.",
         ),
     ] = "auto"
     kv_layout: Annotated[
         Literal["layers", "blocks"],
         _help(
-            "whether the KV of a layer or that of a block lies together in the pool",
-            more="Copies of blocks are longer with `blocks`; Triton kernels only.",
+            "whether the KV of one layer or that of one block is contiguous in the pool",
+            more="With `blocks`, which needs Triton kernels, blocks are copied in longer pieces.",
         ),
     ] = "layers"
     host_memory: Annotated[
-        str | None, _help("host memory for KV that the device has no room for, such as 16GiB (default: none)", "SIZE")
+        str | None, _help("host memory for KV that is evicted from the device, such as 16GiB (default: none)", "SIZE")
     ] = None
     host_memory_dir: Annotated[
-        str, _help("memory file system where host blocks outlive an executor that dies; none: they do not", "DIR")
+        str,
+        _help(
+            "folder of a memory file system in which host blocks survive a crash of the executor; none: they do not",
+            "DIR",
+        ),
     ] = SHARED_MEMORY
     keep_host_memory: Annotated[
-        bool, _help("leave host blocks to the next executor also when this one ends in order")
+        bool, _help("keep host blocks for the next executor also when this one exits normally")
     ] = False
     host_bandwidth: Annotated[
-        str | None, _help("hold copies to and from the host to SIZE bytes per second each way, for experiments", "SIZE")
+        str | None,
+        _help("limit copies to and from the host to SIZE bytes per second in each direction, for experiments", "SIZE"),
     ] = None
-    verify_copies: Annotated[bool, _help("keep checksums of blocks on the host and check what comes back")] = False
+    verify_copies: Annotated[
+        bool, _help("keep checksums of host blocks, and verify them when the blocks are loaded")
+    ] = False
     profile: Annotated[
         bool,
         _help(
-            "measure what steps and copies cost before joining, about a second",
-            more="`--no-profile` starts from guesses.",
+            "measure how long steps and copies take before joining, for about a second",
+            more="With `--no-profile` the cost model starts from guesses.",
         ),
     ] = True
     threads: Annotated[
@@ -316,16 +336,18 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     simulate_step: Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")] = 0.0
     lend_blocks: Annotated[bool, _help("let other executors fetch blocks from this one, and fetch from them")] = True
     drain_timeout: Annotated[
-        Seconds, _help("seconds that moving work and cache to others may take after SIGTERM", "S")
+        Seconds, _help("seconds that moving requests and cached blocks to other executors may take after SIGTERM", "S")
     ] = 30.0
     block_listen: Annotated[
         str | None,
         _help(
-            "ZeroMQ endpoint where others fetch blocks (default: a free port of the address that leads to --scheduler)"
+            "ZeroMQ endpoint from which other executors fetch blocks (default: a free port of the address that leads "
+            "to --scheduler)"
         ),
     ] = None
     advertise: Annotated[
-        str | None, _help("host name others find this executor under (default: its address towards --scheduler)")
+        str | None,
+        _help("host name by which other executors reach this one (default: its address towards --scheduler)"),
     ] = None
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for executors", "ENDPOINT")] = (
         "tcp://127.0.0.1:5757"
@@ -351,10 +373,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
     executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name")] = ExecutorConfig()
     gateways: Gateways = 1
-    executors: Annotated[int, Meta(ge=0), _help("executor processes to start", "N")] = 1
+    executors: Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")] = 1
     listen: Annotated[
-        str | None, _help("ZeroMQ endpoint executors connect to (default: a private ipc socket)", "ENDPOINT")
+        str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
     ] = None
     listen_gateways: Annotated[
-        str | None, _help("ZeroMQ endpoint gateways connect to (default: a private ipc socket)", "ENDPOINT")
+        str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
     ] = None

@@ -1,7 +1,7 @@
 """Reads options from the command line, the environment and the defaults.
 
-A configuration may be composed of others (``ServeConfig`` is, of those of the services): their options are options of
-the whole. What several parts have is given once and goes to all of them.
+A configuration may be composed of others, as ``ServeConfig`` is composed of those of the services. Their options are
+options of the whole. An option that several parts have is given once and applies to all of them.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from pagewise_shared.errors import ConfigError
 ConfigT = TypeVar("ConfigT", bound=Struct)
 
 VARIABLE_PREFIX = "PAGEWISE_"
-"""What the names of all environment variables begin with."""
+"""The prefix of the names of all environment variables."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 class Option(NamedTuple):
-    """One option of a command. ``hint``: its type with the constraints on it; ``meta``: what the help says of it."""
+    """One option of a command. ``hint``: its type with constraints; ``meta``: its help text and further annotations."""
 
     name: str
     hint: Any
@@ -34,7 +34,7 @@ class Option(NamedTuple):
 
     @property
     def secret(self) -> bool:
-        """Whether it is read from the environment alone."""
+        """Whether it is read from the environment only."""
         return bool(self.meta.get("environment_only"))
 
     @property
@@ -71,7 +71,7 @@ def parse_config(
     grouped = [(title, name) for title, names in GROUPS.items() for name in names if name in found]
     groups = {title: parser.add_argument_group(title) for title, _ in grouped}
     titles = {name: title for title, name in grouped}
-    # In the order of the groups; what is in none (the model) stands at the top.
+    # In the order of the groups. An option without a group (the model) comes first.
     for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
         _add_argument(groups[titles[name]] if name in titles else parser, found[name])
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
@@ -84,7 +84,7 @@ def parse_config(
 
 
 def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
-    """A configuration from option values by field name, environment variables, and defaults.
+    """Build a configuration from option values by field name, environment variables, and defaults.
 
     Raises:
         ConfigError: a value is unusable; the text names the option or variable it came from.
@@ -106,7 +106,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
 
 
 def options_of(config_type: type[Struct]) -> dict[str, Option]:
-    """The options of a configuration by name, those of the parts that it is composed of among them."""
+    """Return the options of a configuration by name, including those of the parts that it is composed of."""
     found: dict[str, Option] = {}
     for name, hint, default in _fields(config_type):
         if (part := _part(hint)) is None:
@@ -120,7 +120,7 @@ def options_of(config_type: type[Struct]) -> dict[str, Option]:
 
 
 def to_argv(config: Struct) -> list[str]:
-    """The options of ``config`` (of one service) that differ from the defaults, as arguments; no secrets."""
+    """Return the options of a service's ``config`` that differ from the defaults, as arguments, without secrets."""
     argv = []
     for option in options_of(type(config)).values():
         value = getattr(config, option.name)
@@ -134,7 +134,7 @@ def to_argv(config: Struct) -> list[str]:
 
 
 def secret_variables(config: Struct) -> dict[str, str]:
-    """The environment that tells a service the secrets of its ``config``; ``to_argv`` leaves them out."""
+    """Return the environment variables that pass a service the secrets of ``config``, which ``to_argv`` leaves out."""
     values = {
         option.variable: getattr(config, option.name) for option in options_of(type(config)).values() if option.secret
     }
@@ -142,14 +142,14 @@ def secret_variables(config: Struct) -> dict[str, str]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as ``4GiB``, ``500MB`` or ``1073741824``.
+    """Return the bytes of a size such as ``4GiB``, ``500MB`` or ``1073741824``.
 
     Raises:
-        ConfigError: it is no positive size.
+        ConfigError: the text is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if match is None or match[2] == "I" or float(match[1]) <= 0:
-        raise ConfigError(f"{text!r} is no size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -165,7 +165,7 @@ def _convert(value: Any, kind: Any, source: str) -> Any:
 
 
 def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """A configuration of option values; each part gets those that are its own."""
+    """Build a configuration from option values; each part gets the values of its own options."""
     own: dict[str, Any] = {}
     for name, hint, _ in _fields(config_type):
         if (part := _part(hint)) is None:
@@ -177,14 +177,14 @@ def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
 
 
 def _fields(config_type: type[Struct]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, annotated type and default of each field."""
+    """Yield name, annotated type and default of each field."""
     hints = get_type_hints(config_type, include_extras=True)
     for field in msgspec.structs.fields(config_type):
         yield field.name, hints[field.name], field.default
 
 
 def _part(hint: Any) -> type[Struct] | None:
-    """The configuration that a field holds, if it is no option."""
+    """Return the type of the configuration that a field holds, or None if the field is an option."""
     base = _base(hint)
     return base if isinstance(base, type) and issubclass(base, Struct) else None
 
@@ -204,7 +204,7 @@ def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
 
 
 def _meta(hint: Any) -> dict[str, Any]:
-    """What the annotations of a type say beside its constraints; ``text`` is the help."""
+    """Return what the annotations of a type say besides its constraints; ``text`` is the help text."""
     if get_origin(hint) is not Annotated:
         return {}
     found = _meta(get_args(hint)[0])

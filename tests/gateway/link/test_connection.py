@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from pagewise_gateway.link import RefusedError, SchedulerLink
+from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.curve import SCHEDULER, Keys, public_file, secret_file
-from pagewise_shared.errors import ConfigError
+from pagewise_shared.errors import ConfigError, RefusedError
 from pagewise_shared.protocol import PROTOCOL_MAJOR, unpack_int32s
 from zmq.auth import create_certificates
 

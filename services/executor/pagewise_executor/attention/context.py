@@ -16,7 +16,7 @@ class Window:
     """The slots that each decode of a group attends to, in a layer with or without a sliding window.
 
     ``slots`` [n, span] int64: pool slots, oldest first. Shorter contexts are padded with their newest slot; ``padding``
-    [n, span] bool marks these entries (None: there are none).
+    [n, span] bool marks these entries, and is None if all contexts are equally long.
     """
 
     slots: torch.Tensor

@@ -9,7 +9,7 @@ from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import DecodeGroup
 
 with warnings.catch_warnings():
-    # torch warns once per process that sparse matrices are in beta: let it do so here, where nobody is told.
+    # torch warns once per process that sparse matrices are in beta. This call provokes the warning where it is ignored.
     warnings.simplefilter("ignore")
     torch.zeros(1, 1).to_sparse_csr()
 

@@ -1,7 +1,7 @@
 """The OpenAI-compatible HTTP surface."""
 
 from pagewise_gateway.http.app import create_app
-from pagewise_gateway.http.listening import listening, raise_file_limit
+from pagewise_gateway.http.listening import listening, most_connections
 from pagewise_gateway.http.tls import load_certificate
 
-__all__ = ["create_app", "listening", "load_certificate", "raise_file_limit"]
+__all__ = ["create_app", "listening", "load_certificate", "most_connections"]

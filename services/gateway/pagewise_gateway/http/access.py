@@ -1,4 +1,4 @@
-"""Who may ask for what: with API keys configured, everything but the probes needs one."""
+"""Access control: if API keys are configured, every path except the health probes needs one."""
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -16,10 +16,10 @@ _SCHEME = "bearer"
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
-    """The API keys of a configuration; None: it has none, and everybody may ask for everything.
+    """Return the API keys of a configuration, or None if it has none; every request is let in then.
 
     Raises:
-        ConfigError: keys cannot be read, or keys are limited and there are none.
+        ConfigError: the keys cannot be read, or there are limits but no keys.
     """
     usual = KeyLimits(config.key_concurrent, config.key_requests_per_minute, config.key_tokens_per_minute)
     if config.api_keys or config.api_keys_file:
@@ -30,7 +30,7 @@ def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
 
 
 def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
-    """The middleware that finds out who sends a request.
+    """Return the middleware that finds out which client sends a request, and refuses requests without a valid key.
 
     Raises:
         ConfigError: as in ``make_keyring``.
@@ -50,7 +50,9 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         if client is None:
             metrics.unauthorized.inc()
             sent = "Authorization" in request.headers
-            raise InvalidKeyError("the API key is not valid" if sent else "an API key is needed: Authorization: Bearer")
+            raise InvalidKeyError(
+                "the API key is not valid" if sent else "an API key is needed: send Authorization: Bearer KEY"
+            )
         request[CLIENT] = client
         return await handler(request)
 

@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, errors, and the endpoints that are not generations."""
+"""The aiohttp application: routes, error responses, and the endpoints that generate nothing."""
 
 import logging
 import re
@@ -54,7 +54,9 @@ def create_app(
     config: GatewayConfig,
     metrics: Metrics,
 ) -> web.Application:
-    """The HTTP surface over ``link``. Run it with ``handler_cancellation``: a disconnect must abort its request.
+    """Return the application that serves HTTP requests over ``link``.
+
+    It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
     Raises:
         ConfigError: the API keys cannot be read.
@@ -90,7 +92,10 @@ async def _close(app: web.Application) -> None:
 
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id, and every error OpenAI's shape. A client's own id comes back but names nothing."""
+    """Give every request an id, and every error OpenAI's shape.
+
+    An X-Request-Id that a client sent is returned to it; the log and the id of the response use our own id.
+    """
     sent = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = uuid.uuid4().hex
     request[CLIENT_REQUEST_ID] = sent if _REQUEST_ID.fullmatch(sent) else request[REQUEST_ID]
@@ -106,14 +111,14 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
-        error.__traceback__ = None  # its frames hold the error
+        error.__traceback__ = None  # breaks a cycle: its frames refer to the error
     except ConnectionError:
-        # The client is gone: there is nobody to answer. Raised further, aiohttp would log it as a failure of ours.
+        # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
         log.debug("request %s: the client is gone", request[REQUEST_ID])
         response = web.Response(status=499)
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
-        response = InternalError(f"internal error; the log has more under {request[REQUEST_ID]}").response()
+        response = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}").response()
     finally:
         metrics.http_requests_in_progress.dec()
     if response.status >= 400:
@@ -137,13 +142,13 @@ async def version(_: web.Request) -> web.Response:
 
 
 async def render_metrics(request: web.Request) -> web.Response:
-    """Prometheus metrics of all processes: the scheduler has them together."""
+    """Prometheus metrics of all processes, which the scheduler collects."""
     body = await request.app[Service.KEY].link.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """This surface as an OpenAPI document."""
+    """The OpenAPI document of this application."""
     return _json(document(package_version(), request.app[Service.KEY].limits.model_name))
 
 
@@ -194,10 +199,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def _counted(request: web.Request) -> AsyncIterator[None]:
-    """Count work of the gateway itself against the limits of its client, if there are any.
+    """Count work that the gateway does itself against the limits of the request's API key, if it has any.
 
     Raises:
-        GenerationError: it is over one of them.
+        GenerationError: the key is over one of its limits.
     """
     client = request[CLIENT]
     if not client.limited:

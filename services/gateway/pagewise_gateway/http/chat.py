@@ -1,7 +1,5 @@
 """``POST /v1/chat/completions``."""
 
-import time
-
 from aiohttp import web
 from msgspec import UNSET
 
@@ -18,6 +16,7 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat
+from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -28,15 +27,15 @@ from pagewise_gateway.http.responses import (
     ChatResponse,
 )
 from pagewise_gateway.http.schema import ChatRequest
-from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
+from pagewise_gateway.http.sse import EventTemplate, event
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Continue a conversation.
 
     Raises:
-        APIError: the request is wrong, or cannot be served now.
-        GenerationError: it was not taken, or failed before anything was answered.
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, ChatRequest)
@@ -59,47 +58,23 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
     with Generation(service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
-        chat = _Chat(service, body, prompt, generation, f"chatcmpl-{request[REQUEST_ID]}")
-        if not body.stream:
-            return await chat.answer()
-        return await stream_events(request, service, generation, chat.events, chat.last)
+        return await _Chat(f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation).respond(request)
 
 
-class _Chat:
-    """How a chat completion is told."""
+class _Chat(Responder[ChatChunk, ChatChunkChoice]):
+    """The response to a chat completion."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, prompt: Prompt, generation: Generation, completion_id: str
+        self, completion_id: str, service: Service, body: ChatRequest, prompt: Prompt, generation: Generation
     ) -> None:
-        self._service = service
-        self._generation = generation
-        self._body = body
+        super().__init__(ChatChunk, completion_id, service, body, generation, logprobs=bool(body.logprobs))
+        self._logprobs_wanted = bool(body.logprobs)
+        self._token_ids_wanted = bool(body.return_token_ids)
         self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
-        self._id = completion_id
-        self._created = int(time.time())
         self._templates: dict[int, EventTemplate] = {}
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._continuous = bool(self._usage and options and options.continuous_usage_stats)
-        # Most chunks tell of a text and nothing else.
-        self._plain = not (self._continuous or body.return_token_ids or body.logprobs)
 
-    def events(self, news: list[SequenceDelta]) -> bytes:
-        """The events that tell the news."""
-        if len(news) == 1:
-            return self._event(news[0])
-        return b"".join([self._event(delta) for delta in news])
-
-    def last(self) -> bytes:
-        """The event with the usage, if it is wanted."""
-        if not self._usage:
-            return b""
-        chunk = self._chunk([])
-        chunk.usage = self._generation.usage()
-        return event(chunk)
-
-    async def answer(self) -> web.Response:
-        """The whole, in one answer."""
+    async def answer(self) -> ChatResponse:
+        """See ``Responder``."""
         choices = [
             ChatChoice(
                 delta.index,
@@ -107,23 +82,22 @@ class _Chat:
                 self._logprobs(delta),
                 delta.finish_reason,
                 delta.stop_reason,
-                delta.token_ids if self._body.return_token_ids else UNSET,
+                delta.token_ids if self._token_ids_wanted else UNSET,
             )
             for delta in await self._generation.outputs()
         ]
-        answer = ChatResponse(
+        return ChatResponse(
             self._id,
             self._created,
-            self._service.limits.model_name,
+            self._model,
             choices,
             self._generation.usage(),
             prompt_token_ids=self._prompt_token_ids,
         )
-        return web.Response(body=encode(answer), content_type="application/json")
 
     def _event(self, delta: SequenceDelta) -> bytes:
         template = self._templates.get(delta.index)
-        if template is not None and self._plain and delta.finish_reason is None:
+        if template is not None and self._only_text and delta.finish_reason is None:
             return template.event(delta.text) if delta.text else b""
         return b"".join(map(event, self._chunks(delta)))
 
@@ -138,8 +112,8 @@ class _Chat:
             chunk.prompt_token_ids = self._prompt_token_ids
             chunks.append(chunk)
         logprobs = self._logprobs(delta)
-        token_ids = delta.token_ids if self._body.return_token_ids else UNSET
-        # Tokens whose text is held back need no chunk, unless there is more to tell of them.
+        token_ids = delta.token_ids if self._token_ids_wanted else UNSET
+        # Tokens whose text is held back get no chunk of their own, unless the client wants their ids or logprobs.
         if delta.text or logprobs is not None or token_ids:
             choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
             chunks.append(self._chunk([choice]))
@@ -150,13 +124,7 @@ class _Chat:
             chunks.append(self._chunk([ending]))
         return chunks
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(self._id, self._created, self._service.limits.model_name, choices)
-        if self._usage:
-            chunk.usage = self._generation.usage() if self._continuous else None
-        return chunk
-
     def _logprobs(self, delta: SequenceDelta) -> ChatLogprobs | None:
-        if not self._body.logprobs or not delta.logprobs:
+        if not self._logprobs_wanted or not delta.logprobs:
             return None
         return chat_logprobs(self._service.tokenizer, delta.logprobs)

@@ -1,4 +1,4 @@
-"""Who sends requests: API keys, and the limits of those who hold them. The scheduler counts, over all gateways."""
+"""API keys, and the clients that hold them. The scheduler holds clients to their limits, over all gateways."""
 
 import logging
 from dataclasses import dataclass
@@ -18,26 +18,31 @@ _MOST_FILE_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Client:
-    """Whoever holds keys of one name; without keys there is one, with the name "", who may do everything."""
+    """Whoever holds the API keys of one name.
+
+    If no keys are configured, there is a single client: its name is empty, and it has no limits.
+    """
 
     name: str
     limits: KeyLimits
 
     @property
     def limited(self) -> bool:
-        """Whether there is anything this client may not do as much as it likes."""
+        """Whether this client has any limit."""
         return self.limits != KeyLimits()
 
 
 class Keyring:
-    """The keys that are good, and the clients that hold them. The file is read again when it changes.
+    """The valid API keys, and the clients that hold them. The key file is read again when it changes.
 
-    A file that cannot be read or understood leaves the keys as they were: that is logged, and counted.
+    If a changed file cannot be read or understood, the keys stay as they were, which is logged and counted.
     """
 
     def __init__(self, variable: str | None, path: str | None, usual: KeyLimits, metrics: Metrics) -> None:
-        """``variable``: keys as in the environment, ``path``: of a file of them; at least one of both. ``usual``: the
-        limits of clients that have none of their own.
+        """Read the keys.
+
+        ``variable``: the value of PAGEWISE_API_KEYS. ``path``: of the key file. At least one of the two is given.
+        ``usual``: the limits of clients for which no others are set.
 
         Raises:
             ConfigError: there is no key, or a line cannot be understood.
@@ -48,7 +53,7 @@ class Keyring:
         self._keys = self._load()
 
     def find(self, key: str) -> Client | None:
-        """Who holds this key. The time it takes tells nothing about the keys that are good."""
+        """Return the client that holds ``key``, or None. How long this takes reveals nothing about the valid keys."""
         if self._file.changed():
             self._reload()
         return self._keys.get(digest_of(key))

@@ -1,7 +1,6 @@
 """``POST /v1/completions``."""
 
 import asyncio
-import time
 
 from aiohttp import web
 
@@ -12,9 +11,10 @@ from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
 from pagewise_gateway.http.params import check_common, output_budget, sampling_params, truncated
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_prompts, encode_prompt
+from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
-from pagewise_gateway.http.sse import EventTemplate, encode, event, stream_events
+from pagewise_gateway.http.sse import EventTemplate, event
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -23,8 +23,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts.
 
     Raises:
-        APIError: the request is wrong, or cannot be served now.
-        GenerationError: it was not taken, or failed before anything was answered.
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
     body = await read_request(request, CompletionRequest)
@@ -40,89 +40,62 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     )
     prompts: list[Prompt] = []
     for one in given:
-        if prompts:  # many short texts would hold up everybody else
+        if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
         whole = await encode_prompt(service, one, body, capacity)
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
     with Generation(service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
-        completion = _Completion(service, body, prompts, generation, f"cmpl-{request[REQUEST_ID]}")
-        if not body.stream:
-            return await completion.answer()
-        return await stream_events(request, service, generation, completion.events, completion.last)
+        return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
 
 
-class _Completion:
-    """How a text completion is told."""
+class _Completion(Responder[CompletionResponse, CompletionChoice]):
+    """The response to a text completion."""
 
     def __init__(
         self,
+        completion_id: str,
         service: Service,
         body: CompletionRequest,
         prompts: list[Prompt],
         generation: Generation,
-        completion_id: str,
     ) -> None:
-        self._generation = generation
-        self._id = completion_id
-        self._created = int(time.time())
-        self._model = service.limits.model_name
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._continuous = bool(self._usage and options and options.continuous_usage_stats)
-        # Most chunks tell of a text and nothing else.
-        self._plain = not (self._continuous or body.return_token_ids or body.logprobs is not None)
+        super().__init__(
+            CompletionResponse, completion_id, service, body, generation, logprobs=body.logprobs is not None
+        )
         self._choices = [
             _Choice(service, body, prompt, generation, number * generation.n + output)
             for number, prompt in enumerate(prompts)
             for output in range(generation.n)
         ]
 
-    def events(self, news: list[SequenceDelta]) -> bytes:
-        """The events that tell the news."""
-        if len(news) == 1:
-            return self._event(news[0])
-        return b"".join([self._event(delta) for delta in news])
-
-    def last(self) -> bytes:
-        """The event with the usage, if it is wanted."""
-        if not self._usage:
-            return b""
-        chunk = self._chunk([])
-        chunk.usage = self._generation.usage()
-        return event(chunk)
-
-    async def answer(self) -> web.Response:
-        """The whole, in one answer."""
+    async def answer(self) -> CompletionResponse:
+        """See ``Responder``."""
         outputs = await self._generation.outputs()
-        told = [choice.tell(delta) for choice, delta in zip(self._choices, outputs, strict=True)]
-        answer = self._chunk([choice for choice in told if choice is not None])
+        parts = [choice.part(delta) for choice, delta in zip(self._choices, outputs, strict=True)]
+        answer = self._chunk([part for part in parts if part is not None])
         answer.usage = self._generation.usage()
-        return web.Response(body=encode(answer), content_type="application/json")
+        return answer
 
     def _event(self, delta: SequenceDelta) -> bytes:
         choice = self._choices[delta.index]
-        if self._plain and choice.opened and delta.finish_reason is None:
+        if self._only_text and choice.opened and delta.finish_reason is None:
             if not delta.text:
                 return b""
             if choice.template is None:
                 choice.template = EventTemplate(lambda text: self._chunk([CompletionChoice(delta.index, text)]))
             return choice.template.event(delta.text)
-        told = choice.tell(delta)
-        return event(self._chunk([told])) if told is not None else b""
-
-    def _chunk(self, choices: list[CompletionChoice]) -> CompletionResponse:
-        chunk = CompletionResponse(self._id, self._created, self._model, choices)
-        if self._usage:
-            chunk.usage = self._generation.usage() if self._continuous else None
-        return chunk
+        part = choice.part(delta)
+        return event(self._chunk([part])) if part is not None else b""
 
 
 class _Choice:
-    """One choice, and how much of it has been told.
+    """One choice of the response.
 
-    ``opened``: something has. ``template``: the events that tell of a text and nothing else.
+    Fields:
+        opened: whether a part of it has been sent.
+        template: makes the events that carry nothing but text.
     """
 
     def __init__(
@@ -140,8 +113,8 @@ class _Choice:
             else None
         )
 
-    def tell(self, delta: SequenceDelta) -> CompletionChoice | None:
-        """What is new in the response's terms; None if there is nothing to tell yet."""
+    def part(self, delta: SequenceDelta) -> CompletionChoice | None:
+        """Return what a delta adds to the choice; None if there is nothing to send yet."""
         body, text, entries, first = self._body, delta.text, delta.logprobs, None
         opening, self.opened = not self.opened, True
         if opening and body.echo:

@@ -1,4 +1,4 @@
-"""What every handler needs, kept in the application."""
+"""What every request handler needs; it is kept in the application."""
 
 from array import array
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 REQUEST_ID = web.RequestKey("request_id", str)
-"""Our own id of a request: unique, and what the log and the answer's id say."""
+"""Our own id of a request. It is unique; the log and the id of the response contain it."""
 
 CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
-"""The X-Request-Id that comes back: the client's own, if it sent one that can be sent back."""
+"""The X-Request-Id of the response: the client's own if it sent a valid one, else ours."""
 
 CLIENT = web.RequestKey("client", Client)
-"""Who sends the request."""
+"""The client that sent the request."""
 
 _SHORT_CHARACTERS = 2_000
-"""Texts up to here are tokenized on the event loop: a round trip to a thread would take longer."""
+"""Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 
 
 @dataclass(slots=True, frozen=True)
 class Service:
-    """The HTTP surface's surroundings. ``write_timeout``: seconds a client may take to read what was written."""
+    """What request handlers use. ``write_timeout``: seconds that a client may take to read what was written."""
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
 
@@ -40,7 +40,7 @@ class Service:
     write_timeout: float
 
     def require_capacity(self) -> Capacity:
-        """The limits that requests are checked against.
+        """Return the limits that requests are checked against.
 
         Raises:
             UnavailableError: no executor has joined yet.
@@ -51,7 +51,7 @@ class Service:
         return capacity
 
     async def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
-        """Token ids (int32) of a text, off the event loop if it is long."""
+        """Return the token ids (int32) of a text. A long text is tokenized on another thread."""
         if len(text) <= _SHORT_CHARACTERS:
             return array("i", self.tokenizer.encode(text, add_special_tokens))
         ids = await self.tokenizer.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens))

@@ -1,6 +1,6 @@
-"""What the KV memory holds and how each request got its part: for people, and for ``pagewise vmstat`` and ``pmap``.
+"""The ``/debug`` endpoints, for people and for ``pagewise vmstat`` and ``pagewise pmap``.
 
-The scheduler answers; its JSON is passed on as it is.
+They show what KV memory holds, and the blocks of single requests. The JSON comes from the scheduler as it is.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ async def debug_memory(request: web.Request) -> web.Response:
 
 
 async def debug_request(request: web.Request) -> web.Response:
-    """The blocks of one request, and what happened to them. Knows the last few that have ended, too."""
+    """The blocks of one request and their history. The last few requests that have ended are known too."""
     name = request.match_info["request_id"]
     try:
         return await _report(request, "request", name.removeprefix("chatcmpl-").removeprefix("cmpl-"))

@@ -2,8 +2,8 @@
 
 APIError
 ├── InvalidRequestError (400)
-│   ├── UnsupportedParameterError   a field we know of and do not support
-│   ├── UnknownParameterError       a field nobody knows
+│   ├── UnsupportedParameterError   a field of OpenAI's or vLLM's API that Pagewise does not support
+│   ├── UnknownParameterError       a field that none of these APIs has
 │   └── ContextLengthError          prompt and output exceed the model's length
 ├── InvalidKeyError (401)
 ├── NotFoundError (404)
@@ -26,11 +26,11 @@ from msgspec import Struct
 from pagewise_gateway.generation import AdmissionError, GenerationError, NoExecutorError
 
 RETRY_AFTER_SECONDS = 2
-"""Where nothing better is known: about what an executor takes to come back."""
+"""Default of Retry-After: about as long as an executor takes to come back."""
 
 
 class ErrorDetail(Struct, frozen=True):
-    """What went wrong: ``param`` names the field, ``code`` is for programs."""
+    """What went wrong. ``param`` names the field of the request; ``code`` is meant for programs."""
 
     message: str
     type: str
@@ -39,13 +39,13 @@ class ErrorDetail(Struct, frozen=True):
 
 
 class ErrorResponse(Struct, frozen=True):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class APIError(Exception):
-    """An answer that is not a success; the text is shown to the client."""
+    """An error response; its text is shown to the client."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -60,11 +60,11 @@ class APIError(Exception):
             self.retry_after = max(1, retry_after)
 
     def body(self) -> bytes:
-        """The JSON body."""
+        """Return the JSON body."""
         return msgspec.json.encode(ErrorResponse(ErrorDetail(str(self), self.type, self.param, self.code)))
 
     def response(self) -> web.Response:
-        """The answer."""
+        """Return the response."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -72,7 +72,7 @@ class APIError(Exception):
 
 
 class InvalidRequestError(APIError):
-    """The request cannot be understood or has an unusable value; ``param`` names the field."""
+    """The request cannot be understood, or a value is unusable; ``param`` names the field."""
 
     status = 400
     type = "invalid_request_error"
@@ -85,7 +85,7 @@ class UnsupportedParameterError(InvalidRequestError):
 
 
 class UnknownParameterError(InvalidRequestError):
-    """A field that no API has."""
+    """A field that neither OpenAI's nor vLLM's API has."""
 
     code = "unknown_parameter"
 
@@ -97,7 +97,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class InvalidKeyError(APIError):
-    """The request comes without an API key that is good."""
+    """The request has no valid API key."""
 
     status = 401
     type = "invalid_request_error"
@@ -120,7 +120,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class MethodNotAllowedError(APIError):
-    """The path exists, the method does not."""
+    """The path exists, but not with this method."""
 
     status = 405
     type = "invalid_request_error"
@@ -153,7 +153,7 @@ class MediaTypeError(APIError):
 
 
 class OverloadedError(APIError):
-    """Too much waits already, or its API key is over a limit. ``retry_after``: seconds."""
+    """The queue is full, or the API key is over one of its limits. ``retry_after``: seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -162,7 +162,7 @@ class OverloadedError(APIError):
 
 
 class InternalError(APIError):
-    """Something failed on our side."""
+    """Something failed inside the server."""
 
     code = "internal_error"
 
@@ -176,7 +176,7 @@ class UnavailableError(APIError):
 
 
 def from_http_exception(error: web.HTTPException, what: str) -> APIError:
-    """The error for an answer that aiohttp itself would have given to ``what`` (method and path)."""
+    """Return the error for a response that aiohttp itself would have sent. ``what``: method and path of the request."""
     kinds: dict[int, type[APIError]] = {
         404: NotFoundError,
         405: MethodNotAllowedError,
@@ -188,7 +188,7 @@ def from_http_exception(error: web.HTTPException, what: str) -> APIError:
 
 
 def failure(error: GenerationError) -> APIError:
-    """The answer to a request that was not taken, or failed after it was."""
+    """Return the error response for a request that was not accepted, or failed later."""
     match error:
         case AdmissionError(kind="never_fits"):
             return ContextLengthError(str(error))

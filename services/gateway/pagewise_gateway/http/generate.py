@@ -1,4 +1,4 @@
-"""Runs what one HTTP request asks for: submits it, reads its news, aborts it."""
+"""Runs the generation that an HTTP request asks for: submits it, reads its deltas, aborts it."""
 
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -15,9 +15,9 @@ from pagewise_gateway.link import LiveRequest, SchedulerLink
 
 
 class Generation:
-    """What runs for one HTTP request. Leaving the context aborts what still does.
+    """The generation of one HTTP request. Entering the context submits it; leaving aborts what has not ended.
 
-    Deltas come out with ``index`` being the choice's index in the response: prompt by prompt, n each.
+    The ``index`` of a delta is that of its choice in the response: prompt by prompt, n choices each.
     """
 
     def __init__(
@@ -60,16 +60,19 @@ class Generation:
         self._live.abort()
 
     async def news(self) -> list[SequenceDelta]:
-        """Wait for what is new, at most one delta for each choice; nothing once all have ended.
+        """Wait for new deltas, at most one for each choice. Returns an empty list once all choices have ended.
 
         Raises:
-            GenerationError: it was not taken, or failed.
+            GenerationError: the request was not accepted, or failed.
         """
         return await self._live.next()
 
     def follow(self, ready: Callable[[], bool], tell: Callable[[list[SequenceDelta]], None]) -> None:
-        """From now on, ``tell`` news as they come if whoever they are for is ``ready``, without waking a task, which
-        would cost as much as the rest. ``news`` has those that come otherwise, and the last ones."""
+        """From now on, call ``tell`` with deltas as they arrive, whenever ``ready`` returns true.
+
+        This does not wake a task for every token, which would take as long as all other work on it. Deltas that arrive
+        while ``ready`` returns false, and the last ones, come from ``news``.
+        """
 
         def follower() -> bool:
             if not ready():
@@ -80,21 +83,21 @@ class Generation:
         self._live.follow(follower)
 
     async def outputs(self) -> list[SequenceDelta]:
-        """Wait for all that comes, as one delta for each choice, in order.
+        """Wait until all choices have ended. Returns one delta for each, in order.
 
         Raises:
-            GenerationError: it was not taken, or failed.
+            GenerationError: the request was not accepted, or failed.
         """
-        deltas = await self._live.next()  # whole: there are no others
+        deltas = await self._live.next()  # all of them: the request is ``whole``
         await self._live.next()
         return sorted(deltas, key=lambda delta: delta.index)
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt of a choice, if they are wanted; complete before its first delta."""
+        """Return the log-probabilities of a choice's prompt, if requested. They are complete before its first delta."""
         return self._live.outputs[index].prompt.logprobs
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         live = self._live
         prompt = sum(len(one.tokens) for one in self._request.prompts)
         output = live.num_output_tokens

@@ -1,12 +1,12 @@
-"""API keys as operators write them: a line each, in a file or in a variable of the environment.
+"""API keys as operators write them: one line each, in a file or in an environment variable.
 
-    # name: key, and what differs from the limits of all keys
+    # name: key, and limits that differ from those of the --key-... options
     alice: sk-live-9f3b...
     batch: sk-live-77aa...   concurrent=4 tokens-per-minute=200000
     batch: sk-next-1c0d...
 
-A name may have several keys, so that one can be replaced by another while both are good; they are one client, with one
-set of limits. Of a key only a digest is kept, which only this process can make.
+A name may have several keys, so that a key can be replaced while both the old and the new one are valid. They belong
+to one client, with one set of limits. Only digests of keys are kept, made with a secret that only this process has.
 """
 
 import hmac
@@ -19,7 +19,7 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
 SOLE_NAME = "default"
-"""Name of a key that stands in the environment without one."""
+"""The name of a key that the environment variable holds without a name."""
 
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<limits>(?:\s+\S+)*)"
@@ -35,23 +35,23 @@ _SECRET = secrets.token_bytes(32)
 
 @dataclass(slots=True)
 class KeyTable:
-    """The keys that are good: the ``names`` they stand for by their digests, and the ``limits`` by name."""
+    """The valid keys. ``names``: the name of each key, by digest. ``limits``: the limits of each name."""
 
     names: dict[bytes, str] = field(default_factory=dict)
     limits: dict[str, KeyLimits] = field(default_factory=dict)
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key, and looked up.
+    """Return the digest by which a key is stored and looked up.
 
-    Nobody outside can tell which digest a guess has, so the time that a lookup takes says nothing about the keys that
-    are good, however it compares them.
+    Nobody outside this process can compute the digest of a guessed key. So the time that a lookup takes reveals nothing
+    about the valid keys, in whichever way it compares digests.
     """
     return hmac.digest(_SECRET, key.encode(errors="surrogateescape"), "sha256")
 
 
 def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
-    """Add the keys in ``text`` to ``table``. ``usual``: the limits of clients whose line sets none.
+    """Add the keys in ``text`` to ``table``. ``usual``: the limits of names for which no line sets others.
 
     Raises:
         ConfigError: a line cannot be understood. The text names ``source`` and the line, never a key.
@@ -80,7 +80,7 @@ def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None
 
 
 def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
-    """The same of the environment: lines, or entries with commas between them, or a single key without a name.
+    """Add the keys of an environment variable: lines as in a file, entries between commas, or one key without a name.
 
     Raises:
         ConfigError: as in ``read_keys``.

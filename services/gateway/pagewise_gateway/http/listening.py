@@ -1,4 +1,4 @@
-"""The listening socket: how many connections there may be, and for how long one may idle."""
+"""The listening sockets: how many connections there may be, and how long one may be idle."""
 
 import asyncio
 import logging
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from pagewise_shared.service_process import raise_file_limit
 
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.server_log import ServerLog
@@ -22,7 +23,7 @@ BACKLOG = 1024
 _PAUSE_SECONDS = 1.0
 
 OTHER_FILES = 256
-"""Open files that are no connections of clients: the scheduler, logs, the model."""
+"""Open files that are not connections of clients: the connection to the scheduler, logs, the model."""
 
 
 @asynccontextmanager
@@ -41,8 +42,8 @@ async def listening(
     """Serve ``app`` until the context is left.
 
     ``keepalive_timeout``: seconds that a connection may be without a request, or take to send the head of one.
-    ``shutdown_timeout``: seconds that requests in progress have at the end. ``reuse_port``: others may listen on the
-    same port.
+    ``shutdown_timeout``: seconds that requests in progress get when the context is left. ``reuse_port``: whether other
+    processes may listen on the same port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -96,10 +97,10 @@ async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
 
 
 class Acceptor:
-    """Accepts connections, as many as there may be, and turns the others away.
+    """Accepts connections up to a limit, and answers those beyond it with a 503.
 
-    It takes all that wait at once. libuv takes one each time round the event loop, which is a few a second where
-    thousands of streams keep the loop busy. ``address``: host and port where it was opened first.
+    It accepts all waiting connections at once. libuv accepts one per iteration of the event loop, which is a few per
+    second while thousands of streams keep the loop busy. ``address``: host and port of its first listening socket.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept, listener)
 
     async def close(self) -> None:
-        """Accept those that wait, and then no more: closing would break their connections."""
+        """Stop accepting. Waiting connections are accepted first, because closing the socket would break them."""
         for listener in self._listeners:
             self._accept(listener)
             self._loop.remove_reader(listener)
@@ -144,7 +145,7 @@ class Acceptor:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
-            except OSError as error:  # out of files or memory: those that wait are taken when there are some again
+            except OSError as error:  # out of files or memory: the waiting connections are accepted later
                 log.error("cannot accept connections for %g s: %s", _PAUSE_SECONDS, error)
                 self._loop.remove_reader(listener)
                 self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
@@ -164,8 +165,8 @@ class Acceptor:
         secure = self._certificate is not None
 
         def protocol() -> asyncio.Protocol:
-            if not secure:  # else there is a handshake first
-                self._arriving.discard(connection)  # from here on the server counts it
+            if not secure:  # with TLS this is called before the handshake
+                self._arriving.discard(connection)  # the server counts it from here on
             return self._server() if welcome else _TurnAway()
 
         try:
@@ -178,8 +179,8 @@ class Acceptor:
                     ssl=self._certificate.context(),
                     ssl_handshake_timeout=self._handshake_timeout,
                 )
-        except OSError as error:  # it has hung up already, or its handshake failed
-            log.debug("a connection did not come about: %s", error)
+        except OSError as error:  # the client hung up already, or its TLS handshake failed
+            log.debug("a client did not get a connection: %s", error)
             connection.close()
         finally:
             self._arriving.discard(connection)
@@ -187,12 +188,14 @@ class Acceptor:
             self._metrics.http_connections_refused.inc()
             if not self._told:
                 self._told = True
-                log.warning("%d connections are open, the most there may be: others are answered 503", self._most)
+                log.warning("%d connections are open, which is the limit: others are answered with 503", self._most)
 
 
 class _TurnAway(asyncio.Protocol):
-    """Says that there are too many connections, and closes, once the client has had time to read it: closing at once
-    what it still sends to would reset the connection."""
+    """Answers that there are too many connections, and closes the connection after a pause.
+
+    Closing it at once, while the client still sends, would reset it before the client has read the answer.
+    """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -208,13 +211,11 @@ class _TurnAway(asyncio.Protocol):
             transport.write_eof()
 
 
-def raise_file_limit(max_connections: int) -> int:
-    """Let the process open as many files as it may; returns how many connections that leaves room for."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY or hard - OTHER_FILES >= max_connections:
-        return max_connections
-    most = max(1, hard - OTHER_FILES)
-    log.warning("the process may open %d files: at most %d connections, not %d", hard, most, max_connections)
+def most_connections(wanted: int) -> int:
+    """Raise the limit of open files, and return ``wanted``, or fewer connections if the limit has no room for them."""
+    files = raise_file_limit()
+    if files == resource.RLIM_INFINITY or files - OTHER_FILES >= wanted:
+        return wanted
+    most = max(1, files - OTHER_FILES)
+    log.warning("this process may open %d files: it serves at most %d connections, not %d", files, most, wanted)
     return most

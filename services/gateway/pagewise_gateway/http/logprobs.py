@@ -14,7 +14,7 @@ from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
-"""JSON has no minus infinity: a token that cannot be drawn reads as this, as at OpenAI."""
+"""JSON has no minus infinity: a token that cannot be sampled gets this log-probability, as in OpenAI's API."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -42,13 +42,13 @@ class CompletionLogprobsBuilder:
         self._offset = 0
 
     def add(self, entries: Sequence[TokenLogprobs], first_token: int | None = None) -> CompletionLogprobs:
-        """The piece for these tokens. ``first_token``: an echoed prompt's first, which has no log-probability."""
+        """Return the part for these tokens. ``first_token``: the first token of an echoed prompt, which has none."""
         piece = CompletionLogprobs([], [], [], [])
         if first_token is not None:
             self._append(piece, first_token, None, None)
         for entry in entries:
             logprob = max(entry.logprob, _LOWEST)
-            # The token itself first, so that no other token that reads the same takes its place.
+            # The token itself comes first, so that no other token with the same text takes its place.
             top = {self._name(entry.token_id): logprob}
             for token_id, alternative in zip(entry.top_ids, entry.top_logprobs, strict=True):
                 top.setdefault(self._name(token_id), max(alternative, _LOWEST))
@@ -65,7 +65,7 @@ class CompletionLogprobsBuilder:
         self._offset += len(self._text.push((token_id,)))
 
     def _name(self, token_id: int) -> str:
-        """The token's text; part of a character reads "bytes:\\xe2\\x82", as at OpenAI."""
+        """Return the token's text. A part of a character is written as "bytes:\\xe2\\x82", as in OpenAI's API."""
         data = self._tokenizer.token_as_bytes(token_id)
         try:
             return data.decode()

@@ -42,20 +42,20 @@ _GETS: dict[str, tuple[str, type | None]] = {
 }
 _ERRORS = {
     400: "The request is wrong; param names the field.",
-    401: "An API key is needed, or it is not good.",
+    401: "The API key is missing or not valid.",
     404: "No such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
-    429: "Too much waits, or the API key is over one of its limits; Retry-After says when to come back.",
-    500: "It failed on our side.",
+    429: "The queue is full, or the API key is over one of its limits; Retry-After says when to try again.",
+    500: "The server failed.",
     503: "No scheduler answers, or no executor is ready.",
 }
 _REF = "#/components/schemas/{name}"
 
 
 def document(version: str, model_name: str) -> dict[str, Any]:
-    """The document, as plain JSON values."""
+    """Return the document as plain JSON values."""
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
     _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in _POSTS}
@@ -101,7 +101,7 @@ def _get(path: str) -> dict[str, Any]:
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
     if path.startswith("/debug/"):
-        responses["400"] = _error("limit is no number, or out of range.")
+        responses["400"] = _error("limit is not a number, or out of range.")
         responses["503"] = _error("No scheduler answers.")
         schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
         parameters.append({"name": "limit", "in": "query", "schema": schema})

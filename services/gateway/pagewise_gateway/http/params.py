@@ -1,4 +1,4 @@
-"""From a request body to what the scheduler runs: defaults, limits, and errors that name the field."""
+"""Turns the fields of a body into what the scheduler runs: defaults, limits, and errors that name the field."""
 
 import secrets
 from array import array
@@ -17,32 +17,32 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 _MOST_CANDIDATES = 1 << 16
 _GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy: dividing by them would overflow."""
+"""Lower temperatures are treated as greedy, because dividing by them would overflow."""
 
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """What this service allows beyond the model's own limits."""
+    """Limits of this service, in addition to those of the model, and the name of its model."""
 
     model_name: str
     max_n: int
 
 
 def check_model(name: str | None, limits: Limits) -> None:
-    """Refuse another model's name.
+    """Check that a request names the model that is served, or none.
 
     Raises:
-        ModelNotFoundError: it is not the one that is served.
+        ModelNotFoundError: it names another one.
     """
     if name is not None and name != limits.model_name:
         raise ModelNotFoundError(f"the model {name!r} does not exist here; {limits.model_name!r} does", param="model")
 
 
 def check_common(body: GenerationFields, limits: Limits) -> int:
-    """Check what needs no tokens; returns n.
+    """Check the fields that can be checked without tokens. Returns n.
 
     Raises:
-        ModelNotFoundError: another model is meant.
+        ModelNotFoundError: the request names another model.
         InvalidRequestError: n is over the limit, or fields contradict each other.
     """
     check_model(body.model, limits)
@@ -58,7 +58,7 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
 
 
 def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
-    """How to search, if the request wants beams."""
+    """Return the parameters of beam search, or None if the request does not ask for it."""
     if not body.use_beam_search:
         return None
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
@@ -66,7 +66,7 @@ def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
 
 
 def _check_choosing(body: GenerationFields, n: int) -> None:
-    """Fields that beam search and best_of have no use for, and those that only beam search has."""
+    """Refuse fields that beam search or best_of does not support, and fields that only beam search has."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise InvalidRequestError("length_penalty is only allowed with use_beam_search", "length_penalty")
@@ -112,18 +112,18 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling parameters of a request, defaults filled in, everything checked against the vocabulary.
+    """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
 
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
     """
     stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     if not body.ignore_eos:
-        ends = (token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # others are never drawn
+        ends = (token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
         stop_ids = tuple(sorted({*stop_ids, *ends}))
     top_p = 1.0 if body.top_p is None else body.top_p
     temperature = 1.0 if body.temperature is None else body.temperature
-    if temperature < _GREEDY_BELOW or top_p == 0.0:  # a nucleus of nothing but the best token
+    if temperature < _GREEDY_BELOW or top_p == 0.0:  # a top_p of 0 keeps the most likely token only
         temperature, top_p = 0.0, 1.0
     return SamplingParams(
         temperature=temperature,
@@ -154,13 +154,14 @@ def output_budget(
     prompt: str = "prompt",
     output: str = "max_tokens",
 ) -> int:
-    """Output tokens a sequence may have; ``default`` None is what the model's length leaves.
+    """Return how many output tokens a sequence may have.
 
-    ``prompt`` and ``output`` name the fields that errors speak of.
+    ``wanted``: what the request asks for. ``default``: used if it asks for nothing; None stands for all that the
+    model's length leaves. ``prompt`` and ``output``: names of the fields, for errors.
 
     Raises:
         InvalidRequestError: the number is negative, or less than ``min_tokens``.
-        ContextLengthError: prompt and output do not fit.
+        ContextLengthError: prompt and output together are longer than the model allows.
     """
     if wanted is not None and wanted < 0:
         raise InvalidRequestError(f"{output} must not be negative", output)
@@ -185,7 +186,7 @@ def output_budget(
 
 
 def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | None, capacity: Capacity) -> "array[int]":
-    """The prompt's last ``truncate_prompt_tokens`` tokens (-1: as many as leave room for ``max_tokens``).
+    """Return the prompt's last ``truncate_prompt_tokens`` tokens (-1: as many as leave room for ``max_tokens``).
 
     Raises:
         InvalidRequestError: nothing would be left.
@@ -201,7 +202,7 @@ def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | No
 
 
 def stop_texts(body: GenerationFields) -> tuple[str, ...]:
-    """The stop strings, as a tuple."""
+    """Return the stop strings of a request."""
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
@@ -217,7 +218,7 @@ def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[in
 def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
-        # The length first: turning a string of a million digits into a number takes its time.
+        # The length is checked first: converting a string of a million digits to a number takes long.
         if len(key) > 10 or not (key.isascii() and key.isdigit()) or int(key) >= capacity.vocab_size:
             raise InvalidRequestError(
                 f"logit_bias: {key[:20]!r} is no token id below {capacity.vocab_size}", "logit_bias"
@@ -227,9 +228,10 @@ def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens, as it stands and as it reads behind a space.
+    """Return the token sequences to ban: of each word as it is, and as it is tokenized after a space.
 
-    The second form only counts if it is as long and begins differently, as in vLLM: else it would ban the space.
+    As in vLLM, the second form counts only if it has as many tokens and another first one. Otherwise it would ban the
+    space itself.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request struct."""
+"""Turns the bytes of a body into a checked request struct."""
 
 import asyncio
 import re
@@ -31,8 +31,8 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> Re
     """Read and check the body.
 
     Raises:
-        MediaTypeError, BodyTooLargeError, BodyTimeoutError: it is not even read.
-        InvalidRequestError: it is no JSON, or a field is unknown, unsupported, or has an unusable value.
+        MediaTypeError, BodyTooLargeError, BodyTimeoutError: the body cannot be read.
+        InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -54,13 +54,13 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> Re
 
 
 def parse_request(body: bytes, request_type: type[RequestT]) -> RequestT:
-    """The request in these bytes.
+    """Return the request in these bytes.
 
     Raises:
         InvalidRequestError: as in ``read_request``.
     """
     try:
-        text = body.decode()  # JSON is UTF-8; the decoder would only notice inside strings
+        text = body.decode()  # JSON is UTF-8; the JSON decoder checks that inside strings only
         fields = msgspec.json.decode(text)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the body is not valid UTF-8 (byte {error.start})") from None
@@ -82,7 +82,7 @@ def parse_request(body: bytes, request_type: type[RequestT]) -> RequestT:
 
 
 def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRequestError:
-    """The error in terms of the client's fields."""
+    """Return the error in terms of the fields that the client sent."""
     text = str(error)
     path_match = _PATH.search(text)
     path = path_match[1].replace("[...]", "") if path_match else ""

@@ -1,4 +1,4 @@
-"""Prompts as token ids."""
+"""Turns prompts and conversations into token ids."""
 
 from array import array
 
@@ -12,10 +12,10 @@ MAX_PROMPTS = 2048
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The request's prompts: one text, one list of token ids, or several of either.
+    """Return the request's prompts: one text, one list of token ids, or several of either.
 
     Raises:
-        InvalidRequestError: it is a mixture, empty, or too many.
+        InvalidRequestError: token ids and prompts are mixed in one list, a prompt is empty, or there are too many.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -36,11 +36,11 @@ def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
 async def encode_prompt(
     service: Service, prompt: str | list[int], body: CompletionRequest, capacity: Capacity
 ) -> "array[int]":
-    """Token ids (int32) of one of the request's prompts.
+    """Return the token ids (int32) of one of the request's prompts.
 
     Raises:
-        InvalidRequestError: it has no tokens, or ids outside the vocabulary.
-        ContextLengthError: a text so long that it need not be tokenized to know.
+        InvalidRequestError: the prompt has no tokens, or ids outside the vocabulary.
+        ContextLengthError: the text is so long that it cannot fit, however it is tokenized.
     """
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
@@ -58,15 +58,15 @@ async def encode_prompt(
 
 
 async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None) -> "array[int]":
-    """Token ids (int32) of a conversation, rendered with the model's chat template.
+    """Return the token ids (int32) of a conversation, rendered with the model's chat template.
 
     Raises:
-        InvalidRequestError: it cannot be rendered, or has no tokens.
+        InvalidRequestError: the conversation cannot be rendered, or has no tokens.
         ContextLengthError: as in ``encode_prompt``.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
         )
     messages = [
         {"role": message.role, "content": _content(message.content)}
@@ -85,7 +85,7 @@ async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest, cap
         raise InvalidRequestError(str(error), "messages") from error
     if capacity is not None and isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
         check_text_length(service, text, capacity, "messages")
-    # Templates write the special tokens themselves.
+    # Chat templates contain the special tokens.
     tokens = await service.encode(text, bool(body.add_special_tokens))
     if not tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
@@ -93,10 +93,10 @@ async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest, cap
 
 
 def check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:
-    """Refuse a text that has more tokens than fit even if all of them were the longest there are.
+    """Refuse a text that would not fit even if all its tokens were as long as the longest one of the vocabulary.
 
     Raises:
-        ContextLengthError: it has.
+        ContextLengthError: the text is that long.
     """
     if len(text) > (capacity.max_model_len + 1) * service.tokenizer.longest_token:
         raise ContextLengthError(

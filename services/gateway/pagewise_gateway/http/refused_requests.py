@@ -1,8 +1,8 @@
 """Garbage collection of refused requests.
 
-Exceptions, frames and what was received hold each other when a request is refused, mostly inside aiohttp. It is few
-objects and up to 300 KB for each request: the collector counts objects, is told to look seldom, and would let hundreds
-of megabytes come together.
+When a request is refused, exceptions, stack frames and the received bytes refer to each other in cycles, mostly inside
+aiohttp. A cycle has few objects but up to 300 KB. The garbage collector counts objects and is set to run rarely, so it
+would let hundreds of megabytes pile up.
 """
 
 import gc
@@ -11,13 +11,13 @@ _COLLECT_EVERY = 64
 
 
 class RefusedRequests:
-    """Counts requests that are refused, and has the youngest objects looked through every so many of them."""
+    """Counts refused requests, and collects the youngest generation of objects after every 64 of them."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self) -> None:
-        """One more request was refused."""
+        """Count one more refused request."""
         self._count += 1
         if self._count % _COLLECT_EVERY == 0:
             gc.collect(0)

@@ -1,6 +1,6 @@
-"""The bodies Pagewise answers with: OpenAI's shapes, and vLLM's fields on top of them.
+"""The bodies of responses: OpenAI's shapes, extended by vLLM's fields.
 
-A field that is UNSET is left out; one that is None is there as null, as OpenAI has it.
+A field that is UNSET is left out of the JSON; one that is None becomes null, as in OpenAI's API.
 """
 
 from typing import Literal
@@ -67,7 +67,7 @@ class TokenLogprob(Struct):
 
 
 class ChosenTokenLogprob(TokenLogprob):
-    """The same for a token of the output, with the most likely alternatives, best first."""
+    """A token of the output, its log-probability, and the most likely alternatives, best first."""
 
     top_logprobs: list[TokenLogprob]
 

@@ -1,7 +1,7 @@
-"""The bodies clients send: OpenAI's parameters, and vLLM's on top of them.
+"""The bodies of requests: OpenAI's parameters, extended by vLLM's.
 
-A field that is null counts as not given. Values that depend on the model (its length, its vocabulary) are checked
-elsewhere; what is declared here is also what ``/openapi.json`` says.
+A field that is null counts as not given. The constraints declared here also appear in ``/openapi.json``. What depends
+on the model (its length, its vocabulary) is checked in ``params`` and ``prompts``.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,9 +27,9 @@ Prompt = Annotated[
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    """What a stream tells besides its text.
+    """What a stream contains besides its text.
 
-    ``include_usage``: a last chunk with the token counts. ``continuous_usage_stats``: counts so far in every chunk.
+    ``include_usage``: a last chunk with token counts. ``continuous_usage_stats``: the counts so far in every chunk.
     """
 
     include_usage: bool | None = None
@@ -38,13 +38,13 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
-    """The only response format there is."""
+    """The only response format that is supported."""
 
     type: Literal["text"]
 
 
 class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The parameters that both ways of generating have."""
+    """The parameters that text completions and chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = None

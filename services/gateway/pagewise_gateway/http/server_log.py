@@ -1,4 +1,4 @@
-"""What aiohttp logs of connections: bytes that are no HTTP are the client's doing, not a failure of ours."""
+"""aiohttp's log of connections. Malformed HTTP is the client's fault, so it is not logged as an error."""
 
 import logging
 import sys
@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log, in which what clients send wrongly is a line for debugging instead of a traceback."""
+    """aiohttp's logger, except that malformed requests become one debug line instead of a traceback."""
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("aiohttp.server"))
         self._refused = RefusedRequests()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
-        """Log, or say briefly what the client did."""
+        """Log a message; a malformed request becomes one debug line."""
         error = kwargs.get("exc_info")
         if error and not isinstance(error, BaseException):
             error = sys.exc_info()[1]
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            log.debug("a client sent no proper HTTP: %s", " ".join(str(error).split())[:200])
-            error.__traceback__ = None  # its frames hold the error
+            log.debug("a client sent malformed HTTP: %s", " ".join(str(error).split())[:200])
+            error.__traceback__ = None  # breaks a cycle: its frames refer to the error
             self._refused.add()
             return
         super().log(level, msg, *args, **kwargs)  # type: ignore[arg-type]

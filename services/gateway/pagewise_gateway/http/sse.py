@@ -18,35 +18,35 @@ log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 _MARK = "\x00text"
-"""Stands for a text in a template; no chunk holds it otherwise."""
+"""The placeholder of the text in a template; no chunk contains it otherwise."""
 
 encode = msgspec.json.Encoder().encode
-"""JSON of a value."""
+"""Encodes a value as JSON."""
 
 
 def event(data: object) -> bytes:
-    """An event with the JSON of ``data``."""
+    """Return an event that carries the JSON of ``data``."""
     return b"data: %b\n\n" % encode(data)
 
 
 class EventTemplate:
-    """Events that differ in one text alone: what is around it is encoded once."""
+    """Makes events that differ in one text only. Everything around the text is encoded once."""
 
     __slots__ = ("_after", "_before")
 
     def __init__(self, chunk: Callable[[str], object]) -> None:
-        """``chunk``: the data of the event with a text."""
+        """``chunk`` returns the data of the event for a given text."""
         self._before, self._after = event(chunk(_MARK)).split(encode(_MARK))
 
     def event(self, text: str) -> bytes:
-        """The event with this text."""
+        """Return the event for this text."""
         return b"%b%b%b" % (self._before, encode(text), self._after)
 
 
 class EventWriter:
-    """Writes events, and cuts a client off that stops reading.
+    """Writes events to a client, and closes the connection of a client that stops reading.
 
-    What is buffered for a client is bounded: the transport's buffer (64 KiB) and one write more.
+    The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
     """
 
     def __init__(self, request: web.Request, service: Service) -> None:
@@ -68,15 +68,15 @@ class EventWriter:
         return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write the bytes of events at once.
+        """Write the bytes of events without waiting.
 
-        Nearly every token goes this way, past aiohttp's writer, which does the same in six calls.
+        Nearly every token is written by this method. It bypasses aiohttp's writer, which needs six calls for the same.
         """
         if data and self._chunked is not None:
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
-        """Write the bytes of events in one go, and wait until there is room for more.
+        """Write the bytes of events, and wait until there is room for more.
 
         Raises:
             ConnectionError: the client is gone, or stopped reading.
@@ -95,7 +95,7 @@ class EventWriter:
         return self.response
 
     async def fail(self, error: APIError) -> web.StreamResponse:
-        """End the stream with an event that tells of an error."""
+        """End the stream with an event that carries an error."""
         await self.send(b"data: %b\n\n" % error.body())
         return await self.finish()
 
@@ -105,7 +105,7 @@ class EventWriter:
                 await writing
         except TimeoutError:
             self._service.metrics.slow_readers.inc()
-            log.info("request %s: the client stopped reading, cutting it off", self._request[REQUEST_ID])
+            log.info("request %s: its client stopped reading, closing the connection", self._request[REQUEST_ID])
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionResetError("the client stopped reading") from None
@@ -118,10 +118,10 @@ async def stream_events(
     events: Callable[[list[SequenceDelta]], bytes],
     last: Callable[[], bytes],
 ) -> web.StreamResponse:
-    """Answer with a stream: the ``events`` of each piece of news, the ``last`` events, ``[DONE]``.
+    """Answer with a stream: ``events`` of all deltas as they arrive, then ``last``, then ``[DONE]``.
 
-    The response starts with the first news, so that a request that fails before still gets a proper status, and
-    clients that time the first event measure the first token.
+    The response begins with the first deltas. So a request that fails before them still gets an error status, and
+    clients that measure the time to the first event measure the time to the first token.
     """
     writer = EventWriter(request, service)
     try:

@@ -15,14 +15,15 @@ log = logging.getLogger(__name__)
 class Certificate:
     """A server's certificate chain and private key, in two files or in one.
 
-    Files that cannot be read, or do not fit together, leave the certificate as it was: that is logged, and counted.
+    If changed files cannot be read or do not belong together, the certificate stays as it was, which is logged and
+    counted.
     """
 
     def __init__(self, certfile: str, keyfile: str | None, metrics: Metrics) -> None:
-        """Read them.
+        """Read the files.
 
         Raises:
-            ConfigError: they cannot be read, or do not fit together.
+            ConfigError: they cannot be read, or do not belong together.
         """
         self._certfile, self._keyfile = certfile, keyfile
         self._metrics = metrics
@@ -30,7 +31,7 @@ class Certificate:
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        """What a new connection is secured with. Those that are open keep what they have."""
+        """Return the TLS context for a new connection. Open connections keep theirs."""
         if self._files.changed():
             try:
                 self._context = self._load()
@@ -46,7 +47,7 @@ class Certificate:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Asking for a password on a terminal would hold up the whole service.
+            # Without this password, OpenSSL would ask for that of an encrypted key on the terminal, and block.
             context.load_cert_chain(self._certfile, self._keyfile, password=lambda: b"")
         except (OSError, ValueError) as error:  # also ssl.SSLError
             files = self._certfile if self._keyfile is None else f"{self._certfile} and {self._keyfile}"
@@ -55,10 +56,10 @@ class Certificate:
 
 
 def load_certificate(certfile: str | None, keyfile: str | None, metrics: Metrics) -> Certificate | None:
-    """The certificate that the options name; None: they name none, and HTTP is plain.
+    """Return the certificate that the options name, or None if they name none: HTTP is not encrypted then.
 
     Raises:
-        ConfigError: there is a key without a certificate, or they cannot be used.
+        ConfigError: there is a key without a certificate, or the files cannot be used.
     """
     if certfile is None:
         if keyfile is not None:

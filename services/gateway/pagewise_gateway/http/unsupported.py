@@ -1,13 +1,13 @@
 """Fields of OpenAI's and vLLM's APIs that Pagewise does not support.
 
-A field is refused by name, unless its value asks for nothing: SDKs and frontends send such values unasked.
+Such a field is refused by name, unless its value asks for nothing: SDKs and frontends send such values by default.
 """
 
 from typing import Any
 
 from pagewise_gateway.http.errors import UnsupportedParameterError
 
-# Field -> values that ask for nothing. Null always does.
+# Field -> values that ask for nothing. Null always counts as one.
 _FIELDS: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
@@ -50,7 +50,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
-# In a message, and only there.
+# The same for the fields of a message.
 _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
@@ -64,9 +64,9 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 def drop_unsupported(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """The fields without nulls and without unsupported fields that ask for nothing.
+    """Return the fields without nulls and without unsupported fields whose values ask for nothing.
 
-    ``known``: fields the request has; they are left alone.
+    ``known``: the fields that the request's struct has; they are left alone.
 
     Raises:
         UnsupportedParameterError: a field asks for something Pagewise does not do.
@@ -117,5 +117,5 @@ def _drop_in_message(message: Any, index: int) -> Any:
                     f"{place}.content[{i}]",
                 )
     elif "content" not in kept and kept.get("role") == "assistant":
-        kept["content"] = ""  # SDKs send back a null content as they got it
+        kept["content"] = ""  # SDKs send back messages of the assistant as they got them, with a null content
     return kept

@@ -1,4 +1,4 @@
-"""Notices when files change that are read again then: API keys, certificates."""
+"""Notices changes of files that are then read again: API keys, certificates."""
 
 import os
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from pathlib import Path
 from time import monotonic
 
 CHECK_SECONDS = 1.0
-"""How often files are looked at: a ``stat`` each, when somebody asks after that time."""
+"""Files are checked, by one ``stat`` each, at most this often."""
 
 
 class WatchedFiles:
-    """Files of which it is known what they looked like when they were read."""
+    """Files whose state is remembered, so that a change can be noticed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
@@ -18,7 +18,7 @@ class WatchedFiles:
         self._next_check = monotonic() + CHECK_SECONDS
 
     def changed(self) -> bool:
-        """Whether they look different since this was told last; costs nothing within ``CHECK_SECONDS``."""
+        """Return whether a file has changed since the last check; there is one check in ``CHECK_SECONDS`` at most."""
         now = monotonic()
         if now < self._next_check:
             return False

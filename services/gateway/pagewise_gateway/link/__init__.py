@@ -1,7 +1,6 @@
-"""The link to the scheduler: the connection, and the requests that are being served over it."""
+"""The link to the scheduler: the connection, and the requests that are served over it."""
 
-from pagewise_gateway.link.connection import RefusedError
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.scheduler_link import SchedulerLink
 
-__all__ = ["LiveRequest", "RefusedError", "SchedulerLink"]
+__all__ = ["LiveRequest", "SchedulerLink"]

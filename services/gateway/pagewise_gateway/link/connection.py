@@ -1,4 +1,4 @@
-"""The connection to the scheduler: joins it, notices when it is gone, and joins it or the next one again."""
+"""The connection to the scheduler: joins it, notices when it is gone, and joins it or its successor again."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
-from pagewise_shared.errors import ProtocolError
+from pagewise_shared.errors import ProtocolError, RefusedError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     FleetState,
@@ -37,40 +37,36 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 SILENCE_SECONDS = 5.0
-"""After so long without a word the scheduler is taken to hang."""
+"""A scheduler from which nothing has been received for this long is considered to hang."""
 _LONGEST_HEARTBEAT_MS = 60_000
 _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
 
 
-class RefusedError(Exception):
-    """The scheduler does not let this gateway in; the text is its reason."""
-
-
 class Handler(Protocol):
-    """What a connection tells of."""
+    """What a connection calls."""
 
     def joined(self, epoch: int) -> None:
-        """A scheduler has let this gateway in. It knows of nothing that was said under another epoch."""
+        """A scheduler has let this gateway join. It knows nothing of what was sent under earlier epochs."""
         ...
 
     def lost(self) -> None:
-        """There is no scheduler any more."""
+        """The scheduler is gone."""
         ...
 
     def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
-        """A message of the current epoch has come.
+        """A message of the current epoch has been received.
 
         Raises:
-            ProtocolError: no scheduler sends this.
+            ProtocolError: the message contradicts the protocol.
         """
         ...
 
 
 class SchedulerConnection:
-    """One gateway's connection: Hello, Welcome, heartbeats, and again whenever it breaks or falls silent.
+    """One gateway's connection: Hello, Welcome, heartbeats, and all of it again when it breaks or falls silent.
 
-    ``epoch``: under which a scheduler knows this gateway; None: none does.
+    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler.
     """
 
     def __init__(
@@ -98,24 +94,24 @@ class SchedulerConnection:
 
     @property
     def answers(self) -> bool:
-        """Whether a scheduler has let this gateway in, and been heard of lately."""
+        """Whether this gateway is joined to a scheduler from which it has received something lately."""
         return self.epoch is not None and monotonic() - self._last_heard < 3 * self._heartbeat_seconds
 
     def send(self, message: Message) -> None:
-        """Send a message of the current epoch; dropped if that ends before it has gone out."""
+        """Send a message of the current epoch. It is dropped if the epoch ends before it has been sent."""
         self._outbox.append(encode(message))
         self._outgoing.set()
 
     def renew(self, why: str) -> None:
-        """Join again, under another epoch."""
+        """Leave this epoch and join again under a new one; ``why`` is logged."""
         self._lose(why)
 
     async def run(self) -> None:
-        """Stay connected until cancelled; then say Goodbye.
+        """Stay connected until cancelled, then say Goodbye.
 
         Raises:
-            RefusedError: the scheduler does not let this gateway in.
-            ConfigError: it asks for a key, and there is none.
+            RefusedError: the scheduler does not let this gateway join.
+            ConfigError: the scheduler asks for a key, and this gateway has none.
         """
         context = zmq.asyncio.Context()
         self._socket = make_dealer(context, self._keys, MAX_FRAME_BYTES)
@@ -152,9 +148,9 @@ class SchedulerConnection:
     # ---- joining -------------------------------------------------------------------------------------
 
     async def _greet(self) -> None:
-        """Say Hello until there is a Welcome, again whenever the scheduler is lost."""
+        """Send Hellos until a Welcome comes, and again whenever the scheduler is lost."""
         while True:
-            # Whoever lets us in and is lost at once, over and over, would be told of all requests each time.
+            # Every join submits all live requests again: not too often, if a scheduler fails again and again.
             await asyncio.sleep(max(0.0, self._joined_at + _LEAST_SESSION_SECONDS - monotonic()))
             attempt = 0
             while self.epoch is None:
@@ -172,8 +168,8 @@ class SchedulerConnection:
     def _join(self, welcome: GatewayWelcome) -> None:
         if welcome.epoch == self.epoch:
             return
-        if self.epoch is not None:  # it was told Hello twice, and holds nothing of what it was told in between
-            self._lose("the scheduler has let this gateway in again")
+        if self.epoch is not None:  # it answers a second Hello, and has dropped what was sent since the first
+            self._lose("the scheduler has let this gateway join again")
         self.epoch = welcome.epoch
         self._heartbeat_seconds = min(max(1, welcome.heartbeat_ms), _LONGEST_HEARTBEAT_MS) / 1000
         self._joined_at = monotonic()
@@ -183,7 +179,7 @@ class SchedulerConnection:
         self._handler.joined(welcome.epoch)
 
     def _lose(self, why: str) -> None:
-        """Give this epoch up; what has not gone out under it is void."""
+        """End this epoch, and drop what has not been sent under it. ``why`` is logged."""
         if self.epoch is not None:
             self._complaints.warning("%s, saying Hello again", why)
             self._metrics.rejoins.inc()
@@ -197,13 +193,13 @@ class SchedulerConnection:
         self._lose("the connection to the scheduler broke")
 
     async def _keep_in_touch(self) -> None:
-        """Heartbeats, and a new Hello when nothing has been heard for long."""
+        """Send heartbeats, and give the scheduler up when nothing has been received from it for long."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
             if self.epoch is None:
                 continue
             if monotonic() - self._last_heard > max(SILENCE_SECONDS, 3 * self._heartbeat_seconds):
-                self._lose(f"nothing heard from the scheduler for {SILENCE_SECONDS:g} s")
+                self._lose(f"nothing received from the scheduler for {SILENCE_SECONDS:g} s")
             else:
                 self.send(Heartbeat(self.epoch))
 
@@ -221,10 +217,10 @@ class SchedulerConnection:
             self.take(await self._socket.recv())
 
     def take(self, frame: bytes) -> None:
-        """Take a frame from the scheduler.
+        """Handle a frame from the scheduler.
 
         Raises:
-            RefusedError: the scheduler does not let this gateway in.
+            RefusedError: the scheduler does not let this gateway join.
         """
         try:
             message = decode_to_gateway(frame)
@@ -245,7 +241,7 @@ class SchedulerConnection:
             case Rejoin():
                 self._lose("the scheduler does not know this gateway")
             case Refused(reason):
-                raise RefusedError(printable(reason, 1000))
+                raise RefusedError(f"the scheduler at {self._endpoint} refused this gateway: {printable(reason, 1000)}")
 
     def _hand_on(self, message: FleetState | Outputs | QueryAnswer) -> None:
         try:
@@ -257,7 +253,7 @@ class SchedulerConnection:
             self._drop("impossible", "it could not be applied")
 
     def _drop(self, reason: Drop, detail: str) -> None:
-        """A frame is lost, and with it perhaps tokens: only a new session brings them back."""
+        """Drop a frame, count it, and join again: it may have held tokens, which only a new session brings back."""
         self._metrics.frames_dropped(reason).inc()
         self._complaints.warning("dropped a frame from the scheduler (%s): %s", reason, printable(detail))
         self._lose("a frame from the scheduler was lost")

@@ -1,4 +1,4 @@
-"""A request that is being served, and the news that its client reads."""
+"""A request that is being served, and what its client has not read yet."""
 
 import asyncio
 import logging
@@ -20,21 +20,22 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MOST_UNREAD = 32_768
-"""Entries (a token, or a candidate of one) per prompt that may wait for the client before its request is stopped."""
+"""How many entries per prompt may wait for the client before its request is stopped. An entry is a token, or one of the
+alternatives that are listed with its log-probability."""
 
 
 class LiveRequest:
     """One request of a client, from its submission until its outputs have ended. It outlives schedulers.
 
     Fields:
-        prompts, outputs: all of them; output j of prompt i has the index i * n + j.
-        stream: its first stream number under the current epoch; None: it waits to be submitted.
+        prompts, outputs: of the request; output j of prompt i has the index i * n + j.
+        stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
-        refusal: why the last scheduler that it was submitted to again did not take it.
-        ended: nothing comes any more. ``on_end`` is told once.
+        refusal: why it was not accepted when it was last submitted again.
+        ended: whether nothing comes any more. ``on_end`` is called once then.
 
-    ``on_news`` is told when there is news, the first since the client was told any. Whoever tells this request what has
-    come calls ``tell`` then, once it has told everything.
+    A frame from the scheduler brings tokens of many outputs, but its client should be woken once. So ``on_news`` is
+    called with the first change since the client read, and ``tell`` once the whole frame has been applied.
     """
 
     def __init__(
@@ -69,14 +70,15 @@ class LiveRequest:
         self._follower: Callable[[], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    # ---- the client's side ---------------------------------------------------------------------------
+    # ---- for the client ------------------------------------------------------------------------------
 
     async def next(self) -> list[SequenceDelta]:
-        """Wait for news: at most one delta for each output; none once all outputs have ended, or, of a request without
-        prompts, once it may run.
+        """Wait for new deltas, at most one for each output.
+
+        Returns an empty list once all outputs have ended. A request without prompts gets one when it may run.
 
         Raises:
-            GenerationError: it was not taken, or failed; what had come before has been told.
+            GenerationError: the request was not accepted, or failed; deltas from before have been returned.
             Exception: whatever a follower has raised.
         """
         while not self._changed or (self.request.whole and not self.ended):
@@ -89,20 +91,24 @@ class LiveRequest:
         return self.take_news()
 
     def take_news(self) -> list[SequenceDelta]:
-        """The news that there is now."""
+        """Return the deltas that there are now."""
         changed, self._changed = self._changed, []
         self._unread = 0
         return [output.news() for output in changed]
 
     def follow(self, follower: Callable[[], bool]) -> None:
-        """From now on, call ``follower`` when there is news. It takes them and returns true; or it returns false, and
-        whoever waits for ``next`` gets them, as the last ones in any case."""
+        """From now on, call ``follower`` when there are new deltas.
+
+        It takes them and returns true, or it returns false and leaves them to ``next``. The last ones always come from
+        ``next``.
+        """
         self._follower = follower
 
     def abort(self) -> None:
-        """Nobody reads it any more: stop all outputs that have not ended, and let go of everything.
+        """Stop all outputs that have not ended. The client reads nothing any more.
 
-        What refers to each other here would else wait for the garbage collector, which is told to look seldom.
+        This also breaks the references between the objects of a request, which otherwise would stay until the garbage
+        collector runs, which is rare.
         """
         if not self.ended:
             self._end("abort")
@@ -111,31 +117,31 @@ class LiveRequest:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a scheduler that has it still has something to do for it."""
+        """Whether a scheduler that has this request still has work to do for it."""
         return self._unfinished_prompts > 0 or not self.request.prompts
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far. A prompt that none are wanted of may have got one, which does not count."""
+        """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
         return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)
 
-    # ---- the scheduler's side ------------------------------------------------------------------------
+    # ---- for the scheduler's messages ----------------------------------------------------------------
 
     def start(self) -> None:
-        """The scheduler lets a request without prompts run."""
+        """A request without prompts may run."""
         self._admitted = True
         self._wake()
 
     def changed(self, output: Output) -> None:
-        """An output that had no news has some."""
+        """An output has changed for the first time since the client read."""
         if not self._changed:
             self._on_news(self)
         self._changed.append(output)
 
     def tell(self) -> None:
-        """Tell the client the news, or wake who does."""
+        """Pass new deltas to the follower, or wake the task that waits for them."""
         if self.request.whole or self.ended or not self._changed:
-            return  # what is whole is told at its end, and that has woken everybody
+            return  # a whole request is passed on at its end, which wakes the waiting task
         if self._follower is not None:
             try:
                 if self._follower():
@@ -146,18 +152,18 @@ class LiveRequest:
         self._wake()
 
     def count_unread(self) -> None:
-        """A token has come before the client has taken the one before it."""
+        """Count a token that has arrived before the client has read the one before it."""
         self._unread += 1
         if self._unread > self._most_unread and self._bounded and not self.ended:
-            log.info("request %s: its client left too much unread, stopping it", self.request.request_id)
+            log.info("request %s: its client has left too much unread, stopping the request", self.request.request_id)
             self._metrics.slow_readers.inc()
-            self._error = SlowReaderError("the answer was not read fast enough")
+            self._error = SlowReaderError("the response was not read fast enough")
             self._end("abort")
             self._changed.clear()
 
     def output_finished(self, output: Output, reason: FinishReason, now: float) -> None:
-        """One of its outputs has ended."""
-        if self.ended:  # cut off by a token of the same frame
+        """An output has ended."""
+        if self.ended:  # an earlier token of the same frame has stopped it
             return
         self._metrics.request_success(reason).inc()
         prompt = output.prompt
@@ -169,7 +175,7 @@ class LiveRequest:
                 self._close()
 
     def refuse(self, error: AdmissionError) -> None:
-        """No scheduler has taken it: it counts nowhere."""
+        """The request is not accepted, and appears in no metric of requests."""
         if not self.ended:
             self._error = error
             self._close()

@@ -1,4 +1,4 @@
-"""What has come of one output of a prompt: its tokens, its text, and the news that its client has not been told."""
+"""The state of an output: its tokens, its text, and what its client has not read yet."""
 
 from array import array
 from typing import TYPE_CHECKING
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """One output of a prompt. It outlives schedulers: another one goes on behind the ``tokens`` that are here.
+    """One output of a prompt. It outlives schedulers: the next one continues after the ``tokens`` here.
 
     Fields:
-        tokens: output tokens so far (int32). finished: it takes no more.
-        hidden: the stop token that ended it, if that does not belong to its text, else -1. It is set before the token
-            itself arrives, because a token does not tell whether it is the last one.
+        tokens: output tokens so far (int32). finished: whether no more are accepted.
+        hidden: the stop token that ends the output, if its text is to be left out, else -1. It is set before the token
+            itself arrives, because a token does not say that it is the last one.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Output:
         self._hides_stop = not request.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
         self._last_time = 0.0
-        # News that the client has not been told: text, log-probabilities, tokens from ``_told`` on, and how it ended.
+        # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
         self._pending = False
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -72,9 +72,10 @@ class Output:
         self._delta_finish: tuple[FinishReason, str | int | None] | None = None
 
     def take(self, token: int, now: float, gaps: dict[float, int]) -> bool:
-        """Append a token; returns whether it completed a stop string.
+        """Append a token. Returns whether it completed a stop string.
 
-        ``now``: seconds of the monotonic clock. ``gaps`` counts for each earlier time how many tokens came last then.
+        ``now``: seconds of the monotonic clock. ``gaps``: for each time at which the token before this one arrived, how
+        many outputs it was so for; the inter-token latency is observed once for all of them.
         """
         if last := self._last_time:
             self._last_time = now
@@ -92,16 +93,16 @@ class Output:
         return self._stops and self._text.stopped_by is not None
 
     def take_logprobs(self, entry: TokenLogprobs) -> None:
-        """Add the log-probabilities of the token that came last."""
+        """Add the log-probabilities of the last token."""
         self._logprobs.append(entry)
 
     def expect_stop(self, token: int) -> None:
-        """Say that this token, if it is one, ends the output."""
+        """The output will end with this stop token; its text is hidden unless the client wants it."""
         if self._hides_stop:
             self.hidden = token
 
     def finish(self, reason: FinishReason, stop_token: int, now: float) -> None:
-        """The output takes no more tokens; ``stop_token``: the one that ended it, else -1."""
+        """The output has ended. ``stop_token``: the token that ended it, or -1."""
         rest = self._text.finish()
         if rest:
             self._parts.append(rest)
@@ -109,7 +110,9 @@ class Output:
         stopped_by = self._text.stopped_by
         if stop_token >= 0 and stop_token not in self._end_of_sequence:
             stop_reason = stop_token
-        if stopped_by is not None and (reason == "length" or stop_token < 0):  # its last token may complete both
+        if stopped_by is not None and (
+            reason == "length" or stop_token < 0
+        ):  # the last token may complete a stop string and reach the length
             reason, stop_reason = "stop", stopped_by
         self.finished = True
         self._delta_finish = (reason, stop_reason)
@@ -119,7 +122,7 @@ class Output:
         self._live.output_finished(self, reason, now)
 
     def news(self) -> SequenceDelta:
-        """What is new since the last call."""
+        """Return what is new since the last call."""
         self._pending = False
         parts, self._parts = self._parts, []
         delta = SequenceDelta(self.index, "".join(parts))
@@ -130,27 +133,33 @@ class Output:
             self._told = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
-        if not self.prompt.given.max_tokens:  # one may have been computed all the same
+        if not self.prompt.given.max_tokens:  # a token may have been computed nevertheless
             delta.text, delta.token_ids, delta.logprobs = "", [], []
         return delta
 
     def progress(self) -> StreamProgress:
-        """What another scheduler has to know to go on. What is chosen at the end starts over: nobody has seen it."""
+        """Return what the next scheduler has to know to continue this output.
+
+        Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
+        """
         if not self.prompt.given.max_tokens:
             return StreamProgress(finished=self.finished)
         return StreamProgress(self.tokens.tobytes(), self.finished)
 
     def _first(self, now: float) -> None:
         self.prompt.first_token(now)
-        if not self._live.request.chooses:  # those come all at once
+        if not self._live.request.chooses:  # their tokens all arrive at the end, without a latency between them
             self._last_time = now
 
 
 class LivePrompt:
-    """One prompt of a live request. ``given``: its tokens, as the client sent them.
+    """One prompt of a live request.
 
-    ``logprobs``: of its tokens, complete before the first delta of its outputs. ``cached_tokens``: how many of its
-    tokens were found in a cache. ``index``: of its first output. ``unfinished``: how many of its n have not ended.
+    Fields:
+        given: the prompt of the request.
+        logprobs: of the prompt's tokens; complete before the first delta of its outputs.
+        cached_tokens: how many of its tokens were found in a prefix cache.
+        index: of its first output. unfinished: how many of its n outputs have not ended.
     """
 
     __slots__ = (
@@ -177,7 +186,7 @@ class LivePrompt:
         self._first_token_time: float | None = None
 
     def start(self, started: Started) -> None:
-        """Its first token has been computed. When another scheduler has computed it again, that is no news."""
+        """The first output token has been computed. A later scheduler that computes it again is ignored."""
         if self._started:
             return
         self._started = True
@@ -188,18 +197,18 @@ class LivePrompt:
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
     def first_token(self, now: float) -> None:
-        """An output has got its first token."""
+        """An output has received its first token."""
         if self._first_token_time is None:
             self._first_token_time = now
             self._metrics.time_to_first_token_seconds.observe(now - self.live.request.arrival_time)
 
     def take_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Log-probabilities of one chunk; those of a chunk computed again are dropped."""
+        """Add the log-probabilities of one prefill chunk. Those of a chunk that was computed again are dropped."""
         known = self.logprobs[-1].index if self.logprobs else 0
         self.logprobs += [entry for entry in entries if entry.index > known]
 
     def end(self, now: float) -> None:
-        """All of it has ended."""
+        """All outputs of the prompt have ended."""
         self._metrics.e2e_request_latency_seconds.observe(now - self.live.request.arrival_time)
         if self._first_token_time is not None:
             self._metrics.request_decode_time_seconds.observe(now - self._first_token_time)

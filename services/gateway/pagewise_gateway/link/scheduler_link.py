@@ -1,4 +1,4 @@
-"""The link to the scheduler: takes requests from the HTTP surface and keeps them going, whatever scheduler there is."""
+"""The link to the scheduler: accepts requests from the HTTP surface, and carries them over restarts of schedulers."""
 
 import asyncio
 import logging
@@ -32,16 +32,16 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
-"""How often the scheduler is told this gateway's metrics."""
+"""How often this gateway's metrics are sent to the scheduler."""
 QUERY_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 5.0
 
 
 class SchedulerLink:
-    """All requests of one gateway, and its way to the scheduler.
+    """All live requests of one gateway, and its connection to the scheduler.
 
-    A scheduler that is lost takes no request with it: every one is submitted again to the next, with the tokens that it
-    has got. None waits longer than ``timeout`` seconds for one.
+    When the scheduler is lost, no request is: each is submitted again to the next one, with the tokens that it has. A
+    request that has waited ``timeout`` seconds for a scheduler fails.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class SchedulerLink:
         """Stay linked until cancelled.
 
         Raises:
-            RefusedError: the scheduler does not let this gateway in.
-            ConfigError: it asks for a key, and there is none.
+            RefusedError: the scheduler does not let this gateway join.
+            ConfigError: the scheduler asks for a key, and this gateway has none.
         """
         async with asyncio.TaskGroup() as tasks:
             periodic = tasks.create_task(self._tend(), name="link")
@@ -88,12 +88,12 @@ class SchedulerLink:
 
     @property
     def answers(self) -> bool:
-        """Whether there is a scheduler, and it has been heard of lately."""
+        """Whether there is a scheduler from which something has been received lately."""
         return self._connection.answers
 
     @property
     def ready_executors(self) -> int:
-        """Executors that take work, as far as a scheduler says so."""
+        """How many executors are ready, according to the scheduler; 0 without one."""
         return self._fleet.ready_executors if self.answers else 0
 
     @property
@@ -102,17 +102,17 @@ class SchedulerLink:
         return len(self._live)
 
     def capacity(self) -> Capacity | None:
-        """The limits that hold now, or held last; None until an executor has joined for the first time."""
+        """Return the limits of the fleet, now or before it was lost; None until a first executor has joined."""
         fleet = self._fleet
         if not fleet.max_model_len:
             return None
         return Capacity(fleet.max_model_len, fleet.vocab_size)
 
     def submit(self, request: GenerationRequest) -> LiveRequest:
-        """Take a request, now or when there is a scheduler. Whether that takes it, its news tell.
+        """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
 
         Raises:
-            AdmissionError: this gateway takes no more requests.
+            AdmissionError: this gateway accepts no more requests.
         """
         if self._closing:
             raise AdmissionError("unavailable", "the gateway is shutting down")
@@ -124,11 +124,11 @@ class SchedulerLink:
         return live
 
     async def query(self, kind: Literal["metrics", "memory", "request"], argument: str = "", limit: int = 0) -> bytes:
-        """A report of the scheduler: Prometheus' text ("metrics"), or JSON of what ``kind`` names.
+        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request.
 
         Raises:
-            AdmissionError: there is no scheduler that answers.
-            LookupError: there is nothing of that name.
+            AdmissionError: no scheduler answers.
+            LookupError: the scheduler knows nothing of this name.
         """
         epoch = self._connection.epoch
         if epoch is None:
@@ -151,15 +151,15 @@ class SchedulerLink:
         return told.body
 
     async def close(self, seconds: float) -> None:
-        """Take no more requests, let those that run go on for so many seconds, and end what is left with an error."""
+        """Accept no more requests, wait for the live ones for ``seconds``, and fail those that are left."""
         self._closing = True
         if self._live:
-            log.info("%d requests may go on for %g s", len(self._live), seconds)
+            log.info("waiting for %d requests to end, %g s at most", len(self._live), seconds)
             try:
                 async with asyncio.timeout(seconds):
                     await self._idle.wait()
             except TimeoutError:
-                log.warning("%d requests are cut off", len(self._live))
+                log.warning("%d requests have not ended in time and fail", len(self._live))
         for live in list(self._live):
             live.fail(AdmissionError("unavailable", "the gateway is shutting down"))
 
@@ -170,14 +170,14 @@ class SchedulerLink:
         return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, ready_executors=ready, rejoins=self._rejoins)
 
     def joined(self, epoch: int) -> None:
-        """There is a scheduler: submit everything that is live, in the order in which it came."""
+        """A scheduler is there: submit all live requests, in the order of their arrival."""
         if self._live:
             log.info("submitting %d requests", len(self._live))
         for live in list(self._live):
             self._submit(live, epoch)
 
     def lost(self) -> None:
-        """There is none: everything waits, and numbers mean nothing any more."""
+        """The scheduler is gone: all live requests wait for the next one, and their stream numbers are void."""
         now = monotonic()
         self._rejoins += 1
         for live in self._live:
@@ -189,10 +189,10 @@ class SchedulerLink:
                 answer.set_exception(AdmissionError("unavailable", "no scheduler answers"))
 
     def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
-        """Take a message of the current epoch.
+        """Handle a message of the current epoch.
 
         Raises:
-            ProtocolError: no scheduler sends this.
+            ProtocolError: the message contradicts the protocol.
         """
         match message:
             case Outputs():
@@ -204,7 +204,7 @@ class SchedulerLink:
             case FleetState():
                 if message.max_model_len:
                     self._fleet = message
-                else:  # the scheduler is new: what its executors can hold is what they could before
+                else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
                     known = self._fleet
                     self._fleet = FleetState(message.epoch, 0, known.max_model_len, known.vocab_size)
             case QueryAnswer():
@@ -215,21 +215,24 @@ class SchedulerLink:
 
     def _submit(self, live: LiveRequest, epoch: int) -> None:
         if not self._table.add(live):
-            self._connection.renew("there are no numbers left for streams")
+            self._connection.renew("there are no stream numbers left")
             return
         live.submissions += 1
         live.submission_time = now = monotonic()
         self._connection.send(submission(live, epoch, now))
 
     def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
-        """One that was never taken is told so. One that was is submitted again after a while: a scheduler that has just
-        started may not have its executors yet."""
+        """Handle a request that the scheduler did not accept.
+
+        If no scheduler has ever accepted it, its client gets the error. Otherwise it is submitted again after a pause,
+        because a scheduler that has just started may not have its executors yet.
+        """
         self._table.remove(live)
         error = AdmissionError(refused.kind, refused.message, refused.retry_after or None)
         if live.submissions == 1:
             live.refuse(error)
             return
-        log.warning("request %s was not taken again: %s", live.request.request_id, error)
+        log.warning("request %s was submitted again and not accepted: %s", live.request.request_id, error)
         live.refusal = error
         seconds = min(max(1, refused.retry_after), _LONGEST_RETRY_SECONDS)
         asyncio.get_running_loop().call_later(seconds, self._retry, live)
@@ -256,7 +259,7 @@ class SchedulerLink:
             self._connection.send(Abort(epoch, stream))
 
     async def _tend(self) -> None:
-        """Tell the scheduler the metrics, and let nobody wait too long for one."""
+        """Send metrics to the scheduler, and fail requests that have waited too long for one."""
         pause = min(METRICS_SECONDS, self._timeout / 4)
         told = float("-inf")
         while True:

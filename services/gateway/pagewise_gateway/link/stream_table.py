@@ -1,4 +1,4 @@
-"""Which stream number is which output, and what a frame of outputs does to them."""
+"""Maps stream numbers to outputs, and applies frames of outputs to them."""
 
 from array import array
 from itertools import chain
@@ -14,14 +14,14 @@ from pagewise_gateway.link.output import LivePrompt, Output
 from pagewise_gateway.metrics import Metrics
 
 MOST_STREAMS = 2**31 - 1
-"""Streams that can have a number under one epoch."""
+"""How many stream numbers there are under one epoch."""
 
 
 class Applied(NamedTuple):
-    """What somebody has to do about a frame of outputs.
+    """What remains to be done after a frame of outputs has been applied.
 
     ``stopped``: streams that a stop string has ended, which the scheduler does not know yet. ``refused``: requests that
-    were not taken.
+    the scheduler did not accept.
     """
 
     stopped: list[int]
@@ -29,12 +29,12 @@ class Applied(NamedTuple):
 
 
 class StreamTable:
-    """The numbers of streams under one epoch, given out in ascending order."""
+    """The stream numbers of one epoch, assigned in ascending order."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._next = 0
-        # A request or a prompt is known by its first stream.
+        # Requests and prompts by the number of their first stream.
         self._requests: dict[int, LiveRequest] = {}
         self._prompts: dict[int, LivePrompt] = {}
         self._outputs: dict[int, Output] = {}
@@ -42,20 +42,20 @@ class StreamTable:
 
     @property
     def size(self) -> int:
-        """Streams that take tokens."""
+        """How many streams have not ended."""
         return len(self._outputs)
 
     def has_news(self, live: LiveRequest) -> None:
-        """Have a request tell its news once a frame has been applied."""
+        """Have the request pass on what is new once the whole frame has been applied."""
         self._with_news.append(live)
 
     def clear(self) -> None:
-        """Forget all numbers: another epoch begins."""
+        """Forget all numbers, because a new epoch begins."""
         self._next = 0
         self._requests, self._prompts, self._outputs = {}, {}, {}
 
     def add(self, live: LiveRequest) -> bool:
-        """Give a request its numbers; False if there are not enough of them left under this epoch."""
+        """Assign a request its numbers. Returns False if there are not enough of them left under this epoch."""
         if self._next + max(1, len(live.outputs)) > MOST_STREAMS:
             return False
         live.stream = stream = self._next
@@ -69,7 +69,7 @@ class StreamTable:
         return True
 
     def remove(self, live: LiveRequest) -> None:
-        """Forget a request's numbers; what still comes for them is dropped."""
+        """Forget a request's numbers. What still arrives for them is dropped."""
         if (stream := live.stream) is None:
             return
         live.stream = None
@@ -80,10 +80,10 @@ class StreamTable:
             self._outputs.pop(stream + output.index, None)
 
     def apply(self, frame: Outputs) -> Applied:
-        """Give everything in a frame to whom it belongs. Streams that are not known have been aborted meanwhile.
+        """Apply a frame to the requests it is about. Unknown stream numbers belong to requests that were aborted.
 
         Raises:
-            ProtocolError: no scheduler sends this; nothing has been applied.
+            ProtocolError: the frame contradicts the protocol; nothing has been applied.
         """
         streams, tokens = unpack_int32s(frame.streams), unpack_int32s(frame.tokens)
         if (flaw := _flaw(frame, streams, tokens)) is not None:
@@ -118,7 +118,7 @@ class StreamTable:
     def _take_tokens(
         self, streams: "array[int]", tokens: "array[int]", logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> dict[int, Output]:
-        """Append tokens to their outputs; returns those that a stop string has ended, which take no more."""
+        """Append tokens to their outputs. Returns the outputs that a stop string has ended, by stream number."""
         outputs = self._outputs
         stopped: dict[int, Output] = {}
         gaps: dict[float, int] = {}
@@ -135,14 +135,14 @@ class StreamTable:
         return stopped
 
     def _fail(self, failed: PromptFailed) -> None:
-        """A request fails as a whole: its client cannot use a part of its outputs."""
+        """Fail the whole request, because a client cannot use a part of its outputs."""
         if (prompt := self._prompts.get(failed.stream)) is not None:
             kind = NoExecutorError if failed.kind == "unavailable" else GenerationError
             prompt.live.fail(kind(failed.message))
 
 
 def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | None:
-    """What is wrong with a frame that could be decoded, if anything is."""
+    """Return what is wrong with a decoded frame, or None."""
     if len(streams) != len(tokens):
         return f"{len(tokens)} tokens for {len(streams)} streams"
     if tokens and min(tokens) < 0:
@@ -156,5 +156,5 @@ def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | 
         if len(entry.top_ids) != len(entry.top_logprobs):
             return f"{len(entry.top_logprobs)} log-probabilities of {len(entry.top_ids)} tokens"
         if not all(0 <= token <= MOST_STREAMS for token in (entry.token_id, *entry.top_ids)):
-            return "log-probabilities of what is no token"
+            return "log-probabilities of token ids out of range"
     return None

@@ -1,4 +1,4 @@
-"""How a request is put to a scheduler, for the first time or again."""
+"""Builds the message that submits a request, for the first time or again."""
 
 from pagewise_shared.protocol import PromptToGenerate, Submit
 
@@ -7,7 +7,7 @@ from pagewise_gateway.link.output import LivePrompt
 
 
 def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
-    """The message that submits a request under its stream numbers, with all that its outputs have got already.
+    """Return the message that submits a request under its stream numbers, with the tokens that its outputs have.
 
     ``now``: seconds of the monotonic clock.
     """
@@ -32,7 +32,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
 
 
 def _prompt(live: LiveRequest, prompt: LivePrompt, again: bool) -> PromptToGenerate:
-    """Also of outputs that have nothing yet there is progress, so that a scheduler knows who was taken once."""
+    """When a request is submitted again, outputs without tokens have an entry too: it was accepted once."""
     outputs = live.outputs[prompt.index : prompt.index + live.request.n] if again else []
     progress = tuple(output.progress() for output in outputs)
     return PromptToGenerate(prompt.given.tokens.tobytes(), prompt.given.max_tokens, progress)

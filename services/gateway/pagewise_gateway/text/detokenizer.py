@@ -1,4 +1,4 @@
-"""Text from tokens as they come, for one sequence."""
+"""Incremental detokenizing: the text of one sequence while its tokens arrive."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ from pagewise_gateway.text.token_bytes import TokenBytes
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 6
-"""Prompt tokens that decoding an output token may look at."""
+"""How many of the prompt's last tokens are taken into account when output tokens are decoded."""
 
 _MAX_UNDECIDED_TOKENS = 16
-"""Tokens whose text may stay open; more are taken as they are, so that work per token is bounded."""
+"""After so many tokens without complete text, the text is emitted as it is, so that work per token is bounded."""
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -19,12 +19,12 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 class IncrementalDetokenizer:
     """Turns one sequence's output tokens into text that is never taken back.
 
-    The text that comes out, put together, is what the output tokens add to the prompt when both are decoded at once.
+    The returned pieces together are the text that the output tokens add when prompt and output are decoded at once.
     Characters whose bytes are incomplete are held back, and so is text that may become a stop string. A character
     that the prompt's last token leaves incomplete belongs to the output.
 
-    ``stopped_by``: the stop string that was found; nothing comes out after it.
-    ``min_tokens``: stop strings are not looked for in the text of that many first tokens.
+    ``stopped_by``: the stop string that was found; no text is returned after it.
+    ``min_tokens``: the text of that many first tokens is not searched for stop strings.
     """
 
     __slots__ = ("_decoder", "_matcher", "_unchecked", "push_one")
@@ -45,9 +45,9 @@ class IncrementalDetokenizer:
             self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
         self._unchecked = min_tokens if stop else 0
-        # Called for every token that is served: no layers between it and the decoder where nothing is looked for.
+        # Called for every token that is served. Without stop strings it is the decoder's own method, without a layer.
         self.push_one: Callable[[int], str] = self._push_one if stop else self._decoder.push_one
-        """Take the next token, return the text that is final now."""
+        """Take the next token; return the text that is final now."""
 
     @property
     def stopped_by(self) -> str | None:
@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
         return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, return the text that is final now."""
+        """Take the next tokens; return the text that is final now."""
         text = ""
         if self._unchecked:
             unchecked, token_ids = token_ids[: self._unchecked], token_ids[self._unchecked :]
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         return self.push((token_id,))
 
     def finish(self) -> str:
-        """No more tokens come: the text that was held back (an incomplete character as U+FFFD)."""
+        """Return the text that was held back, with an incomplete character as U+FFFD. No more tokens come."""
         rest = self._decoder.finish()
         if self._matcher is None:
             return rest
@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
 
 
 class _ByteDecoder:
-    """Decodes vocabularies whose tokens have fixed bytes: exact, and each token is looked at once."""
+    """Decodes vocabularies in which every token has fixed bytes. The result is exact; each token is decoded once."""
 
     __slots__ = ("_open", "_skipped", "_strip_space", "_texts", "_token_bytes", "_utf8")
 
@@ -116,7 +116,7 @@ class _ByteDecoder:
         return self._utf8.decode(b"", True)
 
     def _is_open(self) -> bool:
-        """Whether the text of a token depends on what came before it."""
+        """Whether the text of the next token depends on the tokens before it."""
         return self._strip_space or bool(self._utf8.getstate()[0])
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -130,8 +130,8 @@ class _ByteDecoder:
 class _WindowDecoder:
     """Decodes any vocabulary, by decoding a small window of tokens again with each new one.
 
-    The window starts at ``_prefix``; tokens before ``_read`` have given their text already. As in Hugging Face's
-    text-generation-inference (``decode_token``), text that ends in U+FFFD is taken to be incomplete.
+    The window is ``_ids``; the text of its first ``_read`` tokens, ``_prefix_text``, has been returned already. As in
+    Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete.
     """
 
     __slots__ = ("_ids", "_prefix_text", "_read", "_skip_special", "_tokenizer")

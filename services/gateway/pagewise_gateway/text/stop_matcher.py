@@ -2,13 +2,13 @@
 
 
 class StopMatcher:
-    """Lets text through until a stop string is complete.
+    """Passes text on until a stop string is complete.
 
-    The match that ends first wins, and of those that end together the longest: what comes out does not depend on
-    where the pieces were cut. Text that may turn out to be the beginning of a stop string is held back. Work per
+    The match that ends first wins, and the longest of those that end at the same character. So the result does not
+    depend on how the text was cut into pieces. Text that may be the beginning of a stop string is held back. Work per
     character is constant on average (Knuth, Morris and Pratt, 1977), however long the stop strings are.
 
-    ``matched``: the stop string that was found; nothing comes out after it.
+    ``matched``: the stop string that was found; no text is returned after it.
     """
 
     __slots__ = ("_failures", "_first_characters", "_held", "_include", "_states", "_stops", "matched")
@@ -23,7 +23,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take text, return what is final; with ``include``, the stop string ends it."""
+        """Take text; return what is final. With ``include``, the returned text ends with the stop string."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -41,7 +41,7 @@ class StopMatcher:
         return final
 
     def finish(self) -> str:
-        """No more text comes: what was held back."""
+        """Return the text that was held back. No more text comes."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
@@ -63,7 +63,7 @@ class StopMatcher:
 
 
 def _failure_function(stop: str) -> list[int]:
-    """For each prefix of ``stop``, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of ``stop``, the length of its longest proper prefix that is also its suffix."""
     failure = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):

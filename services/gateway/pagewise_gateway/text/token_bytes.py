@@ -28,8 +28,8 @@ _ALPHABET = _byte_level_alphabet()
 class TokenBytes:
     """Maps token ids to bytes, lazily.
 
-    ``strips_first_space``: the decoder drops one space at the very beginning of a text. ``texts``: of the tokens looked
-    up so far, the texts of those that are whole characters.
+    ``strips_first_space``: whether the decoder drops one space at the very beginning of a text. ``texts``: the texts of
+    those tokens, among the ones looked up so far, that consist of whole characters.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, strips_first_space: bool) -> None:
@@ -41,7 +41,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None) -> "TokenBytes | None":
-        """The table for a tokenizer, given its ``decoder`` as in tokenizer.json; None if there can be none."""
+        """Return the table for a tokenizer with this ``decoder`` (as in tokenizer.json), or None if it has none."""
         decoder = decoder or {}
         parts: list[dict[str, Any]] = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
         kinds = [part.get("type") for part in parts]
@@ -57,7 +57,7 @@ class TokenBytes:
         return cls(backend, byte_level=False, strips_first_space=strip is not None)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id that the tokenizer does not know."""
+        """Return the token's bytes, which are empty for an id that the tokenizer does not know."""
         known = self._known.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id)

@@ -1,7 +1,7 @@
 """A model's tokenizer and chat template, read without loading torch.
 
-``tokenizers`` does the work; of transformers only the module that renders chat templates is used, because it is the
-one every template is written for, and it does not load torch (``AutoTokenizer`` does).
+The ``tokenizers`` library tokenizes. Of transformers only the module that renders chat templates is used, because every
+template is written for it, and because it does not load torch, as ``AutoTokenizer`` does.
 """
 
 import asyncio
@@ -41,9 +41,8 @@ class Tokenizer:
         eos_token_ids: tokens that end the model's output.
         special_token_ids: tokens that ``skip_special_tokens`` leaves out.
         vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
-        token_bytes: the bytes behind each token, if the vocabulary has them.
-        longest_token: characters in the longest token, so that a text of more than n times as many has more than
-            n tokens.
+        token_bytes: the bytes behind each token, or None if the vocabulary has no fixed ones.
+        longest_token: characters in the longest token: a text of more than n times as many has more than n tokens.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Tokenizer:
         """Read a model directory.
 
         Raises:
-            ModelError: tokenizer.json is missing or unreadable, or another file in there is.
+            ModelError: tokenizer.json is missing, or it or another file cannot be read.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -88,7 +87,7 @@ class Tokenizer:
         special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
         template = _chat_template(path, settings)
         if template is not None:
-            _renderer()  # takes half a second to import: now, not in the first request
+            _renderer()  # imported now and not with the first request, because it takes half a second
         return cls(
             backend,
             eos_token_ids=_eos_token_ids(path, backend, special.get("eos_token")),
@@ -97,28 +96,28 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Blocks, but lets other threads run."""
-        # Not ``encode``: that one holds the GIL (3 s for 3 MB of text), the batch calls do not.
+        """Return the token ids of a text. This blocks, but releases the GIL."""
+        # Not ``encode``, which holds the GIL (3 s for 3 MB of text); the calls for batches do not.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text: special tokens by name, incomplete characters as U+FFFD, "" if unknown."""
+        """Return one token's text: special tokens by name, incomplete characters as U+FFFD, "" for unknown ids."""
         if self.token_bytes is not None:
             return self.token_bytes[token_id].decode(errors="replace")
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def token_as_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, which may be part of a character."""
+        """Return one token's bytes, which may be part of a character."""
         if self.token_bytes is not None:
             return self.token_bytes[token_id]
         return self.token_text(token_id).encode()
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it (such as "Ġthe"); "" if unknown."""
+        """Return the token as the vocabulary spells it (such as "Ġthe"), "" for unknown ids."""
         return self._backend.id_to_token(token_id) or ""
 
     def render_chat(
@@ -129,12 +128,12 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """A conversation as the text the model was trained on.
+        """Render a conversation with the model's chat template.
 
         ``messages``: role and content; a content that is a list of text parts is joined by line breaks.
 
         Raises:
-            NoChatTemplateError: the model has none.
+            NoChatTemplateError: the model has no chat template.
             ChatTemplateError: the template refuses the conversation.
         """
         if self._chat_template is None:
@@ -156,13 +155,13 @@ class Tokenizer:
         return rendered[0]
 
     async def off_loop(self, function: Callable[[], T]) -> T:
-        """Run something that tokenizes on one of a few threads, so that the event loop goes on."""
+        """Run ``function``, which tokenizes, on one of a few threads, so that the event loop is not blocked."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     def close(self) -> None:
-        """End the threads; they come back if they are needed again."""
+        """Stop the threads. They are started again if they are needed."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -210,7 +209,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     template = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several by name; the one for plain chat is called "default"
+    if isinstance(template, list):  # several templates by name; the one for plain chat is called "default"
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     return template if isinstance(template, str) else None

@@ -1,0 +1,87 @@
+"""What the gateway, the scheduler and the executor have in common as processes."""
+
+import asyncio
+import gc
+import logging
+import resource
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from pagewise_shared.errors import PagewiseError
+
+log = logging.getLogger(__name__)
+
+CANNOT_START = 2
+"""Exit code of a service when starting it again would fail the same way; ``pagewise serve`` then stops."""
+
+_COLLECT_AFTER = 100_000
+"""Allocations between two garbage collections. Every step and every token creates objects, none of them in cycles; with
+Python's default of 700 the collector would spend its time on the objects of thousands of requests."""
+
+
+def exit_code_of(
+    run: Callable[[], None], final: tuple[type[Exception], ...] = (PagewiseError, OSError, zmq.ZMQError)
+) -> int:
+    """Run a service until it ends, log the error that ended it, and return the exit code of its process.
+
+    The code is 0 if the service was stopped, 130 if Ctrl-C interrupted its start, ``CANNOT_START`` after errors of the
+    ``final`` types, which a restart would not help against, and 1 after any other error.
+    """
+    try:
+        run()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        errors = _members(error)
+        if not all(isinstance(each, final) for each in errors):
+            log.exception("this service failed")
+            return 1
+        for each in errors:
+            log.error("this service cannot run: %s", each)
+        return CANNOT_START
+    return 0
+
+
+def _members(error: Exception) -> list[Exception]:
+    """Return the errors in an exception group, however deeply it is nested, or the error itself if it is no group."""
+    if isinstance(error, ExceptionGroup):
+        return [member for inner in error.exceptions for member in _members(inner)]
+    return [error]
+
+
+def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on uvloop if it is installed, and on asyncio's own event loop otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def stop_signal() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set from now on."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def tune_garbage_collector() -> None:
+    """Exclude the objects that exist now from garbage collections, and make collections rare."""
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the hard limit allows; return that limit (it may be RLIM_INFINITY).
+
+    Every connection takes one file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
