@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -18,12 +19,6 @@ MAX_TOKENS = 900
 """Enough for streams to run on for seconds."""
 
 SERVICES = {"scheduler", "gateway", "executor"}
-COUNT_GATEWAYS = """
-from pathlib import Path
-commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-print(sum(b"\\0pagewise_gateway.main\\0" in command for command in commands))
-"""
-
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 
@@ -62,6 +57,12 @@ class Stack:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"pagewise_{name}"))
 
+    def gateways_joined(self) -> set[str]:
+        """The names of the gateways that the scheduler has heard from."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        return set(re.findall(r'^pagewise_gateway_resident_memory_bytes\{gateway="([^"]+)"', text, re.MULTILINE))
+
     def executors_ready(self) -> int:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
@@ -76,7 +77,11 @@ class Stack:
             time.sleep(0.5)
 
     def stream(self, prompt: str, max_tokens: int) -> str:
-        """The text of a streamed greedy completion."""
+        """The text of a streamed greedy completion.
+
+        Raises:
+            OSError: it was cut off.
+        """
         body = {
             "model": "pagewise-demo",
             "prompt": prompt,
@@ -92,7 +97,8 @@ class Stack:
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             lines = [line.decode().strip() for line in answer if line.strip()]
-        assert lines.pop() == "data: [DONE]"
+        if not lines or lines.pop() != "data: [DONE]":  # Python takes an end without the last chunk for the end
+            raise ConnectionError("the stream was cut off")
         return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
 
 
@@ -108,12 +114,22 @@ def stack() -> Iterator[Stack]:
         stack.compose("down", "--volumes", "--rmi", "local", "--timeout", "20")
 
 
-def kill_processes(*containers: str) -> None:
-    """SIGKILL from outside: `docker kill` would count as stopped on purpose, and inside, process 1 is immune."""
-    pids = ", ".join(inspect(container, "{{.State.Pid}}") for container in containers)
-    code = f"import os; [os.kill(pid, 9) for pid in ({pids},)]"
+def kill_containers(*containers: str) -> None:
+    """SIGKILL to their first processes: `docker kill` would count as stopped on purpose."""
+    kill_processes(containers[0], *(inspect(container, "{{.State.Pid}}") for container in containers))
+
+
+def kill_processes(container: str, *pids: str) -> None:
+    """SIGKILL from outside, in the host's numbers: inside a container its first process is immune."""
+    code = f"import os; [os.kill(pid, 9) for pid in ({', '.join(pids)},)]"
     options = ["--rm", "--pid=host", "--user=0", "--entrypoint=python"]
-    run("docker", "run", *options, inspect(containers[0], "{{.Image}}"), "-c", code)
+    run("docker", "run", *options, inspect(container, "{{.Image}}"), "-c", code)
+
+
+def gateway_processes(container: str) -> list[str]:
+    """Their numbers on the host."""
+    table = run("docker", "top", container, "-o", "pid,args").splitlines()
+    return [line.split()[0] for line in table if "pagewise_gateway.main" in line]
 
 
 def stream_while(stack: Stack, disturb: Callable[[], None]) -> None:
@@ -138,21 +154,52 @@ def wait_for_restart(container: str) -> None:
 def test_three_executors_serve_and_one_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
     stack.wait_for_executors(3)
     victim = stack.compose("ps", "--quiet", "executor").split()[0]
-    stream_while(stack, lambda: kill_processes(victim))
+    stream_while(stack, lambda: kill_containers(victim))
     wait_for_restart(victim)
     stack.wait_for_executors(3)
 
 
 def test_a_scheduler_that_is_killed_costs_nobody_a_token_and_returns(stack: Stack) -> None:
     victim = stack.compose("ps", "--quiet", "scheduler")
-    stream_while(stack, lambda: kill_processes(victim))
+    stream_while(stack, lambda: kill_containers(victim))
     wait_for_restart(victim)
     stack.wait_for_executors(3)
 
 
-def test_two_gateways_answer_on_the_port(stack: Stack) -> None:
-    found = stack.compose("exec", "-T", "gateway", "python", "-c", COUNT_GATEWAYS)
-    assert found == "2"
+def test_a_gateway_that_is_killed_costs_its_own_streams_alone_and_returns(stack: Stack) -> None:
+    container = stack.compose("ps", "--quiet", "gateway")
+    both = stack.gateways_joined()
+    assert len(both) == 2
+    prompts = [f"import os\n\nclass Number{number}:" for number in range(16)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS // 3), prompts))
+        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS // 3) for prompt in prompts]
+        while stack.metric("num_requests_running") < len(prompts):
+            assert not any(stream.done() for stream in streams), "too fast: they did not run at once"
+            time.sleep(0.05)
+        victim, other = gateway_processes(container)
+        kill_processes(container, victim)
+        broken = 0
+        for stream, text in zip(streams, expected, strict=True):
+            try:
+                assert stream.result() == text
+            except OSError:
+                broken += 1
+    assert 0 < broken < len(prompts)
+    deadline = time.monotonic() + 30
+    while len(now := gateway_processes(container)) < 2 or stack.gateways_joined() != both:
+        assert time.monotonic() < deadline, "it was not started again"
+        time.sleep(0.2)
+    assert other in now
+    assert victim not in now
+    assert inspect(container, "{{.RestartCount}}") == "0", "its own supervisor starts it"
+
+
+def test_a_container_of_gateways_that_is_killed_returns(stack: Stack) -> None:
+    container = stack.compose("ps", "--quiet", "gateway")
+    kill_containers(container)
+    wait_for_restart(container)
+    stack.wait_for_executors(3)
     assert stack.stream("import os", 20)
 
 
@@ -167,7 +214,7 @@ def test_executors_that_are_killed_at_once_find_what_they_had_in_host_memory(sta
             prompts = [str(uuid.uuid4()) * 30 for _ in range(6)]
             assert all(pool.map(lambda prompt: stack.stream(prompt, 20), prompts))
     before = num_takeovers()
-    kill_processes(*stack.compose("ps", "--quiet", "executor").split())
+    kill_containers(*stack.compose("ps", "--quiet", "executor").split())
     while num_takeovers() == before:
         assert time.monotonic() < deadline, "nobody took over what those that were killed had left"
         time.sleep(0.5)

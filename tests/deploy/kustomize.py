@@ -3,6 +3,7 @@ patches in JSON (RFC 6902). Anything else is refused, so that nothing is left ou
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,36 @@ def pod_spec(resource: Resource) -> dict[str, Any] | None:
     """The pods that a resource makes, if it does."""
     spec: dict[str, Any] | None = resource.get("spec", {}).get("template", {}).get("spec")
     return spec
+
+
+def workloads(overlay: Path) -> dict[str, Resource]:
+    """The resources that make pods, by the name of their one container."""
+    found = {}
+    for resource in build(overlay):
+        if (spec := pod_spec(resource)) is not None:
+            (container,) = spec["containers"]
+            found[container["name"]] = resource
+    return found
+
+
+def container_of(resource: Resource) -> dict[str, Any]:
+    """The one container of the pods that a resource makes."""
+    spec = pod_spec(resource)
+    assert spec is not None
+    container: dict[str, Any] = spec["containers"][0]
+    return container
+
+
+def environment(overlay: Path, service: str, pod: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a container gets; ``pod`` has the values of the fields of its pod."""
+    maps = {one["metadata"]["name"]: one["data"] for one in build(overlay) if one["kind"] == "ConfigMap"}
+    container = container_of(workloads(overlay)[service])
+    variables: dict[str, str] = {}
+    for source in container["envFrom"]:
+        variables |= maps[source["configMapRef"]["name"]]
+    for one in container["env"]:
+        variables[one["name"]] = one["value"] if "value" in one else pod[one["valueFrom"]["fieldRef"]["fieldPath"]]
+    return variables
 
 
 def _matches(resource: Resource, target: dict[str, str]) -> bool:

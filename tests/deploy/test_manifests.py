@@ -22,7 +22,8 @@ from pagewise_shared.config import (
 )
 from pagewise_shared.curve import KINDS, Keys, Kind
 
-from tests.deploy.kustomize import Resource, build, pod_spec
+from tests.deploy import kustomize
+from tests.deploy.kustomize import Resource, build, container_of, pod_spec, workloads
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -33,8 +34,6 @@ CONFIGS: dict[str, type[SchedulerConfig | GatewayConfig | ExecutorConfig]] = {
     "gateway": GatewayConfig,
     "executor": ExecutorConfig,
 }
-DRAIN_SECONDS = 60
-"""What an executor may take to drain, and the streams of a gateway to end."""
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 
@@ -43,32 +42,15 @@ def name_of(resource: Resource) -> str:
     return f"{resource['kind']} {resource['metadata']['name']}"
 
 
-def workloads(overlay: Path) -> dict[str, Resource]:
-    """The resources that make pods, by the name of their one container."""
-    found = {}
-    for resource in build(overlay):
-        if (spec := pod_spec(resource)) is not None:
-            (container,) = spec["containers"]
-            found[container["name"]] = resource
-    assert set(found) == set(CONFIGS)
-    return found
-
-
-def container_of(resource: Resource) -> dict[str, Any]:
-    spec = pod_spec(resource)
-    assert spec is not None
-    container: dict[str, Any] = spec["containers"][0]
-    return container
-
-
 def environment(overlay: Path, service: str) -> dict[str, str]:
-    """The variables a container gets; those that come from its pod have a stand-in."""
-    maps = {one["metadata"]["name"]: one["data"] for one in build(overlay) if one["kind"] == "ConfigMap"}
-    container = container_of(workloads(overlay)[service])
-    variables: dict[str, str] = {}
-    for source in container["envFrom"]:
-        variables |= maps[source["configMapRef"]["name"]]
-    return variables | {one["name"]: one.get("value", "10.0.0.1") for one in container["env"]}
+    """The variables that a container gets, with a stand-in for its pod."""
+    pod = {"metadata.name": f"pagewise-{service}-0", "status.podIP": "10.0.0.1"}
+    return kustomize.environment(overlay, service, pod)
+
+
+@each_overlay
+def test_there_are_three_kinds_of_pods(overlay: Path) -> None:
+    assert set(workloads(overlay)) == set(CONFIGS)
 
 
 @each_overlay
@@ -280,7 +262,7 @@ def test_keys_where_a_pod_finds_them_are_keys_that_its_process_can_read(
 def test_executors_have_the_time_and_the_shared_memory_they_are_told_of(overlay: Path) -> None:
     spec = pod_spec(workloads(overlay)["executor"])
     assert spec is not None
-    assert spec["terminationGracePeriodSeconds"] > DRAIN_SECONDS
+    assert float(environment(overlay, "executor")["PAGEWISE_DRAIN_TIMEOUT"]) < spec["terminationGracePeriodSeconds"]
     (memory,) = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
     host_memory = parse_size(environment(overlay, "executor")["PAGEWISE_HOST_MEMORY"])
     assert host_memory < parse_size(memory["sizeLimit"] + "B")
