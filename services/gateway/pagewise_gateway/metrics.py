@@ -20,6 +20,9 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 Drop = Literal["undecodable", "stale_epoch", "impossible"]
 """Why a frame from the scheduler was dropped."""
 
+Refusal = Literal["no_scheduler", "no_executor", "shutting_down"]
+"""Why requests are refused that no scheduler has seen."""
+
 # Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -51,6 +54,11 @@ class Metrics:
         )
         for drop in get_args(Drop):
             self.frames_dropped(drop)
+        self._requests_refused = self._raw_counter(
+            "gateway_requests_refused", "Requests that a gateway refused before any scheduler saw them.", ("reason",)
+        )
+        for refusal in get_args(Refusal):
+            self.requests_refused(refusal)
         self.rejoins = self._counter("gateway_rejoins", "Times a gateway had to join the scheduler again.")
         self.registry.register(ProcessMetrics(model_name, gateway))
 
@@ -61,6 +69,10 @@ class Metrics:
     def frames_dropped(self, reason: Drop) -> Counter:
         """The counter of frames from the scheduler that were dropped for this reason."""
         return self._frames_dropped.labels(self._model_name, reason)
+
+    def requests_refused(self, reason: Refusal) -> Counter:
+        """The counter of requests that this gateway refused for this reason."""
+        return self._requests_refused.labels(self._model_name, reason)
 
     def key_reloads(self, outcome: str) -> Counter:
         """The counter of times that the file of API keys was read again: outcome is "done" or "failed"."""

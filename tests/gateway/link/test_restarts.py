@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +326,24 @@ async def test_frames_of_another_epoch_are_dropped_and_counted() -> None:
         assert text_of(await client) == repeated(0, 30)
         assert 'gateway_frames_dropped_total{model_name="fake/model",reason="stale_epoch"} 3.0' in server.shown()
         assert len(server.scheduler.submits) == 1
+
+
+async def test_requests_wait_for_the_first_scheduler_and_learn_what_is_missing(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/scheduler"
+    fake = FakeScheduler(ready=0, max_model_len=0, vocab_size=0)
+    async with gateway(endpoint, fake, scheduler_timeout=0.5) as server:
+        status, body = await server.post(COMPLETION, {"prompt": PROMPT})
+        assert (status, body["error"]["message"]) == (503, "no scheduler answers")  # type: ignore[index]
+        assert 'gateway_requests_refused_total{model_name="fake/model",reason="no_scheduler"} 1.0' in server.shown()
+    async with gateway(endpoint, fake) as server:
+        waiting = asyncio.create_task(server.post(COMPLETION, {"prompt": PROMPT}))
+        await asyncio.sleep(0.3)
+        async with fake.listening(endpoint):
+            status, body = await waiting
+            assert (status, body["error"]["message"]) == (503, "no executor has joined the scheduler yet")  # type: ignore[index]
+    async with gateway(endpoint, ready := FakeScheduler()) as server:
+        waiting = asyncio.create_task(server.post(COMPLETION, {"prompt": PROMPT, "max_tokens": 3}))
+        await asyncio.sleep(0.3)
+        async with ready.listening(endpoint):
+            status, body = await waiting
+            assert status == 200

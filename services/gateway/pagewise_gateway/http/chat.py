@@ -42,7 +42,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     n = check_common(body, service.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    capacity = service.require_capacity()
+    capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,
         service.tokenizer,

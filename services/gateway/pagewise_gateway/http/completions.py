@@ -30,7 +30,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, CompletionRequest)
     n = check_common(body, service.limits)
     given = check_prompts(body)
-    capacity = service.require_capacity()
+    capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,
         service.tokenizer,

@@ -6,9 +6,7 @@ from typing import ClassVar
 
 from aiohttp import web
 
-from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.clients import Client
-from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -38,17 +36,6 @@ class Service:
     metrics: Metrics
     limits: Limits
     write_timeout: float
-
-    def require_capacity(self) -> Capacity:
-        """Return the limits that requests are checked against.
-
-        Raises:
-            UnavailableError: no executor has joined yet.
-        """
-        capacity = self.link.capacity()
-        if capacity is None:
-            raise UnavailableError("no executor is ready yet")
-        return capacity
 
     async def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (int32) of a text. A long text is tokenized on another thread."""

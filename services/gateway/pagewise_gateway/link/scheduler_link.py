@@ -1,6 +1,7 @@
 """The link to the scheduler: accepts requests from the HTTP surface, and carries them over restarts of schedulers."""
 
 import asyncio
+import contextlib
 import logging
 from itertools import count
 from time import monotonic
@@ -67,6 +68,7 @@ class SchedulerLink:
         self._idle.set()
         self._closing = False
         self._fleet = FleetState(0)
+        self._told = asyncio.Event()  # by the scheduler that there is now
         self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
         self._query_numbers = count(1)
 
@@ -108,6 +110,25 @@ class SchedulerLink:
             return None
         return Capacity(fleet.max_model_len, fleet.vocab_size)
 
+    async def wait_for_capacity(self) -> Capacity:
+        """Return the limits of the fleet. A gateway that has never been told of any waits for a scheduler, as long as
+        requests do.
+
+        Raises:
+            AdmissionError: no scheduler has answered in time, or no executor has joined it yet.
+        """
+        if self.capacity() is None and self._connection.epoch is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout):
+                    await self._told.wait()
+        if (capacity := self.capacity()) is not None:
+            return capacity
+        if self._connection.epoch is None:
+            self._metrics.requests_refused("no_scheduler").inc()
+            raise AdmissionError("unavailable", "no scheduler answers")
+        self._metrics.requests_refused("no_executor").inc()
+        raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
+
     def submit(self, request: GenerationRequest) -> LiveRequest:
         """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
 
@@ -115,6 +136,7 @@ class SchedulerLink:
             AdmissionError: this gateway accepts no more requests.
         """
         if self._closing:
+            self._metrics.requests_refused("shutting_down").inc()
             raise AdmissionError("unavailable", "the gateway is shutting down")
         live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
         self._live[live] = None
@@ -180,6 +202,7 @@ class SchedulerLink:
         """The scheduler is gone: all live requests wait for the next one, and their stream numbers are void."""
         now = monotonic()
         self._rejoins += 1
+        self._told.clear()
         for live in self._live:
             if live.stream is not None:
                 live.stream, live.waiting_since, live.refusal = None, now, None
@@ -202,6 +225,7 @@ class SchedulerLink:
                 for live, refused in applied.refused:
                     self._refused(live, refused)
             case FleetState():
+                self._told.set()
                 if message.max_model_len:
                     self._fleet = message
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
@@ -247,6 +271,7 @@ class SchedulerLink:
         if live.submissions:
             live.fail(error)
         else:
+            self._metrics.requests_refused("no_scheduler").inc()
             live.refuse(error)
 
     def _ended(self, live: LiveRequest) -> None:
