@@ -93,7 +93,7 @@ async def test_it_listens_before_there_is_a_scheduler_and_ends_in_peace() -> Non
             assert response.status == 503
         async with http.post(gateway.url + "/v1/completions", json=BODY) as response:
             assert response.status == 503
-            assert (await response.json())["error"]["message"] == "no executor is ready yet"
+            assert (await response.json())["error"]["message"] == "no scheduler answers"
         async with scheduler().listening(endpoint) as fake:
             await gateway.until_ready(http)
             async with http.post(gateway.url + "/v1/completions", json=BODY) as response:
