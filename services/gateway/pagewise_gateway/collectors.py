@@ -56,7 +56,7 @@ class ProcessMetrics(Collector):
         seconds.add_metric([self._model_name], usage.ru_utime + usage.ru_stime)
         yield seconds
         resident = GaugeMetricFamily(
-            "pagewise_gateway_resident_memory_bytes", "Memory of a gateway.", labels=["model_name", "gateway"]
+            "pagewise_gateway_resident_memory_bytes", "Resident memory of a gateway.", labels=["model_name", "gateway"]
         )
         resident.add_metric([self._model_name, self._gateway], self._resident_bytes())
         yield resident

@@ -50,7 +50,7 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self.request_success(reason)
         self._frames_dropped = self._raw_counter(
-            "gateway_frames_dropped", "Frames from the scheduler that were not applied, by reason.", ("reason",)
+            "gateway_frames_dropped", "Frames from the scheduler that were dropped, by reason.", ("reason",)
         )
         for drop in get_args(Drop):
             self.frames_dropped(drop)
@@ -97,9 +97,11 @@ class Metrics:
     def _bind_http(self) -> None:
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
         self.http_connections = self._gauge("http_connections", "Connections of clients.")
-        self.http_connections_refused = self._counter("http_connections_refused", "Connections over --max-connections.")
-        self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a good API key.")
-        self.slow_readers = self._counter("http_slow_readers", "Streams cut off because their client stopped reading.")
+        self.http_connections_refused = self._counter(
+            "http_connections_refused", "Connections refused because of --max-connections."
+        )
+        self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a valid API key.")
+        self.slow_readers = self._counter("http_slow_readers", "Streams stopped because their client stopped reading.")
         self._key_reloads = self._raw_counter(
             "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
         )
@@ -112,26 +114,26 @@ class Metrics:
 
     def _bind_latencies(self) -> None:
         self.time_to_first_token_seconds = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN
         )
         self.inter_token_latency_seconds = TokenHistogram(
             "pagewise_inter_token_latency_seconds",
-            "Between two tokens of one sequence.",
+            "Time between two tokens of one sequence.",
             _INTER_TOKEN,
             self._model_name,
         )
         self.registry.register(self.inter_token_latency_seconds)
         self.e2e_request_latency_seconds = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST
+            "e2e_request_latency_seconds", "Time from a request's arrival to its end.", _REQUEST
         )
         self.request_queue_time_seconds = self._histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST
+            "request_queue_time_seconds", "Time from a request's arrival to its first step.", _REQUEST
         )
         self.request_prefill_time_seconds = self._histogram(
-            "request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST
+            "request_prefill_time_seconds", "Time from a request's first step to its first token.", _REQUEST
         )
         self.request_decode_time_seconds = self._histogram(
-            "request_decode_time_seconds", "From a request's first token to its end.", _REQUEST
+            "request_decode_time_seconds", "Time from a request's first token to its end.", _REQUEST
         )
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -1,15 +1,16 @@
-"""What the scheduler measures, in Prometheus' terms. What concerns clients and text is measured by the gateways.
+"""The Prometheus metrics of the scheduler. Gateways have those of HTTP, and latencies as clients see them.
 
-Names are vLLM's stems under the prefix ``pagewise_``, so that dashboards port by renaming, with one exception:
-``iteration_tokens`` has no ``_total``, because that suffix is a counter's and ``promtool check metrics`` refuses
-it on a histogram. Values are summed over executors; those of each one are called ``executor_...``.
+A metric that vLLM has too is called as there, with the prefix ``pagewise_``, so that dashboards can be ported by
+renaming. There is one exception: ``iteration_tokens`` has no ``_total``, because that suffix is for counters, and
+``promtool check metrics`` refuses it on a histogram. Values are summed over executors; those of each executor have
+names that begin with ``executor_``.
 """
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Literal, get_args
 
+from pagewise_shared.version import package_version
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -49,13 +50,13 @@ REFUSALS = (
     "key_requests_per_minute",
     "key_tokens_per_minute",
 )
-"""Why requests are not taken."""
+"""Why a request was not accepted."""
 
 RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), ("host", "peer")))
-"""How sequences get KV back, and where it lay: the ``method`` and the ``origin`` of the core's ``Recovery``."""
+"""How KV is recovered, and from which tier: the ``method`` and the ``origin`` of the core's ``Recovery``."""
 
 KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(("host",), ("free", "cached")))
-"""Tiers, and the states that blocks may have there."""
+"""The tiers, and the states of their blocks."""
 
 Drop = Literal[
     "undecodable",
@@ -68,12 +69,12 @@ Drop = Literal[
     "wrong_key",
     "too_many_hellos",
 ]
-"""Why frames from executors and gateways are not applied."""
+"""Why a frame from an executor or a gateway was dropped."""
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of ``Metrics.render``."""
 
-# The classic text format shows creation times as gauges of their own: one more series per series, for nothing.
+# The classic text format shows creation times as gauges of their own, which would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -83,10 +84,10 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
-    """All metrics of one scheduler, in a registry of their own, and what gateways tell of theirs (``gateways``).
+    """All metrics of one scheduler, in a registry of their own, and those that gateways have sent (``gateways``).
 
-    The attributes are bound to their labels already: ``set``, ``inc`` and ``observe`` cost about a microsecond and
-    may be called from any thread. Times are in seconds.
+    The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond.
+    They may be called from any thread. Times are in seconds.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -97,7 +98,7 @@ class Metrics:
         self._bind_counters()
         self._bind_histograms()
         self._frames_dropped = self._raw_counter(
-            "wire_frames_dropped", "Frames from executors and gateways that were not applied, by reason.", ("reason",)
+            "wire_frames_dropped", "Frames from executors and gateways that were dropped, by reason.", ("reason",)
         )
         for drop in get_args(Drop):
             self.frames_dropped(drop)
@@ -110,17 +111,24 @@ class Metrics:
         for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
             self.connections_refused(reason)
         self._request_moves = self._raw_counter(
-            "request_moves", "Requests that went on at another executor, by what became of theirs.", ("reason",)
+            "request_moves",
+            "Requests that continued on another executor, by what became of the first one.",
+            ("reason",),
         )
         for reason in ("left", "lost"):
             self.request_moves(reason)
-        build = Gauge("pagewise_build_info", "The version that runs; always 1.", ("version",), registry=self.registry)
+        build = Gauge(
+            "pagewise_build_info",
+            "The version of Pagewise, as a label; always 1.",
+            ("version",),
+            registry=self.registry,
+        )
         build.labels(package_version()).set(1)
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
     def request_moves(self, reason: str) -> Counter:
-        """The counter of requests that went on elsewhere because their executor "left" or was "lost"."""
+        """The counter of requests that continued elsewhere because their executor "left" or was "lost"."""
         return self._request_moves.labels(self.model_name, reason)
 
     def frames_dropped(self, reason: Drop) -> Counter:
@@ -128,12 +136,12 @@ class Metrics:
         return self._frames_dropped.labels(self.model_name, reason)
 
     def connections_refused(self, reason: str) -> Counter:
-        """The counter of connections that failed, to the scheduler ("unknown_key", "handshake") or to where another
-        executor lends its blocks ("unknown_key_blocks")."""
+        """The counter of connections that were refused: by the scheduler ("unknown_key", "handshake"), or by the block
+        socket of an executor ("unknown_key_blocks")."""
         return self._connections_refused.labels(self.model_name, reason)
 
     def requests_refused(self, reason: str) -> Counter:
-        """The counter of requests that were not taken for this reason (one of ``REFUSALS``)."""
+        """The counter of requests that were not accepted for this reason (one of ``REFUSALS``)."""
         return self._requests_refused.labels(self.model_name, reason)
 
     def key_requests(self, key: str) -> Counter:
@@ -157,7 +165,7 @@ class Metrics:
         return self._recoveries.labels(self.model_name, method, source)
 
     def recovery_seconds(self, method: str, source: str, predicted: float, actual: float) -> None:
-        """A recovery that took time has ended."""
+        """Observe a recovery that has ended."""
         self._recovery_predicted.labels(self.model_name, method, source).observe(predicted)
         self._recovery_actual.labels(self.model_name, method, source).observe(actual)
 
@@ -166,7 +174,7 @@ class Metrics:
         return self._placements.labels(self.model_name, reason)
 
     def placement_answered(self, predicted: float, actual: float) -> None:
-        """The first token of a request has come, so many seconds after it was placed."""
+        """Observe the time from a request's placement to its first token, as predicted and as it was, in seconds."""
         self.placement_actual_ratio.observe(actual / max(predicted, 1e-6))
 
     def kv_blocks(self, tier: str, state: str) -> Gauge:
@@ -174,13 +182,15 @@ class Metrics:
         return self._kv_blocks.labels(self.model_name, tier, state)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format, those of the gateways too."""
+        """Return all metrics in Prometheus' text format, including those of the gateways."""
         return generate_latest(Merged(self.registry, self.gateways))
 
     def _bind_gauges(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batches.")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Sequences that wait to run.")
-        self.num_prompt_tokens_waiting = self._gauge("num_prompt_tokens_waiting", "Prompt tokens of what waits to run.")
+        self.num_prompt_tokens_waiting = self._gauge(
+            "num_prompt_tokens_waiting", "Prompt tokens of the sequences that wait to run."
+        )
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
@@ -205,17 +215,19 @@ class Metrics:
             "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
         )
         self._cached_tokens = self._raw_counter(
-            "cached_tokens", "Tokens that did not have to be computed again, by where they were.", ("source",)
+            "cached_tokens",
+            "Tokens that did not have to be computed again, by the tier that had their KV.",
+            ("source",),
         )
-        self._block_events = self._raw_counter(
-            "kv_block_events", "What happened to KV blocks, by kind of event.", ("event",)
-        )
+        self._block_events = self._raw_counter("kv_block_events", "Events of KV blocks, by kind.", ("event",))
         self._recoveries = self._raw_counter(
             "recoveries",
-            "Sequences that began with cached blocks or came back, by how they got their KV and where it lay.",
+            "Sequences that started or resumed with cached KV, by the method of recovery and the tier that had the KV.",
             ("method", "source"),
         )
-        self._placements = self._raw_counter("placements", "Requests placed on executors, by why there.", ("reason",))
+        self._placements = self._raw_counter(
+            "placements", "Requests placed on executors, by the reason of the choice.", ("reason",)
+        )
         for reason in REASONS:
             self.placements(reason)
         for source in ("device", "host", "peer"):
@@ -224,22 +236,26 @@ class Metrics:
             self.block_events(event)
         for method, source in RECOVERIES:
             self.recoveries(method, source)
-        self.block_transfer_bytes = self._counter("block_transfer_bytes", "KV that came from other executors.")
-        self.block_transfer_seconds = self._counter(
-            "block_transfer_seconds", "What fetching KV from other executors took, transfer by transfer."
+        self.block_transfer_bytes = self._counter(
+            "block_transfer_bytes", "Bytes of KV that were fetched from other executors."
         )
-        self.num_preemptions = self._counter("num_preemptions", "Sequences that lost their KV blocks to others.")
+        self.block_transfer_seconds = self._counter(
+            "block_transfer_seconds", "Seconds that fetching KV from other executors took, summed over transfers."
+        )
+        self.num_preemptions = self._counter(
+            "num_preemptions", "Sequences that were preempted: they gave up their KV blocks."
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.executors_drained = self._counter("executors_drained", "Executors that left in good order.")
+        self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
-        self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be brought up to date.")
+        self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
 
     def _bind_admission_counters(self) -> None:
         self._requests_refused = self._raw_counter(
-            "requests_refused", "Requests that were not taken, by reason.", ("reason",)
+            "requests_refused", "Requests that were not accepted, by reason.", ("reason",)
         )
-        self._key_requests = self._raw_counter("key_requests", "Requests taken, by name of the API key.", ("key",))
+        self._key_requests = self._raw_counter("key_requests", "Accepted requests, by name of the API key.", ("key",))
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
         for reason in REFUSALS:
             self.requests_refused(reason)
@@ -247,22 +263,24 @@ class Metrics:
     def _bind_histograms(self) -> None:
         self._recovery_predicted = self._raw_histogram(
             "recovery_predicted_seconds",
-            "What the chosen way to get KV back was predicted to take.",
+            "Predicted time of a recovery of KV by the chosen method.",
             ("method", "source"),
         )
         self._recovery_actual = self._raw_histogram(
             "recovery_actual_seconds",
-            "From a sequence's start until all KV was there that the host or a peer held for it.",
+            "Time from the start of a sequence until all its KV from the host or from peers was on the device.",
             ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(
-            "placement_predicted_seconds", "From a request's placement to its first token, as predicted.", _SECONDS
+            "placement_predicted_seconds", "Predicted time from a request's placement to its first token.", _SECONDS
         )
         self.placement_actual_ratio = self._histogram(
-            "placement_actual_ratio", "That time as it was, by what was predicted.", _RATIO
+            "placement_actual_ratio",
+            "Actual time from a request's placement to its first token, divided by the predicted time.",
+            _RATIO,
         )
         self.placement_decision_seconds = self._histogram(
-            "placement_decision_seconds", "What deciding where a request goes took.", _DECISION
+            "placement_decision_seconds", "Time that choosing an executor for a request took.", _DECISION
         )
         self.iteration_tokens = self._histogram("iteration_tokens", "Tokens computed in one step.", _TOKENS)
 
@@ -282,11 +300,3 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram("pagewise_" + name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)
         return histogram.labels(self.model_name)
-
-
-def package_version() -> str:
-    """The version of Pagewise that runs; "0+unknown" from a source tree that is not installed."""
-    try:
-        return version("pagewise")
-    except PackageNotFoundError:
-        return "0+unknown"
