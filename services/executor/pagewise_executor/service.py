@@ -216,8 +216,11 @@ class ExecutorService:
     async def _keep_in_touch(self) -> None:
         """Send heartbeats, and a new Hello when nothing has been received from the scheduler for long."""
         while True:
-            welcome = self._welcome
-            await asyncio.sleep(welcome.heartbeat_ms / 1000 if welcome else 0.2)
+            welcome, began = self._welcome, monotonic()
+            seconds = welcome.heartbeat_ms / 1000 if welcome else 0.2
+            await asyncio.sleep(seconds)
+            # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
+            self._last_heard += max(0.0, monotonic() - began - seconds)
             if (welcome := self._welcome) is None:
                 continue
             if monotonic() - self._last_heard > _SILENCE_SECONDS:

@@ -37,11 +37,6 @@ class Submission:
     running: int = 0
 
 
-def is_resumed(submit: Submit) -> bool:
-    """Whether the request goes on from where another scheduler left it."""
-    return any(prompt.progress for prompt in submit.prompts)
-
-
 def num_streams(submit: Submit) -> int:
     """Stream numbers that a request takes; one without prompts has a number to be named by."""
     return max(1, len(submit.prompts) * submit.n)
