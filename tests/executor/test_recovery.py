@@ -122,9 +122,9 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     expected = reference(model, [*prompts, prompts[0]], [8] * 4, "cpu")
     store = host._store
 
-    def store_badly(staged: object, slots: list[int], stream: object) -> None:
-        store(staged, slots, stream)  # type: ignore[arg-type]
-        for slot in slots[::3]:
+    def store_badly(job: host_tier._Job, stream: object) -> None:
+        store(job, stream)  # type: ignore[arg-type]
+        for slot in job.pairs[::3, 1].tolist():
             host.memory.slot(slot)[0] ^= 1
 
     host._store = store_badly  # type: ignore[method-assign]
