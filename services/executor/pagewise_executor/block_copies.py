@@ -1,8 +1,9 @@
 """Copies of blocks between tiers: what a plan asks for, and who carries it out.
 
-Each tier below the device is one class with the methods of ``Tier``. It copies between itself and the tiers above it:
-of the two tiers that a copy names, the lower one does the work. Copies from peers are one more, whatever tier of theirs
-the blocks lie in.
+Each tier below the device is one class with the methods of ``Tier``. Of the two tiers that a copy names, the lower one
+does the work: it takes blocks over from the device and from any tier above it, and it brings blocks to the device.
+Nothing is copied from one lower tier up to another one. Copies from peers are one more, whatever tier of theirs the
+blocks lie in.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +24,9 @@ Pairs = npt.NDArray[np.int32]
 class CopyJob:
     """One list of a step's copies, checked.
 
-    ``peer``: whose tier the source is, None: an own one. ``names`` [n]: what the source blocks are called, as far as
-    that is known; empty where nobody keeps it.
+    ``pairs``: if a target is named more than once, the last of its sources counts. ``peer``: whose tier the source is,
+    None: an own one. ``names`` [n], of copies to a lower tier: what the source blocks are called, None where that is
+    not known.
     """
 
     epoch: int
@@ -58,13 +60,17 @@ class Copier(Protocol):
         """Begin a list of copies.
 
         What it reads of the device has been read when this returns, as far as the device's own order goes; what it
-        writes there is written after all that the device was given before.
+        writes there is written after all that the device was given before. What it reads of a tier above has been read
+        when this returns, because the next list may write there.
         """
         ...
 
 
 class Tier(Copier, Protocol):
-    """A tier below the device, of ``num_blocks`` blocks, and the links between it and the tiers above."""
+    """A tier below the device, of ``num_blocks`` blocks, and the links between it and the tiers above.
+
+    A tier that need not be fast reads whatever lies above it, and writes to the device, through a ``BlockStore``.
+    """
 
     num_blocks: int
 
@@ -73,11 +79,11 @@ class Tier(Copier, Protocol):
         ...
 
     def names(self) -> dict[int, BlockHash]:
-        """What lies here, by block hash, as far as that is known, once all copies asked for before are done."""
+        """What all blocks here are called, as far as that is known, once all copies asked for before are done."""
         ...
 
-    def unnamed(self) -> list[int]:
-        """Blocks whose content nobody can name, so that nobody misses it."""
+    def names_of(self, blocks: list[int]) -> list[BlockHash | None]:
+        """What some blocks are called, None where that is not known, once all copies asked for before are done."""
         ...
 
     def read(self, blocks: list[int]) -> npt.NDArray[np.uint8]:
@@ -147,8 +153,9 @@ class BlockCopier:
             elif job.source == job.target:
                 self._device.copy_blocks(job.pairs)
             else:
-                if job.source == DEVICE:
-                    job.names = self._names_of(job.pairs[:, 0].tolist())
+                if job.target != DEVICE:
+                    names_of = self._names_of if job.source == DEVICE else self._tiers[job.source].names_of
+                    job.names = names_of(job.pairs[:, 0].tolist())
                 self._tiers[max(job.source, job.target)].begin(job)
         if self.peers is not None:
             self.peers.begun(epoch, step)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Literal, get_args
 
+from pagewise_shared.protocol import TIER_NAMES
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -22,22 +23,15 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from pagewise_scheduler.collectors import ExecutorGauges
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.routing.policies import REASONS
 from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
 
-MEMORY_EVENTS = (
-    "evicted",
-    "demoted",
-    "dropped",
-    "host_evicted",
-    "stored",
-    "loaded",
-    "spoiled",
-    "fetched",
-    "fetch_failed",
-    "copied",
-)
-"""The fields of the core's ``MemoryCounters``."""
+MEMORY_EVENTS = tuple(MemoryCounters().by_name())
+"""The names of the core's ``MemoryCounters``."""
+
+LOWER_TIERS = TIER_NAMES[1:]
+"""What the tiers below the device are called."""
 
 REFUSALS = (
     "max_waiting",
@@ -51,10 +45,10 @@ REFUSALS = (
 )
 """Why requests are not taken."""
 
-RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), ("host", "peer")))
+RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), (*LOWER_TIERS, "peer")))
 """How sequences get KV back, and where it lay: the ``method`` and the ``origin`` of the core's ``Recovery``."""
 
-KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(("host",), ("free", "cached")))
+KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(LOWER_TIERS, ("free", "cached")))
 """Tiers, and the states that blocks may have there."""
 
 Drop = Literal[
@@ -145,7 +139,7 @@ class Metrics:
         return self._key_tokens.labels(self._model_name, key, kind)
 
     def cached_tokens(self, source: str) -> Counter:
-        """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
+        """The counter of tokens found in a cache: source is the name of a tier, or "peer"."""
         return self._cached_tokens.labels(self._model_name, source)
 
     def block_events(self, event: str) -> Counter:
@@ -218,7 +212,7 @@ class Metrics:
         self._placements = self._raw_counter("placements", "Requests placed on executors, by why there.", ("reason",))
         for reason in REASONS:
             self.placements(reason)
-        for source in ("device", "host", "peer"):
+        for source in (*TIER_NAMES, "peer"):
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
@@ -252,7 +246,7 @@ class Metrics:
         )
         self._recovery_actual = self._raw_histogram(
             "recovery_actual_seconds",
-            "From a sequence's start until all KV was there that the host or a peer held for it.",
+            "From a sequence's start until all KV was there that a lower tier or a peer held for it.",
             ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(
