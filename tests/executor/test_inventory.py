@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.profile import measure_costs
+from pagewise_executor.profile import measure_tier
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
@@ -45,7 +45,7 @@ def scheduler_for(runner: ModelRunner, num_blocks: int) -> Scheduler:
         block_size=info.block_size,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        tiers={HOST: info.num_host_blocks},
+        tiers={tier.number: tier.num_blocks for tier in info.tiers},
         recovery="swap",
         model_fingerprint=info.model_fingerprint,
     )
@@ -155,7 +155,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     inventory = runner.inventory()
     assert inventory is not None
     named = named_blocks(inventory)
-    assert not named[DEVICE]
+    assert DEVICE not in named
     assert len(named[HOST]) > 10
     if spoiled:
         for block in named[HOST].values():
@@ -183,9 +183,10 @@ def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, u
         host.memory.slot(block)[:] = block % 251
         host.memory.keep(block, BlockHash(block.to_bytes(32, "big")), 0)
     before = host.memory.names()
-    costs = measure_costs(runner, 64, host)
-    assert costs.load_block > 0
-    assert costs.store_block > 0
+    measured = measure_tier(runner, HOST, host)
+    assert (measured.number, measured.num_blocks) == (HOST, host.num_blocks)
+    assert measured.load_block > 0
+    assert measured.store_block > 0
     assert host.memory.names() == before
     assert all((host.memory.slot(block) == block % 251).all() for block in named)
 

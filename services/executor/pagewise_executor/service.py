@@ -78,7 +78,7 @@ class ExecutorService:
             max_num_batched_tokens=max_num_batched_tokens,
             device=info.device,
             dtype=info.dtype,
-            num_host_blocks=info.num_host_blocks,
+            tiers=info.tiers,
             costs=info.costs,
             block_endpoint=info.block_endpoint,
             block_format=info.block_format,

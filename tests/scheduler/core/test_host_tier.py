@@ -3,6 +3,7 @@
 from math import isnan
 
 import pytest
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import Method, Recovery, RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
@@ -17,9 +18,9 @@ from tests.scheduler.core.test_scheduler import assert_all_free, check_states, e
 LONG = list(range(100, 140))
 OTHER = list(range(200, 240))
 
-SLOW_LINK = Costs(step=1e-4, token=1e-5, load_setup=1e-3, load_block=1e-3)
-FAST_LINK = Costs(step=1e-4, token=1e-3, load_setup=1e-5, load_block=1e-5)
-EVEN = Costs(step=0, token=1e-3, attention=0, load_setup=0, load_block=4e-3)
+SLOW_LINK = Costs(step=1e-4, token=1e-5, tiers={HOST: CopyCosts(1e-3, 1e-3)})
+FAST_LINK = Costs(step=1e-4, token=1e-3, tiers={HOST: CopyCosts(1e-5, 1e-5)})
+EVEN = Costs(step=0, token=1e-3, attention=0, tiers={HOST: CopyCosts(0, 4e-3)})
 
 
 def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 2) -> Request:
@@ -101,7 +102,7 @@ def test_a_full_host_lets_its_tails_go_first() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=4)
     pool = scheduler.kv.pool
     assert host_of(scheduler).num_used == 4
-    assert pool.counters.host_evicted > 0
+    assert pool.counters.by_name()["host_evicted"] > 0
     again = create_request(prompt=LONG, max_tokens=2)
     scheduler.add(again)
     run(scheduler, executor)
@@ -223,7 +224,7 @@ def test_one_slow_load_does_not_end_loading_for_ever() -> None:
 
 def test_recoveries_share_the_link_one_after_the_other_and_know_it() -> None:
     prompts = [list(range(start, start + 400)) for start in range(1000, 5000, 1000)]
-    costs = Costs(step=1e-4, token=1e-1, load_setup=1e-5, load_block=1e-3)
+    costs = Costs(step=1e-4, token=1e-1, tiers={HOST: CopyCosts(1e-5, 1e-3)})
     scheduler = create_scheduler(
         num_blocks=420, num_host_blocks=1000, recovery="swap", costs=costs, max_num_batched_tokens=4096
     )

@@ -9,7 +9,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import DEVICE, HOST, unpack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, tier_name, unpack_int32s
 
 from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -36,8 +36,8 @@ def test_what_the_host_gives_up_comes_back_from_the_tier_below(mode: RecoveryMod
     further = scheduler.kv.tiers[FURTHER]
     assert further.num_used > 0
     again = serve(scheduler, executor, PROMPTS[0])
-    assert again.num_loaded_tokens("tier 2") > 0
-    assert again.num_cached_tokens == (36 if mode == "swap" else again.num_loaded_tokens("tier 2"))
+    assert again.num_loaded_tokens(tier_name(FURTHER)) > 0
+    assert again.num_cached_tokens == (36 if mode == "swap" else again.num_loaded_tokens(tier_name(FURTHER)))
     check_states(scheduler.kv.pool)
 
 

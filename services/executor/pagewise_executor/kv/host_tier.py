@@ -130,8 +130,7 @@ class HostTier:
         size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            own = list(copies.names[start : start + size]) or [None] * len(part)
-            job = _Job(copies, part, names=own, last=start + size >= len(pairs))
+            job = _Job(copies, part, names=list(copies.names[start : start + size]), last=start + size >= len(pairs))
             if self._cuda:
                 job.staging = staging = self._stagings.get()
                 if staging.copied is not None:
@@ -146,19 +145,17 @@ class HostTier:
 
     def names(self) -> dict[int, BlockHash]:
         """See ``Tier``."""
-        if (last := self._last_store) is not None:
-            last.result()
+        self._wait_for_stores()
         return self.memory.names()
 
-    def unnamed(self) -> list[int]:
+    def names_of(self, slots: list[int]) -> list[BlockHash | None]:
         """See ``Tier``."""
-        named = self.memory.names()
-        return [slot for slot in range(self.num_blocks) if slot not in named]
+        self._wait_for_stores()
+        return [self.memory.name(slot) for slot in slots]
 
     def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
         """See ``Tier``."""
-        if (last := self._last_store) is not None:
-            last.result()
+        self._wait_for_stores()
         rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
         for row, slot in zip(rows, slots, strict=True):
             held = self.memory.slot(slot)
@@ -166,6 +163,10 @@ class HostTier:
             if self.memory.checksum(slot) is None or not self._is_sound(slot):
                 raise OSError(f"block {slot} of the host is not what was stored there")
         return rows
+
+    def _wait_for_stores(self) -> None:
+        if (last := self._last_store) is not None:
+            last.result()
 
     def close(self) -> None:
         """See ``Tier``."""

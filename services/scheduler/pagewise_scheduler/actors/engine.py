@@ -92,8 +92,8 @@ class Engine:
 
     @property
     def oldest_copy_time(self) -> float | None:
-        """When a copy to or from the host or a peer that has not been confirmed should have been, the first of them;
-        None: there is none.
+        """When a copy to or from a lower tier or a peer that has not been confirmed should have been, the first of
+        them; None: there is none.
         """
         return self.scheduler.recoveries.transfers.oldest_due
 

@@ -6,7 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from pagewise_shared.protocol import HOST, Copied, Drain, Heartbeat, Hello, Leaving, Message, Rejoin, StepResult
+from pagewise_shared.protocol import (
+    Copied,
+    Drain,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    Rejoin,
+    StepResult,
+    tier_name,
+)
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
@@ -121,7 +131,7 @@ class Fleet(Sessions[Executor]):
                 self.lose(session, f"a step has not returned for {now - began:.1f} s")
             elif (due := engine.oldest_copy_time) is not None and now > due:
                 if now - due > most:
-                    self.lose(session, f"a copy to or from its host memory or a peer is {now - due:.1f} s late")
+                    self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
                 else:
                     engine.cancel_late_fetches(now)
 
@@ -154,11 +164,11 @@ class Fleet(Sessions[Executor]):
         keeps = self.sharing.restore(engine)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
-            "executor %s joined: %d blocks of %d tokens and %d on the host, %s %s",
+            "executor %s joined: %d blocks of %d tokens%s, %s %s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
-            hello.num_host_blocks,
+            "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers),
             hello.device,
             hello.dtype,
         )
@@ -179,7 +189,7 @@ class Fleet(Sessions[Executor]):
                 options.max_num_batched_tokens, hello.max_num_batched_tokens or options.max_num_batched_tokens
             ),
             epoch=epoch,
-            tiers={HOST: hello.num_host_blocks},
+            tiers={tier.number: tier.num_blocks for tier in hello.tiers},
             costs=costs_of(hello),
             recovery=options.recovery,
             eviction=self._eviction,
