@@ -1,14 +1,18 @@
 """What a plan's lists of copies do to the tiers below the device, one list after the other."""
 
 import queue
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pagewise_executor.block_copies import BlockCopier, CopyJob, Tier
 from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_memory import AnonymousMemory
+from pagewise_executor.kv.host_memory import AnonymousMemory, NamedMemory
 from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
@@ -118,3 +122,44 @@ def test_blocks_go_down_or_to_the_device(source: int, target: int) -> None:
             assert [(job.source, job.target) for job in checked_copies(plan, sizes)] == [(one, other)]
     with pytest.raises(InvalidPlanError):
         checked_copies(StepPlan(1, 1, copies=(BlockCopies(source, target, pack_int32s([0, 1])),)), sizes)
+
+
+CUT_SHORT = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np, torch
+from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.kv.host_memory import NamedMemory
+from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_shared.protocol import DEVICE, HOST
+
+pool = KVPool([(1, 8)], 4, 4, torch.float32, torch.device("cpu"))
+contents = [np.full(pool.bytes_per_block, content, np.uint8) for content in (11, 22)]
+pool.scatter(np.array([0, 1], np.int32), np.stack(contents))
+memory = NamedMemory(Path(sys.argv[1]), "content", 2, pool.bytes_per_block, False)
+keep = memory.keep
+
+def keep_and_die(*arguments):
+    keep(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+memory.keep = keep_and_die
+pairs = np.array([[0, 0], [1, 0]], np.int32)
+HostTier(pool, memory).begin(CopyJob(0, 1, DEVICE, HOST, pairs, names=[b"a" * 32, b"b" * 32]))
+signal.pause()
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_block_under_the_name_of_another(tmp_path: Path) -> None:
+    """One list names host block 0 twice: its first content was evicted again in the same plan."""
+    done = subprocess.run([sys.executable, "-c", CUT_SHORT, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pool = KVPool([(1, 8)], 4, 4, torch.float32, torch.device("cpu"))
+    memory = NamedMemory(tmp_path, "content", 2, pool.bytes_per_block, False)
+    try:
+        content = {b"a" * 32: 11, b"b" * 32: 22}
+        assert memory.names(), "nothing was kept: that was not tried"
+        assert all(content[name] == int(memory.slot(slot)[0]) for slot, name in memory.names().items())
+    finally:
+        memory.close()
