@@ -8,7 +8,7 @@ from pagewise_shared.protocol import KeyLimits, PromptToGenerate, Submit, unpack
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.key_limits import KeyUsage
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 
 MAX_STREAM = 2**31 - 1
 """The greatest stream number."""
@@ -128,7 +128,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
                 sequence.output_token_ids = unpack_int32s(progress.tokens).tolist()
                 if progress.finished:
-                    sequence.status = SequenceStatus.FINISHED
+                    sequence.end(None)
         requests.append(request)
     return requests
 

@@ -11,7 +11,7 @@ from pagewise_shared.protocol import TokenLogprobs
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -120,7 +120,7 @@ class BeamGroups:
             self._waiting.push(heir)
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
-            unused.status = SequenceStatus.FINISHED
+            unused.end(None)
         request = group.members[0].request
         request.sequences = [*members]
 
@@ -149,8 +149,7 @@ class BeamGroups:
             sequence = Sequence(request, index, request.sampling, self._kv.new_table(), tokens)
             by_stop = tokens[-1:] and tokens[-1] in ends
             reason: FinishReason = "stop" if by_stop else "length"
-            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
-            sequence.stop_reason = tokens[-1] if by_stop else None
+            sequence.end(reason, tokens[-1] if by_stop else None)
             request.sequences.append(sequence)
             output.sequences += [sequence] * len(tokens)
             output.tokens += tokens
