@@ -126,7 +126,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
         if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
             request.create_sequences()
             for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
-                sequence.output_token_ids = unpack_int32s(progress.tokens).tolist()
+                sequence.output_token_ids = unpack_int32s(progress.tokens)
                 if progress.finished:
                     sequence.end(None)
         requests.append(request)

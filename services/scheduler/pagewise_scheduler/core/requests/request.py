@@ -5,7 +5,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from struct import pack
 from typing import Any, Literal
 
 import msgspec
@@ -75,7 +74,7 @@ class Sequence:
     index: int
     sampling: SamplingParams
     table: BlockTable
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     status: SequenceStatus = SequenceStatus.WAITING
     stop_ids: frozenset[int] = frozenset()
     takes_tokens: bool = False
@@ -127,17 +126,17 @@ class Sequence:
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
         prompt = self.request.prompt_token_ids.tobytes()
-        return prompt + array("i", self.output_token_ids).tobytes() if self.output_token_ids else prompt
+        return prompt + self.output_token_ids.tobytes() if self.output_token_ids else prompt
 
     def tokens_between(self, start: int, stop: int) -> bytes:
         """The known tokens from ``start`` to ``stop`` as int32 bytes."""
         prompt = self.request.prompt_token_ids
         length = len(prompt)
         if start >= length:
-            return pack(f"{stop - start}i", *self.output_token_ids[start - length : stop - length])
+            return self.output_token_ids[start - length : stop - length].tobytes()
         if stop <= length:
             return prompt[start:stop].tobytes()
-        return prompt[start:].tobytes() + array("i", self.output_token_ids[: stop - length]).tobytes()
+        return prompt[start:].tobytes() + self.output_token_ids[: stop - length].tobytes()
 
 
 @dataclass(slots=True, eq=False)
