@@ -68,7 +68,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     second.kv.expect(named_blocks(inventory))
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, second)
-    assert [one.sequences[0].output_token_ids for one in again] == expected
+    assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
     assert [one.num_cached_tokens for one in again] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
     # What was generated has names too: a conversation goes on where it was.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
@@ -164,7 +164,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     scheduler.kv.expect(named)
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
-    assert [one.sequences[0].output_token_ids for one in again] == expected
+    assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
     if spoiled:
         assert scheduler.kv.pool.counters.spoiled > 0
     else:

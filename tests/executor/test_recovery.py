@@ -55,7 +55,7 @@ def check(path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", 
     )
     for served, tokens in zip(requests, expected, strict=True):
         for sequence in served.sequences:
-            assert sequence.output_token_ids == tokens
+            assert sequence.output_token_ids.tolist() == tokens
     assert scheduler.kv.num_available == num_blocks
     return runner, scheduler.kv.pool.counters.loaded
 
@@ -104,7 +104,7 @@ def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
         arrive_every=rng.choice([0, 2, 7]),
         recovery=rng.choice(["auto", "swap", "recompute", "both"]),
     )
-    assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == expected
+    assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == expected
 
 
 @pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     requests = [request(prompt, 8, name=f"r{i}") for i, prompt in enumerate([*prompts, prompts[0]])]
     scheduler, _ = run_requests(runner, requests, num_blocks=13, arrive_every=1000, recovery="swap")
     assert scheduler.kv.pool.counters.spoiled > 0
-    assert [r.sequences[0].output_token_ids for r in requests] == expected
+    assert [r.sequences[0].output_token_ids.tolist() for r in requests] == expected
 
 
 def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(

@@ -59,7 +59,7 @@ def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
     request = create_request(prompt=prompt, max_tokens=max_tokens)
     node.scheduler.add(request)
     run(node.scheduler, node.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     return request
 
 
@@ -138,7 +138,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
     borrower.scheduler.update(result)
     run(borrower.scheduler, borrower.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert borrower.executor.num_fetched == 0
     assert_all_free(borrower.scheduler)
 
@@ -185,7 +185,7 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
     request = create_request(prompt=prompt, max_tokens=3)
     fresh.add(request)
     run(fresh, node.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert request.num_cached_tokens >= 44
     check_states(fresh.kv.pool)
 
@@ -207,7 +207,7 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
         request = create_request(prompt=prompt, max_tokens=3)
         fresh.add(request)
         run(fresh, node.executor)
-        assert request.sequences[0].output_token_ids == expected_tokens(request)
+        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
         assert request.num_loaded_tokens("host") > 0
         assert node.executor.num_computed - computed < 50
         check_states(fresh.kv.pool)
@@ -343,7 +343,7 @@ class FleetRules(RuleBasedStateMachine):
         for request in self.requests:
             expected = expected_tokens(request)
             for sequence in request.sequences:
-                produced = sequence.output_token_ids
+                produced = sequence.output_token_ids.tolist()
                 ended = request.request_id in self.aborted
                 assert produced == (expected[: len(produced)] if ended else expected)
         for node in self.nodes:

@@ -27,7 +27,7 @@ def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], m
     request = create_request(prompt=prompt, max_tokens=max_tokens)
     scheduler.add(request)
     run(scheduler, executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     return request
 
 
@@ -94,7 +94,7 @@ def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     assert scheduler.num_preemptions > 0
     assert executor.num_loaded > 0
     assert any(report.resumed and report.method == "load" for report in scheduler.recoveries.reports)
-    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected_tokens(r) for r in requests]
     assert_all_free(scheduler)
 
 
@@ -106,7 +106,7 @@ def test_a_full_host_lets_its_tails_go_first() -> None:
     again = create_request(prompt=LONG, max_tokens=2)
     scheduler.add(again)
     run(scheduler, executor)
-    assert again.sequences[0].output_token_ids == expected_tokens(again)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
     assert executor.num_loaded == 4, "the beginning of the prompt was kept, not its end"
     check_states(pool)
 

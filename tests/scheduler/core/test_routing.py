@@ -91,7 +91,7 @@ def test_prompt_logprobs_use_no_cache() -> None:
 def test_one_that_moves_is_looked_up_with_its_outputs() -> None:
     request = create_request(prompt=LONG[:38], max_tokens=8)
     request.create_sequences()
-    request.sequences[0].output_token_ids += [138, 139, 7]
+    request.sequences[0].output_token_ids.extend([138, 139, 7])
     assert executor_view(LONG).find(PrefixQuery(request)).device == 40
 
 

@@ -22,7 +22,7 @@ def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int]) -
     request = create_request(prompt=prompt, max_tokens=2)
     scheduler.add(request)
     run(scheduler, executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     return request
 
 
@@ -57,7 +57,7 @@ def test_a_prefix_may_come_from_two_tiers_at_once() -> None:
     assert loads == {HOST, FURTHER}
     scheduler.update(executor.execute(plan))
     run(scheduler, executor)
-    assert again.sequences[0].output_token_ids == expected_tokens(again)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
     assert again.num_cached_tokens == 36
 
 

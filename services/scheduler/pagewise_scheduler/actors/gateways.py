@@ -42,7 +42,7 @@ from pagewise_scheduler.actors.submissions import (
     num_unfinished,
     requests_of,
 )
-from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -260,8 +260,7 @@ class Gateways(Sessions[Gateway]):
         """End what has already come to its end, of a request that goes on from somewhere."""
         for sequence in live.request.sequences:
             if not sequence.finished and (end := end_of(sequence)) is not None:
-                sequence.status = SequenceStatus.FINISHED
-                sequence.finish_reason, sequence.stop_reason = end
+                sequence.end(*end)
                 live.take_finish(sequence, now)
         if live.unfinished <= 0:
             live.end(now)
