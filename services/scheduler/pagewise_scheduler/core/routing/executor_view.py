@@ -115,7 +115,11 @@ class _Lately:
 
 
 class ExecutorView:
-    """``load``: sequences placed and unfinished. ``scheduler``: the executor's own, which is only read."""
+    """``load``: sequences placed and unfinished. ``scheduler``: the executor's own.
+
+    Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
+    into the prefix tree that the executor offered by hash.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -139,7 +143,12 @@ class ExecutorView:
     # ---- what is there -------------------------------------------------------------------------------
 
     def find(self, query: PrefixQuery) -> Match:
-        """How much of a prompt is cached. O(blocks found)."""
+        """How much of a prompt is cached. O(blocks found).
+
+        Blocks that the executor offered by hash after a restart count too. Their content is known only once a prompt
+        has it, so they enter the prefix tree here: a prompt is placed where its blocks are, and what is placed finds
+        them.
+        """
         kv = self.scheduler.kv
         kv.restore(query.cache_salt, lambda: query.tokens)
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
