@@ -31,3 +31,10 @@ def test_paths_that_are_named_exist(document: Path) -> None:
         r"`((?:shared|services|kernels|tests|benchmarks|examples|docs|deploy)/[\w./-]+)`", document.read_text()
     ):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_failures_are_listed_once() -> None:
+    """A second table of what happens when something fails would sooner or later say something else."""
+    heading = re.compile(r"^\| *what *\| *noticed by *\|", re.MULTILINE)
+    tables = [document.name for document in DOCUMENTS for _ in heading.findall(document.read_text())]
+    assert tables == ["operations.md"]

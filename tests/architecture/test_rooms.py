@@ -1,6 +1,7 @@
 """The house rules that a tool can hold: who imports whom, what is never loaded, how long things may get."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ ROOMS = [
     "services/executor",
     "services/cli",
 ]
+FOLDERS = ["shared", "kernels", "services", "benchmarks", "docs", "examples"]
+"""All that is not a test."""
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = {"kernels": 150}
@@ -93,3 +96,13 @@ def test_exceptions_to_the_ratchet_are_still_needed() -> None:
 
 def test_nothing_is_pickled() -> None:
     assert not [p for p in sources() if "pickle" in p.read_text()]
+
+
+def test_nothing_is_imported_from_tests_but_what_they_share() -> None:
+    """What several test files need lies in a module that is no test file. Benchmarks run without the tests."""
+    imports = re.compile(r"^\s*(?:from|import) +(?:\S+\.)?test_|^\s*from +tests\b.* import .*\btest_", re.MULTILINE)
+    outside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    every_module = [*outside, *(ROOT / "tests").rglob("*.py")]
+    offenders = {str(path.relative_to(ROOT)) for path in every_module if imports.search(path.read_text())}
+    assert offenders == {"tests/fuzz/guided.py"}, "only that one runs a test as it is"
+    assert not [path for path in outside if re.search(r"^\s*(?:from|import) +tests\b", path.read_text(), re.MULTILINE)]

@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.profile import measure_tier
-from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, Welcome, named_blocks
 
 from tests.executor.driver import drive, request
+from tests.executor.inventories import PROMPTS, scheduler_for, serve
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
-from tests.model_builders import VOCAB_SIZE, build_model
-
-PROMPTS = [[(7 * i + 11 * p) % (VOCAB_SIZE - 3) + 3 for i in range(60 + p)] for p in range(4)]
+from tests.model_builders import build_model
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +32,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model_path: Path) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     return reference(model, PROMPTS, [20] * len(PROMPTS), "cpu")
-
-
-def scheduler_for(runner: ModelRunner, num_blocks: int) -> Scheduler:
-    info = runner.info
-    return Scheduler(
-        num_blocks=num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        tiers={tier.number: tier.num_blocks for tier in info.tiers},
-        recovery="swap",
-        model_fingerprint=info.model_fingerprint,
-    )
-
-
-def serve(runner: ModelRunner, scheduler: Scheduler, max_tokens: int = 20) -> list[Request]:
-    requests = [request(prompt, max_tokens, name=f"r{i}") for i, prompt in enumerate(PROMPTS)]
-    drive(runner, scheduler, requests)
-    return requests
 
 
 def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[list[int]]) -> None:
@@ -118,24 +95,10 @@ def test_an_inventory_waits_for_copies_that_are_on_their_way(model_path: Path) -
     assert offered == {name: block for block, name in host.memory.names().items()}, "nothing changes later"
 
 
-CHILD = """
-import sys
-import time
-from pathlib import Path
-from tests.executor.test_inventory import build_runner, scheduler_for, serve
-from pagewise_shared.protocol import Welcome
-runner = build_runner(Path(sys.argv[1]), host_folder=Path(sys.argv[2]), verify_copies=False)
-runner.reset(Welcome(1, 8, 64))
-serve(runner, scheduler_for(runner, 16))
-print("served", flush=True)
-sys.stdin.read()
-"""
-
-
 def run_and_kill(model_path: Path, folder: Path) -> None:
     """An executor that serves with few blocks, so that most of them go to the host, and is killed."""
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(model_path), str(folder)],
+        [sys.executable, "-m", "tests.executor.inventories", str(model_path), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from pagewise_scheduler.core.scheduling.waiting_queue import AGEING_SECONDS, Wai
 from pagewise_shared.protocol import StepPlan
 
 from tests.scheduler.core.builders import create_request, create_scheduler
-from tests.scheduler.core.test_scheduler import executor_for, expected_tokens, run
+from tests.scheduler.core.driving import executor_for, expected_tokens, run
 
 SYSTEM = list(range(500, 524))
 

@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PRO
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 from tests.scheduler.core.builders import create_request, create_scheduler
-from tests.scheduler.core.test_scheduler import executor_for, run
+from tests.scheduler.core.driving import executor_for, run
 
 
 class Service:

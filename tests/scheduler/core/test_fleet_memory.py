@@ -20,7 +20,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import DEVICE, HOST, StepResult
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
-from tests.scheduler.core.test_scheduler import (
+from tests.scheduler.core.driving import (
     assert_all_free,
     check_states,
     every_node,

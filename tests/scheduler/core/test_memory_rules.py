@@ -24,7 +24,7 @@ from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
-from tests.scheduler.core.test_scheduler import (
+from tests.scheduler.core.driving import (
     assert_all_free,
     check_states,
     executor_for,

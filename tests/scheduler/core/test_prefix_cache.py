@@ -15,7 +15,7 @@ from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.test_scheduler import assert_all_free, check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
 
 
 def run_recorded(scheduler: Scheduler, executor: CheckingExecutor) -> list[StepPlan]:

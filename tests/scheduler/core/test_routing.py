@@ -24,7 +24,7 @@ from pagewise_scheduler.core.routing.policies import (
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 
 from tests.scheduler.core.builders import create_request, create_scheduler
-from tests.scheduler.core.test_scheduler import executor_for, run
+from tests.scheduler.core.driving import executor_for, run
 
 COSTS = Costs(step=1e-3, token=1e-3, attention=0.0)
 LONG = list(range(100, 140))

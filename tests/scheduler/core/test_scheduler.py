@@ -1,124 +1,14 @@
 """The scheduler against an executor that checks every read and write of KV memory."""
 
-from collections import deque
-
 import msgspec
 import pytest
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
-from pagewise_scheduler.core.requests.beam_search import BeamSearch
-from pagewise_scheduler.core.requests.request import Request, SequenceStatus
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.core.scheduling.step import StepMismatchError
-from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
+from pagewise_shared.protocol import StepPlan, StepResult, encode
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, create_scheduler
-from tests.scheduler.core.checking_executor import CheckingExecutor, next_candidates, next_token
-
-
-def expected_tokens(request: Request) -> list[int]:
-    tokens = list(request.prompt_token_ids)
-    for _ in range(request.max_tokens):
-        tokens.append(next_token(tuple(tokens)))
-        produced = len(tokens) - len(request.prompt_token_ids)
-        if tokens[-1] in request.sampling.stop_token_ids and produced > request.sampling.min_tokens:
-            break
-    return tokens[len(request.prompt_token_ids) :]
-
-
-def expected_beams(request: Request) -> list[list[int]]:
-    """What the request's search finds when nothing comes between."""
-    assert request.beam is not None
-    search = BeamSearch(request.beam, frozenset(request.sampling.stop_token_ids), request.max_tokens)
-    wanted = request.beam.num_candidates(len(request.sampling.stop_token_ids))
-    prompt = tuple(request.prompt_token_ids)
-    living: list[list[int]] = [[]]
-    while True:
-        going_on = search.advance(living, [next_candidates((*prompt, *tokens), wanted) for tokens in living])
-        if going_on is None:
-            return [ended.tokens for ended in search.results(request.n)]
-        living = [[*living[one.parent], one.token] for one in going_on]
-
-
-def executor_for(scheduler: Scheduler) -> CheckingExecutor:
-    tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
-    return CheckingExecutor(tiers, block_size=scheduler.kv.block_size)
-
-
-def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:
-    """Drive to the end with ``depth`` steps in flight; returns the number of steps."""
-    results: deque[StepResult] = deque()
-    for steps in range(limit):
-        while scheduler.num_in_flight < depth and (plan := scheduler.schedule(now=0.0)) is not None:
-            decoded = decode_from_scheduler(encode(plan))
-            assert isinstance(decoded, StepPlan)
-            results.append(executor.execute(decoded))
-        copied = executor.finish_copies()
-        for message in copied:
-            scheduler.copied(message)
-        if copied and not results:
-            continue
-        if not results:
-            assert scheduler.num_running == scheduler.num_waiting == 0
-            return steps
-        scheduler.update(results.popleft())
-    raise AssertionError(f"not done after {limit} steps")
-
-
-def test_a_better_priority_goes_before_a_long_prefill_that_runs() -> None:
-    scheduler = create_scheduler(num_blocks=400, max_num_batched_tokens=8)
-    executor = executor_for(scheduler)
-    scheduler.add(create_request(prompt=list(range(1000)), max_tokens=2, priority=5))
-    for _ in range(3):
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        scheduler.update(executor.execute(plan))
-    urgent = create_request(prompt=[1, 2, 3], max_tokens=2)
-    scheduler.add(urgent)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    scheduler.update(executor.execute(plan))
-    assert len(urgent.sequences[0].output_token_ids) == 1
-    assert sorted(size for _, size in plan.chunks) == [3, 5]
-
-
-def assert_all_free(scheduler: Scheduler) -> None:
-    assert scheduler.kv.num_retiring == 0
-    assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
-    assert scheduler.requests == []
-
-
-def check_states(pool: BlockPool) -> None:
-    """Every block is free, cached or in use; known content hangs together, and nothing hangs on what may be evicted."""
-    everything = every_node(pool)
-    assert len(everything) == pool.tree.num_blocks
-    for tier in (pool, *pool.lower):
-        assert tier.num_free + tier.num_cached + tier.num_in_use == tier.num_blocks
-        here = [node for node in everything if node.block_id(tier.number) >= 0]
-        assert all(tier.node(node.block_id(tier.number)) is node for node in here)
-        assert len(here) == sum(tier.node(block) is not None for block in range(tier.num_blocks))
-        unused = [node for node in here if not tier.references(node.block_id(tier.number))]
-        assert len(unused) == tier.num_cached - len(tier.restorable)
-        if tier is not pool:
-            assert len(here) == tier.num_used - len(tier.restorable)
-    nowhere = [node for node in everything if node.nearest_tier == NOWHERE]
-    assert all(any(below.nearest_tier != NOWHERE for below in nodes_below(node)) for node in nowhere)
-    for node in everything:
-        parent, block = node.parent, node.block
-        assert parent is not None
-        assert parent.children[node.tokens] is node
-        if parent.depth and block >= 0:
-            assert pool.node(parent.block) is parent
-            assert pool.references(parent.block) >= min(1, pool.references(block))
-
-
-def nodes_below(node: CachedBlock) -> list[CachedBlock]:
-    return [found for child in node.children.values() for found in (child, *nodes_below(child))]
-
-
-def every_node(pool: BlockPool) -> list[CachedBlock]:
-    return [node for root in pool.tree.roots for node in nodes_below(root)]
+from tests.scheduler.core.driving import assert_all_free, executor_for, expected_beams, expected_tokens, run
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -213,6 +103,23 @@ def test_stop_tokens_end_a_sequence_but_not_before_min_tokens() -> None:
         run(scheduler, executor_for(scheduler))
         assert len(request.sequences[0].output_token_ids) == length
     assert_all_free(scheduler)
+
+
+def test_a_better_priority_goes_before_a_long_prefill_that_runs() -> None:
+    scheduler = create_scheduler(num_blocks=400, max_num_batched_tokens=8)
+    executor = executor_for(scheduler)
+    scheduler.add(create_request(prompt=list(range(1000)), max_tokens=2, priority=5))
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+    urgent = create_request(prompt=[1, 2, 3], max_tokens=2)
+    scheduler.add(urgent)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.update(executor.execute(plan))
+    assert len(urgent.sequences[0].output_token_ids) == 1
+    assert sorted(size for _, size in plan.chunks) == [3, 5]
 
 
 def test_priority_then_arrival_decide_who_runs_first() -> None:

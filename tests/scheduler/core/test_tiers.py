@@ -13,7 +13,7 @@ from pagewise_shared.protocol import DEVICE, HOST, tier_name, unpack_int32s
 
 from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.test_scheduler import check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.driving import check_states, executor_for, expected_tokens, run
 
 PROMPTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400)]
 

@@ -20,7 +20,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Prompt = Annotated[
+PromptType = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(description="A text, token ids, or a list of texts or of lists of token ids."),
 ]
@@ -100,7 +100,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Prompt
+    prompt: PromptType
     echo: bool | None = None
     logprobs: Alternatives | None = None
 

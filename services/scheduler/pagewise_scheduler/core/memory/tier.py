@@ -1,4 +1,4 @@
-"""The tiers of KV memory: the device, the host, and whatever lies further away, one below the other.
+"""The tiers of one executor's KV memory: the device, the host, and whatever lies further away, one below the other.
 
 All of them are one idea. A tier holds blocks, each of which is free, cached or in use. To *reserve* a block is to take
 one; if none is free, another one is *evicted* first. The content of an evicted block stays where another tier has it as
@@ -6,7 +6,9 @@ well, or it goes to the tier below if that takes it (it is *demoted*), or it is 
 copies have to be made before anything is written into the blocks, and sees to it that they are. To *pin* a block is to
 keep it where it is until it is *released* as often.
 
-``BlockPool`` is the device, where sequences compute; ``CacheTier`` is any tier below it.
+``BlockPool`` is the device, where sequences compute; ``CacheTier`` is any tier below it, which also has costs: those of
+copies between it and the device. Another executor's tiers are not among these; ``PeerTiers`` pins and releases blocks
+there.
 """
 
 from collections.abc import Iterable, Sequence

@@ -118,7 +118,10 @@ class _Lately:
 
 
 class ExecutorView:
-    """One executor. ``scheduler``: its own, which is only read; ``costs``: what computing and loading take there.
+    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there.
+
+    Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
+    into the prefix tree that the executor offered by hash.
 
     ``load``: sequences placed and unfinished. ``num_decoding``: those of them that have begun to answer: each takes a
     token of every step.
@@ -142,7 +145,12 @@ class ExecutorView:
     # ---- what is there -------------------------------------------------------------------------------
 
     def find(self, query: PrefixQuery) -> Match:
-        """How much of a prompt is cached. O(blocks found)."""
+        """How much of a prompt is cached. O(blocks found).
+
+        Blocks that the executor offered by hash after a restart count too. Their content is known only once a prompt
+        has it, so they enter the prefix tree here: a prompt is placed where its blocks are, and what is placed finds
+        them.
+        """
         kv = self.scheduler.kv
         kv.restore(query.cache_salt, lambda: query.tokens)
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
