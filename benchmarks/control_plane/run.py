@@ -47,7 +47,7 @@ def start(num_seqs: int, max_tokens: int) -> Scheduler:
     while scheduler.num_waiting or answered < num_seqs:
         plan = scheduler.schedule(0.0)
         assert plan is not None
-        record = scheduler._in_flight[-1]
+        record = scheduler.steps_in_flight[-1]
         answered = len(record.sampled)
         scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * answered)))
     return scheduler

@@ -18,6 +18,7 @@ from pagewise_scheduler.core.routing.policies import (
     PredictedRecovery,
     RoutingName,
     cheapest_recovery,
+    look_up,
     make_routing,
     place,
 )
@@ -299,7 +300,7 @@ def test_of_what_comes_from_both_ends_the_front_is_booked_as_computed() -> None:
     document = list(range(4000))
     holder, idle = (executor_view(*held, num_blocks=2048, costs=slow) for held in ([document], []))
     lending(holder, idle)
-    found = cheapest_recovery(*(Candidate(one, PrefixQuery(create_request(prompt=document))) for one in (idle, holder)))
+    found = cheapest_recovery(*(look_up(one, PrefixQuery(create_request(prompt=document))) for one in (idle, holder)))
     assert found.seconds == pytest.approx(2.0, rel=0.1), "four seconds of either"
     assert found.start == pytest.approx(2000, rel=0.1)
 

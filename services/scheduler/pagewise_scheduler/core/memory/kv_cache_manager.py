@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash, block_hash
@@ -18,6 +19,8 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys
 from pagewise_scheduler.core.memory.tier import Copies, Tier
+
+_RESTORABLE = attrgetter("restorable")
 
 
 class TierSize(NamedTuple):
@@ -47,12 +50,13 @@ class CachedPrefix:
 class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
-    ``pool``: the device's blocks. ``tiers``: all tiers by number, the device too. ``demotion``: what the tiers below
-    take over. A block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference
-    until that step has returned, so nobody else can write into it before.
+    ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
+    device's blocks. ``tiers``: all tiers by number, the device too. ``demotion``: what the tiers below take over. A
+    block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step
+    has returned, so nobody else can write into it before.
     """
 
-    __slots__ = ("_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "pool", "tiers")
+    __slots__ = ("_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "pool", "tiers")
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class KVCacheManager:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
+        self.capacity_tokens = num_blocks * block_size
         self._lower = lower
         self._demotion = demotion
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
@@ -99,11 +104,6 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the pool that is in use, 0 to 1; what is only cached does not count."""
         return self.pool.num_in_use / self.pool.num_blocks
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Most tokens whose K and V one sequence could hold if it had the pool to itself."""
-        return self.pool.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks it takes to hold ``num_tokens`` tokens."""
@@ -139,7 +139,7 @@ class KVCacheManager:
 
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
         """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
-        tiers = [tier for tier in self.tiers.values() if tier.restorable]
+        tiers = [*filter(_RESTORABLE, self.tiers.values())]
         if not tiers:
             return
         tokens, tree = tokens_of(), self.pool.tree

@@ -80,7 +80,11 @@ class CostModel:
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""
-        return self.prefill.predict(*self.features(start, count, share)) if count > 0 else 0.0
+        if count <= 0:
+            return 0.0
+        steps, tokens, pairs, context = self.features(start, count, share)
+        of_step, of_token, of_pair, of_context = self.prefill.constants
+        return of_step * steps + of_token * tokens + of_pair * pairs + of_context * context
 
     def features(self, start: int, count: int, share: float = 1.0) -> tuple[float, float, float, float]:
         """What ``prefill`` knows of computing that: steps, tokens, pairs that attend, and context of the chunks."""

@@ -181,10 +181,10 @@ class ExecutorView:
     def queue_seconds(self, priority: int, now: float) -> float:
         """Until everything that goes before a prompt of this priority is computed."""
         # The steps under way come back first, with whatever decodes in them.
-        steps, seconds = self.scheduler.num_in_flight, 0.0
+        steps, seconds = len(self.scheduler.steps_in_flight), 0.0
         if self._waiting:
             tokens, seconds = self._work_before(priority, now)
-            steps += ceil(tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
+            steps += ceil(tokens / max(1.0, self.scheduler.limits.max_num_batched_tokens - self.num_decoding))
         constants = self.costs.prefill.constants
         return seconds + steps * (constants[0] + constants[1] * self.num_decoding)
 

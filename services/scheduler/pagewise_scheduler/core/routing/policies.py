@@ -6,9 +6,10 @@ longer than what computing it there costs, and pushing others out for it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 from math import inf
+from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from pagewise_scheduler.core.requests.request import Request
@@ -25,22 +26,22 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 _MOST_PREDICTED = 8
+_expected = attrgetter("match.expected")
+"""Of a candidate: what it holds of the prompt, or will."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An executor that could take the prompt of ``query``. Its prefix tree is asked when somebody wants to know."""
+    """An executor that could take the prompt of ``query``, and what it holds of it."""
 
     executor: ExecutorView
     query: PrefixQuery
-    _match: Match | None = field(default=None)
+    match: Match
 
-    @property
-    def match(self) -> Match:
-        """What it holds of the prompt."""
-        if self._match is None:
-            self._match = self.executor.find(self.query)
-        return self._match
+
+def look_up(executor: ExecutorView, query: PrefixQuery) -> Candidate:
+    """Ask an executor's prefix tree."""
+    return Candidate(executor, query, executor.find(query))
 
 
 class PredictedRecovery(NamedTuple):
@@ -65,9 +66,9 @@ class Choice(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among candidates, at least two of them."""
+    """Chooses among executors, at least two of them, for the prompt of ``query``."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
         """The one, and why."""
         ...
 
@@ -78,25 +79,26 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
         """The next one."""
         self._turn += 1
-        return Choice(candidates[self._turn % len(candidates)], "turn")
+        return Choice(look_up(executors[self._turn % len(executors)], query), "turn")
 
 
 class LeastLoaded:
     """The fewest sequences that have not finished."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
         """The first of those with the least load."""
-        return Choice(min(candidates, key=lambda candidate: candidate.executor.load), "load")
+        return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
 
 
 class LongestPrefix:
     """The most cached tokens; load breaks ties."""
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
+        candidates = [look_up(executor, query) for executor in executors]
         best = max(candidates, key=lambda candidate: (candidate.match.expected, -candidate.executor.load))
         return Choice(best, "cached" if best.match.expected else "load")
 
@@ -105,23 +107,20 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
     """What is on the device costs nothing, what lies below it comes back by the cheapest method, the rest is computed;
     or what the holder has is fetched from there, if that is sooner."""
     executor, match = candidate.executor, candidate.match
-    costs, share = executor.costs, executor.share
-    seconds = 0.0
+    costs, share, seconds = executor.costs, executor.share, 0.0
     if match.lower and match.expected == match.device + match.lower:
         link, num_loading = costs.tiers[match.lowest].load, executor.scheduler.recoveries.num_loading
         estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
     seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
-    own, fetched = PredictedRecovery(seconds, match.expected), _fetched(candidate, holder)
-    return own if fetched is None or own.seconds <= fetched.seconds else fetched
+    own, there = PredictedRecovery(seconds, match.expected), holder.match
+    fetched = _fetched(candidate, holder) if there.device + there.lower > match.device else None
+    return own if fetched is None or seconds <= fetched.seconds else fetched
 
 
 def _fetched(candidate: Candidate, holder: Candidate) -> PredictedRecovery | None:
     """Fetching from the holder what the candidate's device lacks, and computing the rest; None if it cannot."""
-    executor, start, held = candidate.executor, candidate.match.device, holder.match
-    end = held.device + held.lower
-    if end <= start:
-        return None
+    executor, start, end = candidate.executor, candidate.match.device, holder.match.device + holder.match.lower
     peer = holder.executor.scheduler.recoveries.endpoint
     if not peer or not executor.scheduler.recoveries.can_fetch_from(peer):
         return None
@@ -157,9 +156,9 @@ def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     time."""
     if len(candidates) <= 2 * _MOST_PREDICTED:
         return candidates
-    held = nlargest(_MOST_PREDICTED, candidates, key=lambda candidate: candidate.match.expected)
+    held = nlargest(_MOST_PREDICTED, candidates, key=_expected)
     others = [candidate for candidate in candidates if candidate not in held]
-    return held + nsmallest(_MOST_PREDICTED, others, key=lambda candidate: candidate.executor.load)
+    return held + nsmallest(_MOST_PREDICTED, others, key=attrgetter("executor.load"))
 
 
 class LeastTimeToFirstToken:
@@ -173,10 +172,10 @@ class LeastTimeToFirstToken:
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
         self._predict = predict
 
-    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
         """The one whose first token is predicted to cost the least."""
-        holder = max(candidates, key=lambda candidate: candidate.match.expected)
-
+        candidates = [look_up(executor, query) for executor in executors]
+        holder = max(candidates, key=_expected)
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
@@ -207,8 +206,10 @@ def make_routing(name: RoutingName) -> RoutingPolicy:
 def place(policy: RoutingPolicy, request: Request, executors: Sequence[ExecutorView], now: float) -> Placement:
     """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds."""
     query = PrefixQuery(request)
-    candidates = [Candidate(executor, query) for executor in executors]
-    choice = policy.choose(candidates, now) if len(candidates) > 1 else Choice(candidates[0], "only")
+    if len(executors) > 1:
+        choice = policy.choose(executors, query, now)
+    else:
+        choice = Choice(look_up(executors[0], query), "only")
     best = choice.candidate
     estimate = choice.estimate or estimate_costs(best, best, now)
     return best.executor.place(request, query, best.match, estimate, choice.reason, now)

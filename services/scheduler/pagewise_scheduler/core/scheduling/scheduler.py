@@ -29,7 +29,8 @@ class Scheduler:
 
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
-    Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last.
+    Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last;
+    ``steps_in_flight``: those that have not come back, the oldest first.
 
     ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
@@ -76,7 +77,7 @@ class Scheduler:
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
-        self._in_flight: deque[StepInFlight] = deque()
+        self.steps_in_flight: deque[StepInFlight] = deque()
         self.last_step, self._now = 0, 0.0
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -104,12 +105,7 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         """Steps planned whose results have not come back."""
-        return len(self._in_flight)
-
-    @property
-    def steps_in_flight(self) -> deque[StepInFlight]:
-        """Steps that have not come back, the oldest first."""
-        return self._in_flight
+        return len(self.steps_in_flight)
 
     @property
     def has_unsent_demotions(self) -> bool:
@@ -193,7 +189,7 @@ class Scheduler:
         self.recoveries.clear()
         self._beam_groups.clear()
         self._requests.clear()
-        self._in_flight.clear()
+        self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
         self._plan.clear()
         return requests
@@ -225,7 +221,7 @@ class Scheduler:
             self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        chunks = self._prefilling.chunks(budget, len(decoding), self._in_flight, now)
+        chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         loads = self.recoveries.ask(step)
         if not decoding and not chunks and not loads:
             return self._unblock(now)
@@ -236,7 +232,7 @@ class Scheduler:
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring:
                 self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "decoding sequences need blocks")
-            elif self._in_flight:
+            elif self.steps_in_flight:
                 return False
         return True
 
@@ -249,11 +245,11 @@ class Scheduler:
             if sequence.row >= 0:
                 for index, _, block in replaced:
                     self._plan.set_blocks(sequence.row, index, [block])
-            self.kv.drop([own for _, own, _ in replaced], self.last_step if self._in_flight else None)
+            self.kv.drop([own for _, own, _ in replaced], self.last_step if self.steps_in_flight else None)
 
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
-        if self._in_flight or self.recoveries.num_loading:
+        if self.steps_in_flight or self.recoveries.num_loading:
             return None
         if self._beam_groups.make_room():
             return self.schedule(now)
@@ -277,7 +273,7 @@ class Scheduler:
         self.last_step = step
         # Whoever has nothing to run in the next step draws its last token in this one.
         ending = self._decoding.length_due(step + 1)
-        self._in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
+        self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
         plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads) if loads else [])
         if plan.copies:
             self.recoveries.transfers.asked(step, plan.copies, loads, self._now)
@@ -296,8 +292,9 @@ class Scheduler:
         Raises:
             StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
         """
-        step, tokens = check_result(self._in_flight[0] if self._in_flight else None, result, self.epoch, tokens)
-        self._in_flight.popleft()
+        oldest = self.steps_in_flight[0] if self.steps_in_flight else None
+        step, tokens = check_result(oldest, result, self.epoch, tokens)
+        self.steps_in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
         if step.chunk_rows and result.elapsed_us:
@@ -337,7 +334,7 @@ class Scheduler:
         Returns the requests that failed for good: those of a step that had a single sequence and could not be made
         smaller.
         """
-        step = self._in_flight[0] if self._in_flight and blame_step else None
+        step = self.steps_in_flight[0] if self.steps_in_flight and blame_step else None
         failed: list[Request] = []
         if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
@@ -377,7 +374,7 @@ class Scheduler:
         if sequence.row >= 0:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
-        touched = self._in_flight and sequence.last_step >= self._in_flight[0].step
+        touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
         self.kv.free(sequence.table, self.last_step if touched else None, self._use(sequence, ends))
 
     def _use(self, sequence: Sequence, ends: bool) -> int | None:
