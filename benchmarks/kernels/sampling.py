@@ -1,9 +1,9 @@
-"""From logits to tokens: draws, penalties, log-probabilities."""
+"""From logits to tokens: sampling, penalties, log-probabilities."""
 
 import torch
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.penalties import penalise
-from pagewise_kernels.sampling import DrawParameters, sample
+from pagewise_kernels.sampling import SamplingTensors, sample
 
 from benchmarks.kernels.bench import Bench
 
@@ -13,7 +13,7 @@ def sampling(bench: Bench) -> None:
     logits = torch.randn(rows, vocab, device=bench.device).bfloat16()
     index = torch.arange(rows, device=bench.device)
     for name, top_k, top_p in (("greedy or plain", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
-        parameters = DrawParameters(
+        parameters = SamplingTensors(
             torch.ones(rows, device=bench.device),
             torch.full((rows,), top_k, dtype=torch.int32, device=bench.device),
             torch.full((rows,), top_p, device=bench.device),
@@ -21,10 +21,10 @@ def sampling(bench: Bench) -> None:
             index,
         )
 
-        def draw(parameters: DrawParameters = parameters) -> object:
+        def run(parameters: SamplingTensors = parameters) -> object:
             return sample(logits, parameters, index.int(), index)
 
-        bench.bytes(f"sample, {name}", "pagewise", draw, logits.numel() * 2)
+        bench.bytes(f"sample, {name}", "pagewise", run, logits.numel() * 2)
     bench.bytes("softmax and sort", "torch", lambda: logits.float().softmax(-1).sort(-1), logits.numel() * 2)
     _penalties(bench, logits)
     _logprobs(bench, logits)

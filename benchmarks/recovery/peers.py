@@ -4,7 +4,7 @@
 
 Two real CPU executors, each behind the real scheduler core, in one process; blocks go between them over ZeroMQ on
 loopback. One has computed a prompt, the other is asked for it: measured is the time from the request to its first
-token, all ways side by side.
+token, all methods side by side.
 """
 
 import argparse

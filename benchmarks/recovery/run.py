@@ -2,7 +2,7 @@
 
 The real scheduler core in front of the real CPU executor, in one process, with links held to given bandwidths. A prompt
 is computed, pushed out to the host, and asked for again: measured is the time from the request to its first token, all
-ways side by side. Prints a table and, with ``--json`` and ``--plot``, writes numbers and a figure.
+methods side by side. Prints a table and, with ``--json`` and ``--plot``, writes numbers and a figure.
 """
 
 import argparse

@@ -224,7 +224,7 @@ class Pagewise:
 
 
 class Transformers:
-    """A subprocess of this script that runs one of transformers' ways."""
+    """A subprocess of this script that generates with transformers, by one of its methods."""
 
     def __init__(self, kind: str, works: list[Work], args: argparse.Namespace, model_path: str) -> None:
         self.process = subprocess.Popen(

@@ -25,7 +25,7 @@ from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
-from pagewise_kernels.sampling import DrawParameters, sample
+from pagewise_kernels.sampling import SamplingTensors, sample
 from pagewise_kernels.silu_mul import silu_mul
 
 _META = torch.device("meta")
@@ -166,7 +166,7 @@ def _sample(dtype: torch.dtype) -> None:
     logits, floats = _empty(8, 151936, dtype=dtype), _empty(8, dtype=torch.float32)
     ids = _empty(8, dtype=torch.int64)
     rows = _empty(8, dtype=torch.int32)
-    sample(logits, DrawParameters(floats, rows, floats, floats, ids), rows, ids)
+    sample(logits, SamplingTensors(floats, rows, floats, floats, ids), rows, ids)
     token_logprobs(logits, ids)
     penalise(
         logits, rows, _empty(8, 151936, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""What a decode step feeds to the model, looked up on the device: the tokens drawn last, their positions and slots."""
+"""What a decode step feeds to the model, looked up on the device: tokens sampled last, their positions and slots."""
 
 import torch
 import triton

@@ -1,8 +1,8 @@
-"""Draws one token per row: temperature, top-k, top-p and min-p, then Gumbel-max, without a softmax or a sort.
+"""Samples one token per row: temperature, top-k, top-p and min-p, then Gumbel-max, without a softmax or a sort.
 
 Noise is Philox 4x32-10 (Salmon et al., SC 2011) keyed by the request's seed, with the vocabulary entry and the position
-of the token as counter, so a row draws the same token in any batch and on any device. Gumbel-max after Maddison et al.
-(arXiv 1411.0030).
+of the token as counter, so a row samples the same token in any batch and on any device. Gumbel-max after Maddison et
+al. (arXiv 1411.0030).
 
 What top-k and top-p keep is a beginning of the entries sorted by value, ties by index. Where it ends is searched for in
 the ordered bits of the values, three bits with every pass over the row.
@@ -176,7 +176,7 @@ def filter_kernel(
 
 
 @triton.jit
-def draw_kernel(
+def sample_kernel(
     logits,
     rows,
     temperatures,
@@ -223,8 +223,8 @@ def pick_kernel(best_values, best_tokens, tokens, num_pieces, PIECES: tl.constex
 
 
 @dataclass(slots=True, frozen=True)
-class DrawParameters:
-    """How rows are drawn from, [rows] each.
+class SamplingTensors:
+    """The sampling parameters of rows, [rows] each.
 
     temperature float32, 0 for the likeliest entry. top_k int32, 0 for all. top_p, min_p float32: 1 and 0 keep all.
     seeds int64: the 64 bits of an unsigned seed.
@@ -238,12 +238,12 @@ class DrawParameters:
 
 
 def sample(
-    logits: torch.Tensor, parameters: DrawParameters, rows: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor, parameters: SamplingTensors, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """One token int64 [n] for each row of logits [n, vocab].
 
-    rows int32 [n]: which of the ``parameters`` are its own. positions int64 [n]: of the token that is drawn. min_p goes
-    first, then top_k, then top_p of what is left, of which at least one entry stays.
+    rows int32 [n]: which of the ``parameters`` are its own. positions int64 [n]: of the token that is sampled. min_p
+    goes first, then top_k, then top_p of what is left, of which at least one entry stays.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -274,7 +274,7 @@ def sample(
         BLOCK=2 * block, COUNT_BLOCK=block, num_warps=32,
     )  # fmt: skip
     launch(
-        draw_kernel,
+        sample_kernel,
         (number, pieces),
         logits, rows, p.temperature, p.seeds, positions, cuts, limits, floors, best_values, best_tokens, vocab_size,
         logits.stride(0),

@@ -18,7 +18,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
         temperature: 0 is greedy.
         top_k: 0 keeps the whole vocabulary.
         top_p, min_p: nucleus and minimum-probability filters; 1 and 0 switch them off.
-        seed: unsigned 64-bit key of the random numbers; the gateway has drawn one if the client gave none.
+        seed: unsigned 64-bit key of the random numbers; the gateway has chosen one if the client gave none.
         presence_penalty, frequency_penalty: over output tokens only (OpenAI's definition).
         repetition_penalty: over prompt and output tokens (CTRL's definition); 1 switches it off.
         min_tokens: output tokens before any of ``stop_token_ids`` may be sampled.

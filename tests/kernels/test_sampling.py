@@ -9,7 +9,7 @@ from pagewise_executor.sampling.philox import gumbel_noise
 from pagewise_executor.sampling.token_sampler import sample_tokens as sample_in_torch
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.penalties import penalise
-from pagewise_kernels.sampling import DrawParameters, sample
+from pagewise_kernels.sampling import SamplingTensors, sample
 from pagewise_shared.sampling import SamplingParams
 
 KINDS = [
@@ -35,7 +35,7 @@ def draw(
     order = torch.randperm(len(params)).to(logits.device)  # parameters of a row may stand anywhere
     where = torch.empty_like(order)
     where[order] = torch.arange(len(params), device=logits.device)
-    parameters = DrawParameters(
+    parameters = SamplingTensors(
         column("temperature", torch.float32)[order],
         column("top_k", torch.int32)[order],
         column("top_p", torch.float32)[order],
@@ -148,7 +148,7 @@ def test_logprobs_and_ranks(dtype: torch.dtype, device: torch.device) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     logits, ids = torch.zeros(2, 10), torch.zeros(2, dtype=torch.int64)
     floats, ks = torch.ones(2), torch.zeros(2, dtype=torch.int32)
-    given = DrawParameters(floats, ks, floats, floats, ids)
+    given = SamplingTensors(floats, ks, floats, floats, ids)
     with pytest.raises(ValueError, match="top_p has one value for each of 2 rows"):
         sample(logits, dataclasses.replace(given, top_p=torch.ones(3)), ks, ids)
     with pytest.raises(TypeError, match=r"top_k is torch\.int32"):

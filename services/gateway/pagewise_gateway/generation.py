@@ -54,7 +54,7 @@ class GenerationRequest:
         priority: a request with a lower one runs earlier.
         cache_salt: only requests with the same salt share cached KV.
         beam: if given, beam search finds the n likeliest sequences, instead of sampling.
-        best_of: how many samples to draw, of which the n likeliest become the outputs; 0: n. With ``beam`` or
+        best_of: how many sequences to sample, of which the n likeliest become the outputs; 0: n. With ``beam`` or
             ``best_of`` all output arrives at the end.
         arrival_time: seconds of the monotonic clock.
         key, limits: name of the API key that the request came with, and the limits of that key.

@@ -205,14 +205,12 @@ class RequestRefused(Piece, frozen=True):
         stream: the request's first stream.
         kind: "never_fits" (it exceeds what any executor could hold), "overloaded" (a queue or a limit is full),
             "unavailable" (there is no executor).
-        message: for the client. reason: a word for metrics.
-        retry_after: seconds after which there should be room; 0: nothing is known.
+        message: for the client. retry_after: seconds after which there should be room; 0: nothing is known.
     """
 
     stream: int
     kind: Literal["never_fits", "overloaded", "unavailable"]
     message: str
-    reason: str = ""
     retry_after: int = 0
 
 

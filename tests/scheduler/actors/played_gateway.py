@@ -50,7 +50,7 @@ class RefusedRequestError(Exception):
 
     def __init__(self, refused: RequestRefused) -> None:
         super().__init__(refused.message)
-        self.kind, self.reason, self.retry_after = refused.kind, refused.reason, refused.retry_after
+        self.kind, self.retry_after = refused.kind, refused.retry_after
 
 
 class FailedPromptError(Exception):

@@ -295,7 +295,7 @@ async def test_admission(tmp_path: Path) -> None:
         waiting = [await stack.gateway.submit([1]) for _ in range(8)]
         with pytest.raises(RefusedRequestError) as error:
             await stack.generate([1])
-        assert (error.value.kind, error.value.reason) == ("unavailable", "no_executor")
+        assert error.value.kind == "unavailable"
         assert stack.metric("requests_refused_total", reason="no_executor") == 1
         for request in waiting:
             with pytest.raises(FailedPromptError):

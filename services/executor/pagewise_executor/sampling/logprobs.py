@@ -44,8 +44,8 @@ def gather_logprobs(
     own, ranks = compute(logits, tokens)
     limited = [min(count or 0, logits.shape[1]) for count in counts]
     values, ids = logits.float().topk(max(limited, default=0), dim=-1)
-    drawn = logits.gather(1, tokens[:, None]).float()
-    values = values - (drawn - own[:, None])
+    sampled = logits.gather(1, tokens[:, None]).float()
+    values = values - (sampled - own[:, None])
     return LogprobsTensors(indices, limited, *(to_host(tensor) for tensor in (tokens, own, ranks, values, ids)))
 
 

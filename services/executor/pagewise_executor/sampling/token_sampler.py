@@ -1,4 +1,4 @@
-"""Samples tokens from processed logits: temperature, top-k, top-p and min-p, then one Gumbel-max draw per row."""
+"""Samples tokens from processed logits: temperature, top-k, top-p and min-p, then Gumbel-max, once per row."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,7 @@ from pagewise_executor.sampling.philox import gumbel_noise
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
-    from pagewise_kernels.sampling import DrawParameters
+    from pagewise_kernels.sampling import SamplingTensors
 
 _NEGATIVE = float("-inf")
 
@@ -59,7 +59,7 @@ class TritonTokenSampler:
     device."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        from pagewise_kernels.sampling import DrawParameters, sample
+        from pagewise_kernels.sampling import SamplingTensors, sample
 
         def filled(value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((num_rows + 1,), value, dtype=dtype, device=device)
@@ -67,7 +67,7 @@ class TritonTokenSampler:
         self._sample = sample
         self._upload = Uploads(device)
         self._joined: dict[int, SamplingParams] = {}
-        self._parameters = DrawParameters(
+        self._parameters = SamplingTensors(
             filled(0.0, torch.float32),
             filled(0, torch.int32),
             filled(1.0, torch.float32),
@@ -84,7 +84,7 @@ class TritonTokenSampler:
         held = self._upload(np.array(rows, np.int32))
         return self._sample(logits, self.parameters(), held, positions)
 
-    def parameters(self) -> "DrawParameters":
+    def parameters(self) -> "SamplingTensors":
         """Return the parameters of all rows. They are always the same tensors, so that CUDA graphs may read them."""
         if self._joined:
             params, held = self._joined.values(), self._parameters

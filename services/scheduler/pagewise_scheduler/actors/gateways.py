@@ -193,10 +193,10 @@ class Gateways(Sessions[Gateway]):
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
-            refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}", "impossible")
+            refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}")
             gateway.outputs.refused.append(refused)
         except AdmissionError as error:
-            refused = RequestRefused(submit.stream, error.kind, str(error), error.reason, error.retry_after)
+            refused = RequestRefused(submit.stream, error.kind, str(error), error.retry_after)
             gateway.outputs.refused.append(refused)
         else:
             self._begin(gateway, submission, requests, submit)
