@@ -1,4 +1,4 @@
-"""For all tests: how kernels and CPU threads run. Each room has its own builders and fakes.
+"""For all tests: how kernels and CPU threads run. Each folder has its own builders and fakes.
 
 With a GPU the kernels run there, so tests that take the ``device`` count as ``gpu`` tests, and those that need the
 interpreter, marked ``interpreted``, are skipped.

@@ -31,30 +31,30 @@ def on_loopback(store: BlockStore) -> Peers:
 def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
     """Median milliseconds to the first token by mode, and what auto chose."""
     directory = PrefixDirectory()
-    lender, borrower = (Bench(path, None, tokens, on_loopback) for _ in range(2))
-    for bench in (lender, borrower):
+    holder, fetcher = (Bench(path, None, tokens, on_loopback) for _ in range(2))
+    for bench in (holder, fetcher):
         info = bench.runner.info
         own = Peer(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
         bench.scheduler.recoveries.join(directory, own)
     rng = random.Random(1)
     prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
-    lender.first_token(prompt, "cold")
+    holder.first_token(prompt, "cold")
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     chosen = []
     for repeat in range(repeats + 1):
         for mode in MODES:
-            borrower.push_out()
-            borrower.scheduler.recoveries.policy.mode = mode
-            borrower.scheduler.recoveries.reports.clear()
-            took = borrower.first_token(prompt, f"{mode}{repeat}")
+            fetcher.push_out()
+            fetcher.scheduler.recoveries.policy.mode = mode
+            fetcher.scheduler.recoveries.reports.clear()
+            took = fetcher.first_token(prompt, f"{mode}{repeat}")
             if repeat:  # the first round warms up
                 times[mode].append(took)
             if repeat and mode == "auto":
-                chosen.append(borrower.scheduler.recoveries.reports[-1].method)
-    for bench in (lender, borrower):
+                chosen.append(fetcher.scheduler.recoveries.reports[-1].method)
+    for bench in (holder, fetcher):
         bench.runner.close()
     median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
-    size = borrower.runner.info.bytes_per_block
+    size = fetcher.runner.info.bytes_per_block
     return {
         "tokens": tokens,
         "median_ms": median,

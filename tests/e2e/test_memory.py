@@ -47,7 +47,7 @@ def command(server: Served, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Served) -> None:
+def test_prompts_that_were_evicted_come_back_with_the_same_answer(server: Served) -> None:
     first = [post(server, prompt) for prompt in PROMPTS]
     again = [post(server, prompt) for prompt in PROMPTS]
     assert [a["choices"] for a in again] == [f["choices"] for f in first]

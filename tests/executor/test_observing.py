@@ -1,4 +1,4 @@
-"""What is told of a fleet that exchanges blocks: where KV came from, what moved, at what cost, who was turned away."""
+"""Reports on a fleet that exchanges blocks: where KV came from, what was copied, at what cost, who was refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -89,24 +89,24 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
     async with two_executors(tmp_path, model_path, "swap") as stack:
         await stack.generate(PROMPT)
         assert stack.metric("block_transfer_bytes_total") == stack.metric("block_transfer_seconds_total") == 0
-        lender, borrower = stack.router.engines
-        before = borrower.memory_report(10)
+        holder, fetcher = stack.router.engines
+        before = fetcher.memory_report(10)
         assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", {})
         generating = asyncio.create_task(stack.generate(PROMPT))
         lent = 0
         while not generating.done():
-            lent = max(lent, lender.memory_report(10).device.lent)
+            lent = max(lent, holder.memory_report(10).device.lent)
             await asyncio.sleep(0)
         fetched = 7  # full blocks of 60 tokens
         assert lent == fetched
-        bytes_per_block = borrower.hello.bytes_per_block
+        bytes_per_block = fetcher.hello.bytes_per_block
         assert stack.metric("block_transfer_bytes_total") == fetched * bytes_per_block > 0
         assert 0 < stack.metric("block_transfer_seconds_total") < 20
-        ((peer, link),) = borrower.memory_report(10).costs.peers.items()
-        assert peer == f"ipc://{tmp_path}/one" == lender.memory_report(10).block_endpoint
+        ((peer, link),) = fetcher.memory_report(10).costs.peers.items()
+        assert peer == f"ipc://{tmp_path}/one" == holder.memory_report(10).block_endpoint
         assert link.setup + link.block > 0
         assert link.error > 0, "it has learned"
-        assert (link.loading, link.rests, lender.memory_report(10).device.lent) == (0, 0, 0)
+        assert (link.loading, link.rests, holder.memory_report(10).device.lent) == (0, 0, 0)
 
 
 async def test_who_has_no_key_and_knocks_at_a_block_socket_is_counted(tmp_path: Path, model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is made of the times of steps and copies: of exact ones, disturbed ones, and such as make no sense."""
+"""Costs that are fitted to times of steps and copies: to exact times, disturbed ones, and nonsensical ones."""
 
 import itertools
 import random

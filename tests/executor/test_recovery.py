@@ -1,4 +1,4 @@
-"""KV that went to the host and came back gives the tokens that transformers gives, whichever way it took."""
+"""KV that went to the host and came back gives the tokens that transformers gives, whatever the method of recovery."""
 
 import queue
 import random
@@ -62,7 +62,7 @@ def check(path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "both", "auto"])
 @pytest.mark.parametrize("num_blocks", [14, 17, 25])
-def test_greedy_tokens_stay_equal_whichever_way_kv_comes_back(
+def test_greedy_tokens_stay_equal_whichever_method_recovers_kv(
     model_path: Path, mode: RecoveryMode, num_blocks: int
 ) -> None:
     _, loaded = check(model_path, mode, num_blocks)

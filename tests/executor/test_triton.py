@@ -92,22 +92,22 @@ def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_pa
 @pytest.mark.interpreted
 def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=7)
-    ways = [
+    settings = [
         {"temperature": 1.0},
         {"temperature": 0.0},
         {"temperature": 0.8, "top_k": 7, "logprobs": 2},
         {"temperature": 1.5, "top_p": 0.7, "presence_penalty": 1.0, "repetition_penalty": 1.2},
         {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "logit_bias": {5: 3.0}},
     ]
-    drawn = []
+    sampled = []
     for kernels in ("torch", "triton"):
         config = ExecutorConfig(
             model=str(tmp_path), device="cpu", kernels=kernels, block_size=4, num_blocks=60, profile=False
         )
-        requests = [request([3, 4, 5 + i], 6, f"r{i}", seed=11 + i, **way) for i, way in enumerate(ways)]
+        requests = [request([3, 4, 5 + i], 6, f"r{i}", seed=11 + i, **setting) for i, setting in enumerate(settings)]
         run_requests(ModelRunner(config), requests, num_blocks=20, max_num_seqs=3, arrive_every=2)
-        drawn.append([asked.sequences[0].output_token_ids.tolist() for asked in requests])
-    assert drawn[0] == drawn[1]
+        sampled.append([asked.sequences[0].output_token_ids.tolist() for asked in requests])
+    assert sampled[0] == sampled[1]
 
 
 def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:

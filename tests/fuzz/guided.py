@@ -1,6 +1,6 @@
 """Fuzzing guided by coverage: atheris drives one of the tests of this folder (``make fuzz``, if atheris is installed).
 
-It sees Python code only, such as the row table's. The decoder of the wire is C and gains nothing by it.
+It sees Python code only, such as the input batch's. The decoder of the wire is C and gains nothing by it.
 
     python -m tests.fuzz.guided -max_total_time=60
 """

@@ -23,7 +23,7 @@ TOKENIZER = Tokenizer(byte_level_backend(), eos_token_ids=frozenset({0}), chat_t
 
 @dataclass
 class Server:
-    """A running gateway and ways to talk to it."""
+    """A running gateway, and methods to talk to it."""
 
     url: str
     port: int

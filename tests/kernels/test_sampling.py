@@ -106,14 +106,14 @@ def test_noise_is_standard_gumbel_and_always_finite() -> None:
     assert ((uniform + 0.5) * 2.0**-23).tolist() == [2.0**-24, 1 - 2.0**-24], "what the ends of the words become"
 
 
-def test_what_is_filtered_out_is_never_drawn(device: torch.device) -> None:
+def test_what_is_filtered_out_is_never_sampled(device: torch.device) -> None:
     logits = torch.full((1, 3000), -30.0, device=device)
     logits[0, 5] = 30.0
     seeds, positions = torch.tensor([7], device=device), torch.tensor([1], device=device)
     for params in ({}, {"top_k": 10}, {"top_p": 0.5}):
-        drawn = [SamplingParams(temperature=1.0, **params)]
-        assert draw(logits, drawn, seeds, positions).tolist() == [5]
-        assert sample_in_torch(logits, drawn, seeds, positions).tolist() == [5]
+        filtered = [SamplingParams(temperature=1.0, **params)]
+        assert draw(logits, filtered, seeds, positions).tolist() == [5]
+        assert sample_in_torch(logits, filtered, seeds, positions).tolist() == [5]
 
 
 def test_penalties(device: torch.device) -> None:

@@ -61,11 +61,11 @@ def runners(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
 
 
 @pytest.mark.parametrize("mode", ["swap", "both", "recompute", "auto"])
-@pytest.mark.parametrize("lender_blocks", [400, 22])
+@pytest.mark.parametrize("peer_blocks", [400, 22])
 def test_what_a_peer_has_computed_is_used(
-    model_path: Path, runners: tuple[ModelRunner, ModelRunner], mode: RecoveryMode, lender_blocks: int
+    model_path: Path, runners: tuple[ModelRunner, ModelRunner], mode: RecoveryMode, peer_blocks: int
 ) -> None:
-    lender, borrower = runners
+    holder, fetcher = runners
     rng = random.Random(3)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64)]
@@ -73,10 +73,10 @@ def test_what_a_peer_has_computed_is_used(
     expected = reference(model, prompts + more, [8] * 6, "cpu")
     directory = PrefixDirectory()
     first = [request(prompt, 8, name=f"a{i}") for i, prompt in enumerate(prompts)]
-    # With 22 blocks some of them are on the lender's host by then.
-    theirs, _ = run_requests(lender, first, num_blocks=lender_blocks, recovery="swap", directory=directory)
+    # With 22 blocks some of them are on the holder's host by then.
+    theirs, _ = run_requests(holder, first, num_blocks=peer_blocks, recovery="swap", directory=directory)
     again = [request(prompt, 8, name=f"b{i}") for i, prompt in enumerate(more)]
-    scheduler, _ = run_requests(borrower, again, recovery=mode, directory=directory)
+    scheduler, _ = run_requests(fetcher, again, recovery=mode, directory=directory)
     for served, tokens in zip(first + again, expected, strict=True):
         assert served.sequences[0].output_token_ids.tolist() == tokens
     counters = scheduler.kv.pool.counters
@@ -90,18 +90,18 @@ def test_what_a_peer_has_computed_is_used(
     assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
 
 
-def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
+def test_a_peer_that_was_reset_refuses_and_the_tokens_stay_right(
     model_path: Path, runners: tuple[ModelRunner, ModelRunner]
 ) -> None:
-    lender, borrower = runners
+    holder, fetcher = runners
     prompt = list(range(3, 90))
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     (expected,) = reference(model, [prompt], [8], "cpu")
     directory = PrefixDirectory()
-    theirs, _ = run_requests(lender, [request(prompt, 8)], directory=directory)
+    theirs, _ = run_requests(holder, [request(prompt, 8)], directory=directory)
     theirs.epoch += 1  # the executor has not heard of it: as if it had been reset on the way
     again = request(prompt, 8, name="again")
-    scheduler, _ = run_requests(borrower, [again], recovery="swap", directory=directory)
+    scheduler, _ = run_requests(fetcher, [again], recovery="swap", directory=directory)
     assert again.sequences[0].output_token_ids.tolist() == expected
     assert scheduler.kv.pool.counters.fetch_failed == 10
     assert again.sequences[0].num_preemptions == 1, "tried once, then computed"
@@ -117,8 +117,8 @@ class Exchange:
     def __init__(
         self,
         tmp_path: Path,
-        lender: Keys | None = None,
-        borrower: Keys | None = None,
+        holder: Keys | None = None,
+        fetcher: Keys | None = None,
         *,
         num_blocks: int = 64,
         head_size: int = 16,
@@ -128,8 +128,8 @@ class Exchange:
         self.source, self.target = (KVPool(shapes, num_blocks, 4, torch.float32, cpu) for _ in range(2))
         self.content = np.random.default_rng(1).integers(0, 256, (num_blocks, self.source.bytes_per_block), np.uint8)
         self.source.scatter(np.arange(num_blocks, dtype=np.int32), self.content)
-        self.server = BlockServer(BlockStore(self.source, {}), f"ipc://{tmp_path}/blocks", "", lender)
-        self.links = PeerLinks(BlockStore(self.target, {}), borrower)
+        self.server = BlockServer(BlockStore(self.source, {}), f"ipc://{tmp_path}/blocks", "", holder)
+        self.links = PeerLinks(BlockStore(self.target, {}), fetcher)
         self.done: list[Copied] = []
         self.reported = threading.Event()
         self.links.report = self._report
@@ -170,7 +170,7 @@ def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatc
     assert (arrived == exchange.content[:40]).all()
 
 
-def test_a_lender_answers_when_it_has_begun_the_step(exchange: Exchange) -> None:
+def test_a_peer_answers_when_it_has_begun_the_step(exchange: Exchange) -> None:
     exchange.server.begun(7, 2)
     exchange.fetch([1, 2])
     assert not exchange.reported.wait(0.3)
@@ -179,7 +179,7 @@ def test_a_lender_answers_when_it_has_begun_the_step(exchange: Exchange) -> None
 
 
 class Asker:
-    """An executor that asks the lender of an exchange, frame by frame."""
+    """An executor that asks the holder of an exchange, frame by frame."""
 
     def __init__(self, exchange: Exchange, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -276,11 +276,11 @@ def test_a_block_larger_than_a_frame_comes_in_several(tmp_path: Path) -> None:
 
 
 def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
-    make_key_pairs(tmp_path, "scheduler", "lender", "borrower")
-    lender, borrower = (Keys(tmp_path, name) for name in ("lender", "borrower"))
-    with contextlib.closing(Exchange(tmp_path, lender, borrower, num_blocks=8, head_size=40_000)) as exchange:
+    make_key_pairs(tmp_path, "scheduler", "holder", "fetcher")
+    holder, fetcher = (Keys(tmp_path, name) for name in ("holder", "fetcher"))
+    with contextlib.closing(Exchange(tmp_path, holder, fetcher, num_blocks=8, head_size=40_000)) as exchange:
         exchange.server.begun(7, 3)
-        exchange.fetch([0, 1], key=lender.public.decode())
+        exchange.fetch([0, 1], key=holder.public.decode())
         assert exchange.wait().bad == b""
         assert (exchange.target.gather(np.array([7, 6], np.int32)) == exchange.content[:2]).all()
 
@@ -336,13 +336,13 @@ def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_SILENCE_SECONDS", 1.0)
-    make_key_pairs(tmp_path, "scheduler", "lender", "borrower", "stranger")
-    lender, borrower, stranger = (Keys(tmp_path, name) for name in ("lender", "borrower", "stranger"))
+    make_key_pairs(tmp_path, "scheduler", "holder", "fetcher", "stranger")
+    holder, fetcher, stranger = (Keys(tmp_path, name) for name in ("holder", "fetcher", "stranger"))
     public_file(tmp_path, "stranger").unlink()
-    for keys, arrives in ((borrower, True), (stranger, False), (None, False)):
-        with contextlib.closing(Exchange(tmp_path, lender, keys)) as exchange:
+    for keys, arrives in ((fetcher, True), (stranger, False), (None, False)):
+        with contextlib.closing(Exchange(tmp_path, holder, keys)) as exchange:
             exchange.server.begun(7, 3)
-            exchange.fetch([1], key=lender.public.decode())
+            exchange.fetch([1], key=holder.public.decode())
             assert (exchange.wait().bad == b"") == arrives
 
 

@@ -61,7 +61,7 @@ def test_every_family_runs_in_bfloat16(tmp_path: Path) -> None:
     for family in FAMILIES:
         build_model(family, tmp_path / family)
         tokens, logprobs = tokens_and_logprobs(tmp_path / family, "bfloat16")
-        assert {len(drawn) for drawn in tokens.values()} == {12}
+        assert {len(sampled) for sampled in tokens.values()} == {12}
         assert all(value <= 0 for value in logprobs)
 
 

@@ -86,7 +86,7 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02),
     ],
 )
-def test_draws_follow_the_distribution(params: SamplingParams, logits: torch.Tensor) -> None:
+def test_samples_follow_the_distribution(params: SamplingParams, logits: torch.Tensor) -> None:
     expected, got = filtered(logits, params), distribution(params, logits)
     assert not got[expected == 0].any()
     assert (expected - got).abs().sum() < 0.05
@@ -115,7 +115,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     assert together.isfinite().all()
 
 
-def test_a_row_draws_the_same_in_any_batch(logits: torch.Tensor) -> None:
+def test_a_row_samples_the_same_in_any_batch(logits: torch.Tensor) -> None:
     one = SamplingParams(temperature=0.9, seed=2**64 - 3, top_p=0.9)
     others = [SamplingParams(seed=i, top_k=i) for i in range(1, 5)]
     alone = [draw(sampler_for([one]), logits, [0], [position])[0] for position in range(20)]
@@ -152,10 +152,10 @@ def test_penalties(logits: torch.Tensor, triton: bool, device: torch.device) -> 
         torch.testing.assert_close(shaped[[0, 2]].cpu(), logits.repeat(2, 1))
 
 
-def test_a_token_that_was_drawn_counts_in_the_next_step(logits: torch.Tensor) -> None:
+def test_a_token_that_was_sampled_counts_in_the_next_step(logits: torch.Tensor) -> None:
     sampler = sampler_for([SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0)])
-    drawn = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
-    assert len(set(drawn)) > 1
+    sampled = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
+    assert len(set(sampled)) > 1
 
 
 def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
@@ -170,9 +170,9 @@ def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
     assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
 
 
-def test_a_batch_of_everything_draws_what_each_row_draws_alone(logits: torch.Tensor, device: torch.device) -> None:
+def test_a_batch_of_everything_samples_what_each_row_samples_alone(logits: torch.Tensor, device: torch.device) -> None:
     """On the kernels all rows at once, and nothing waits for the device; in PyTorch one by one."""
-    ways = [
+    settings = [
         SamplingParams(temperature=0),
         SamplingParams(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
         SamplingParams(temperature=0.8, seed=2, allowed_token_ids=(7, 8, 8, 30), logit_bias={7: 1.0}),
@@ -182,21 +182,21 @@ def test_a_batch_of_everything_draws_what_each_row_draws_alone(logits: torch.Ten
     ]
     rows, known = [3, 0, 5, 1, 4, 2], np.array([1, 2, 3, 4], np.int32)
     together = Sampler(TritonTokenSampler(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
-    for row, way in zip(rows, ways, strict=True):
-        together.join(row, known, 3, way)
-    alone = [sampler_for([way], [1, 2, 3, 4]) for way in ways]
-    batch = torch.stack([logits.roll(row) for row in range(len(ways))])
+    for row, setting in zip(rows, settings, strict=True):
+        together.join(row, known, 3, setting)
+    alone = [sampler_for([setting], [1, 2, 3, 4]) for setting in settings]
+    batch = torch.stack([logits.roll(row) for row in range(len(settings))])
     on_device = batch.to(device)
     with torch.inference_mode():
         for step in range(4):
-            positions = torch.full((len(ways),), step + 4, device=device)
+            positions = torch.full((len(settings),), step + 4, device=device)
             with waiting_for_nothing(device) if step else nullcontext():  # the first compiles and allocates
                 tokens, wanted = together.sample(on_device, rows, positions)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             assert wanted is not None
             expected = [one.sample(batch[i : i + 1], [0], torch.tensor([step + 4])) for i, one in enumerate(alone)]
-            assert tokens.tolist() == [int(drawn) for drawn, _ in expected]
+            assert tokens.tolist() == [int(sampled) for sampled, _ in expected]
             reports = [reported for _, of_one in expected if of_one is not None for reported in of_one.report()]
             for found, (index, one) in zip(wanted.report(), zip([1, 3], reports, strict=True), strict=True):
                 assert (found.index, found.token_id, found.rank) == (index, one.token_id, one.rank)
@@ -207,9 +207,9 @@ def test_a_batch_of_everything_draws_what_each_row_draws_alone(logits: torch.Ten
 def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:
     best = int(logits.argmax())
     sampler = sampler_for([SamplingParams(temperature=0, stop_token_ids=(best,), min_tokens=2)])
-    drawn = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
-    assert best not in drawn[:2]
-    assert drawn[2] == best
+    sampled = [draw(sampler, logits, [0], [position])[0] for position in range(3)]
+    assert best not in sampled[:2]
+    assert sampled[2] == best
 
 
 def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What is over does not wait for the collector, which seldom looks."""
+"""The memory of refused requests does not wait for the garbage collector, which runs rarely."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Who is let in, and what a gateway says of itself."""
+"""Joining the scheduler: which gateways are let in, and what their Hello says."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What frames of outputs become: text, reasons why it ended, and news for the client."""
+"""What frames of outputs become: text, finish reasons, and deltas for the client."""
 
 import asyncio
 from array import array

@@ -32,7 +32,7 @@ def cut(data: st.DataObject, items: list[int]) -> list[list[int]]:
 
 
 def push(detokenizer: IncrementalDetokenizer, piece: list[int]) -> str:
-    """Tokens that come alone take their own way."""
+    """A single token takes another path through the code."""
     return detokenizer.push_one(piece[0]) if len(piece) == 1 else detokenizer.push(piece)
 
 

@@ -1,4 +1,4 @@
-"""A gateway that a test plays over ZeroMQ: it submits what it is told to, and keeps what it is told."""
+"""A fake gateway that a test controls: it submits requests over ZeroMQ, and keeps what the scheduler sends."""
 
 import asyncio
 import uuid

@@ -1,4 +1,4 @@
-"""How much may wait, what those are told that may not, and in which order the others go."""
+"""How much may wait, what refused clients are told, and in which order waiting requests start."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What executors say beyond its types: each kind of nonsense is refused or dropped, and others go on."""
+"""Executors' messages are checked beyond their types: nonsense is refused or dropped, and others are not affected."""
 
 import asyncio
 from dataclasses import astuple

@@ -1,4 +1,4 @@
-"""The owner of everything: what fails costs what it belongs to and nothing else, and time that stood still nobody."""
+"""The coordinator: a failure affects only what it belongs to, and a pause of the whole process affects nobody."""
 
 import asyncio
 import gc

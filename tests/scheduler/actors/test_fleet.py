@@ -302,7 +302,7 @@ async def test_admission(tmp_path: Path) -> None:
                 await request.result()
 
 
-async def test_one_that_comes_back_on_another_connection_is_the_same_and_lends_on(tmp_path: Path) -> None:
+async def test_an_executor_on_another_connection_is_the_same_and_serves_blocks_again(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         offer = hello(block_endpoint="ipc:///blocks", block_format="x")
         first, second = RawExecutor(tmp_path), RawExecutor(tmp_path)

@@ -1,4 +1,4 @@
-"""What is told of each executor, and that telling it cannot end the service."""
+"""The gauges of each executor, and that an error in them does not end the service."""
 
 import asyncio
 from pathlib import Path
@@ -68,10 +68,10 @@ async def test_tiers_below_the_device_are_shown_by_their_names(tmp_path: Path) -
 
 
 async def test_two_of_one_name_are_added_up(tmp_path: Path) -> None:
-    async with running(tmp_path) as stack, executor(tmp_path, "twin"), executor(tmp_path, "twin"):
+    async with running(tmp_path) as stack, executor(tmp_path, "same-name"), executor(tmp_path, "same-name"):
         await stack.ready(2)
-        assert gauge(stack, "kv_blocks", "twin", state="free") == 128
-        assert gauge(stack, "kv_cache_usage_perc", "twin") == 0
+        assert gauge(stack, "kv_blocks", "same-name", state="free") == 128
+        assert gauge(stack, "kv_cache_usage_perc", "same-name") == 0
 
 
 async def test_a_gauge_that_fails_is_logged_and_counted_and_tried_again(

@@ -1,4 +1,4 @@
-"""Requests that move: who is blamed for dead executors, how soon a death is noticed, how long nobody is waited for."""
+"""Requests that move: which one is blamed for dead executors, how soon a death is noticed, how long requests wait."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who starts next, who waits for whom, and who gives way."""
+"""Which request starts next, which one waits for another, and which one is preempted."""
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs

@@ -115,19 +115,21 @@ def test_fairness_holds_within_a_priority_and_not_between_them() -> None:
 def test_a_key_whose_prompt_somebody_computes_lets_the_next_key_start() -> None:
     scheduler = create_scheduler(max_num_batched_tokens=64)
     prompt = list(range(700, 724))
-    twins = [create_request([*prompt, number], 3, arrival_time=float(number)) for number in range(2)]
+    sharing = [create_request([*prompt, number], 3, arrival_time=float(number)) for number in range(2)]
     other = create_request(8, 3, arrival_time=5.0)
     other.key = "other"
-    scheduler.add(twins[0])
+    scheduler.add(sharing[0])
     executor = executor_for(scheduler)
-    for request in (twins[1], other):
+    for request in (sharing[1], other):
         scheduler.add(request)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert [new.tokens for new in plan.joined] == [request.prompt_token_ids.tobytes() for request in (twins[0], other)]
+    assert [new.tokens for new in plan.joined] == [
+        request.prompt_token_ids.tobytes() for request in (sharing[0], other)
+    ]
     scheduler.update(executor.execute(plan))
     run(scheduler, executor)
-    assert twins[1].num_cached_tokens == 24
+    assert sharing[1].num_cached_tokens == 24
 
 
 def test_schedulers_of_one_fleet_share_the_accounts() -> None:

@@ -64,112 +64,112 @@ def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
 
 
 def test_what_another_executor_holds_is_fetched() -> None:
-    lender, borrower = fleet(2)
+    holder, fetcher = fleet(2)
     prompt = list(range(50))
-    serve(lender, prompt)
-    computed = lender.executor.num_computed
-    again = serve(borrower, prompt)
-    assert borrower.executor.num_fetched == 12
+    serve(holder, prompt)
+    computed = holder.executor.num_computed
+    again = serve(fetcher, prompt)
+    assert fetcher.executor.num_fetched == 12
     assert again.num_loaded_tokens("peer") == again.num_cached_tokens == 48
-    (began,) = request_report(again, borrower.scheduler, 0.0, 10).sequences[0].history
+    (began,) = request_report(again, fetcher.scheduler, 0.0, 10).sequences[0].history
     assert (began.method, began.device_tokens, began.loaded_tokens, began.source) == ("load", 0, 48, "peer")
-    assert borrower.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
-    assert lender.executor.num_computed == computed
-    assert lender.scheduler.kv.pool.num_lent == 0
-    serve(borrower, prompt)
-    assert borrower.executor.num_fetched == 12, "it is cached here now"
+    assert fetcher.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
+    assert holder.executor.num_computed == computed
+    assert holder.scheduler.kv.pool.num_lent == 0
+    serve(fetcher, prompt)
+    assert fetcher.executor.num_fetched == 12, "it is cached here now"
 
 
 def test_what_lies_on_a_peers_host_is_fetched_too() -> None:
-    lender, borrower = fleet(2, num_blocks=14, num_host_blocks=40)
-    serve(lender, list(range(50)))
-    serve(lender, list(range(100, 150)))
-    assert lender.executor.num_stored > 0
-    serve(borrower, list(range(50)))
-    assert borrower.executor.num_fetched == 12
-    check_states(lender.scheduler.kv.pool)
+    holder, fetcher = fleet(2, num_blocks=14, num_host_blocks=40)
+    serve(holder, list(range(50)))
+    serve(holder, list(range(100, 150)))
+    assert holder.executor.num_stored > 0
+    serve(fetcher, list(range(50)))
+    assert fetcher.executor.num_fetched == 12
+    check_states(holder.scheduler.kv.pool)
 
 
 def test_nobody_fetches_blocks_of_another_format() -> None:
     directory = PrefixDirectory()
-    lender, borrower = (
+    holder, fetcher = (
         Node(name, directory, create_scheduler(recovery="swap"), block_format=name) for name in ("one", "other")
     )
-    serve(lender, list(range(50)))
-    serve(borrower, list(range(50)))
-    assert borrower.executor.num_fetched == 0
+    serve(holder, list(range(50)))
+    serve(fetcher, list(range(50)))
+    assert fetcher.executor.num_fetched == 0
 
 
-def test_a_slow_way_to_a_peer_is_not_taken() -> None:
+def test_a_slow_link_to_a_peer_is_not_used() -> None:
     slow = Costs(step=1e-4, token=1e-5, fetch_setup=1.0, fetch_block=1.0)
-    lender, borrower = fleet(2, "auto", costs=slow)
-    serve(lender, list(range(50)))
-    serve(borrower, list(range(50)))
-    assert borrower.executor.num_fetched == 0
-    assert [report.method for report in borrower.scheduler.recoveries.reports] == ["recompute"]
+    holder, fetcher = fleet(2, "auto", costs=slow)
+    serve(holder, list(range(50)))
+    serve(fetcher, list(range(50)))
+    assert fetcher.executor.num_fetched == 0
+    assert [report.method for report in fetcher.scheduler.recoveries.reports] == ["recompute"]
 
 
-def test_the_longer_way_may_be_the_better_one() -> None:
+def test_a_peer_may_be_faster_than_the_own_host() -> None:
     """The own host has the beginning, a peer has it all: one of them is asked, whichever ends first."""
     host = CopyCosts(load_block=1e-5)
     costs = Costs(step=1e-4, token=1e-1, tiers={HOST: host}, fetch_setup=1e-5, fetch_block=1e-5)
-    lender, borrower = fleet(2, "auto", costs=costs, num_blocks=24, num_host_blocks=24)
-    serve(borrower, list(range(40)))
-    serve(borrower, [*range(40), *range(300, 340)])
-    serve(borrower, list(range(100, 190)))
-    serve(lender, list(range(80)))
-    request = serve(borrower, list(range(80)))
+    holder, fetcher = fleet(2, "auto", costs=costs, num_blocks=24, num_host_blocks=24)
+    serve(fetcher, list(range(40)))
+    serve(fetcher, [*range(40), *range(300, 340)])
+    serve(fetcher, list(range(100, 190)))
+    serve(holder, list(range(80)))
+    request = serve(fetcher, list(range(80)))
     assert list(request.loaded_tokens) == ["peer"]
 
 
 def test_a_peer_that_dies_is_done_without() -> None:
-    lender, borrower = fleet(2)
+    holder, fetcher = fleet(2)
     prompt = list(range(50))
-    serve(lender, prompt)
+    serve(holder, prompt)
     request = create_request(prompt=prompt, max_tokens=3)
-    borrower.scheduler.add(request)
-    plan = borrower.scheduler.schedule(0.0)
+    fetcher.scheduler.add(request)
+    plan = fetcher.scheduler.schedule(0.0)
     assert plan is not None
     assert [copies.peer.endpoint for copies in plan.copies if copies.peer is not None] == ["node 0"]
-    result = borrower.executor.execute(plan)
-    borrower.executor.peers = {}
-    del borrower.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
-    borrower.scheduler.peer_lost("node 0")
-    assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
-    borrower.scheduler.update(result)
-    run(borrower.scheduler, borrower.executor)
+    result = fetcher.executor.execute(plan)
+    fetcher.executor.peers = {}
+    del fetcher.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
+    fetcher.scheduler.peer_lost("node 0")
+    assert fetcher.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
+    fetcher.scheduler.update(result)
+    run(fetcher.scheduler, fetcher.executor)
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-    assert borrower.executor.num_fetched == 0
-    assert_all_free(borrower.scheduler)
+    assert fetcher.executor.num_fetched == 0
+    assert_all_free(fetcher.scheduler)
 
 
 def test_a_peer_that_fails_is_left_alone_for_a_while() -> None:
-    lender, borrower = fleet(2)
+    holder, fetcher = fleet(2)
     prompt = list(range(50))
-    serve(lender, prompt)
-    borrower.executor.peers = {}
-    request = serve(borrower, prompt)
+    serve(holder, prompt)
+    fetcher.executor.peers = {}
+    request = serve(fetcher, prompt)
     assert request.sequences[0].num_preemptions == 1
-    assert borrower.scheduler.kv.pool.counters.fetch_failed == 12
-    borrower.executor.peers = {"node 0": lender.executor}
-    serve(lender, list(range(200, 250)))
-    assert serve(borrower, list(range(200, 250))).loaded_tokens == {}
+    assert fetcher.scheduler.kv.pool.counters.fetch_failed == 12
+    fetcher.executor.peers = {"node 0": holder.executor}
+    serve(holder, list(range(200, 250)))
+    assert serve(fetcher, list(range(200, 250))).loaded_tokens == {}
 
 
 def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
-    lender, borrower = fleet(2)
-    serve(lender, list(range(50)))
+    holder, fetcher = fleet(2)
+    serve(holder, list(range(50)))
     request = create_request(prompt=list(range(50)), max_tokens=3)
-    borrower.scheduler.add(request)
-    plan = borrower.scheduler.schedule(0.0)
+    fetcher.scheduler.add(request)
+    plan = fetcher.scheduler.schedule(0.0)
     assert plan is not None
-    borrower.scheduler.abort(request.request_id)
-    assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
-    assert lender.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
-    borrower.scheduler.update(borrower.executor.execute(plan))
-    borrower.deliver()
-    assert lender.scheduler.kv.pool.num_lent == 0
-    assert_all_free(borrower.scheduler)
+    fetcher.scheduler.abort(request.request_id)
+    assert fetcher.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
+    assert holder.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
+    fetcher.scheduler.update(fetcher.executor.execute(plan))
+    fetcher.deliver()
+    assert holder.scheduler.kv.pool.num_lent == 0
+    assert_all_free(fetcher.scheduler)
 
 
 def test_blocks_from_before_are_found_by_their_hashes() -> None:
@@ -325,7 +325,7 @@ class FleetRules(RuleBasedStateMachine):
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
             references = sum(pool.references(block) for block in range(pool.num_blocks))
             assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + pool.num_lent
-            assert pool.num_lent <= sum(_borrowed(other.scheduler.recoveries, pool) for other in self.nodes)
+            assert pool.num_lent <= sum(_most_lent(other.scheduler.recoveries, pool) for other in self.nodes)
 
     def teardown(self) -> None:
         if not hasattr(self, "nodes"):
@@ -351,7 +351,7 @@ class FleetRules(RuleBasedStateMachine):
             assert_all_free(node.scheduler)
 
 
-def _borrowed(recoveries: Recoveries, pool: BlockPool) -> int:
+def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
     sources = [one.source for one in recoveries._active.values()]
     loads = chain.from_iterable(recoveries.transfers.from_peers().values())

@@ -47,7 +47,7 @@ def after_eviction(
 @pytest.mark.parametrize(
     ("mode", "method", "loaded"), [("swap", "load", 9), ("recompute", "device", 0), ("both", "both", None)]
 )
-def test_every_way_back_gives_the_same_tokens(mode: RecoveryMode, method: Method, loaded: int | None) -> None:
+def test_every_method_of_recovery_gives_the_same_tokens(mode: RecoveryMode, method: Method, loaded: int | None) -> None:
     scheduler, executor = after_eviction(mode)
     before = executor.num_computed
     again = serve(scheduler, executor, LONG)
@@ -70,7 +70,7 @@ def test_every_way_back_gives_the_same_tokens(mode: RecoveryMode, method: Method
 
 
 @pytest.mark.parametrize(("costs", "method"), [(SLOW_LINK, "recompute"), (FAST_LINK, "load"), (EVEN, "both")])
-def test_auto_takes_the_cheapest_way(costs: Costs, method: Method) -> None:
+def test_auto_takes_the_cheapest_method(costs: Costs, method: Method) -> None:
     scheduler, executor = after_eviction("auto", costs)
     executor.elapsed_us = 0
     serve(scheduler, executor, LONG)

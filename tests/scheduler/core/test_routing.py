@@ -198,7 +198,7 @@ def test_a_burst_of_one_prefix_stays_together_before_any_of_it_is_computed() -> 
     assert [one.start for one in burst] == [0, 4000, 4000, 4000, 4000], "what others will compute is not computed twice"
 
 
-def test_who_evicts_what_is_dear_to_others_is_passed_over() -> None:
+def test_an_executor_that_would_evict_valuable_blocks_is_passed_over() -> None:
     full, free = executor_view(LONG, num_blocks=10), executor_view(num_blocks=10)
     for executors in ([full, free], [free, full]):
         placement = placed("ttft", OTHER[:36], *executors)
@@ -206,7 +206,7 @@ def test_who_evicts_what_is_dear_to_others_is_passed_over() -> None:
         placement.end(0.0)
 
 
-def test_a_loaded_row_set_means_waiting_for_others_to_end() -> None:
+def test_a_full_batch_means_waiting_for_others_to_end() -> None:
     holder, idle = executor_view(LONG), executor_view()
     placements = [placed("prefix", LONG[:8], holder) for _ in range(8)]  # all of its rows
     for one in placements:
@@ -259,7 +259,7 @@ def test_what_is_computed_of_the_queue_is_not_waited_for_again() -> None:
     assert one.queue_seconds(0, 99.0) == 0.0
 
 
-def test_another_way_of_recovery_is_one_more_term() -> None:
+def test_another_method_of_recovery_is_one_more_term() -> None:
     asked: list[tuple[ExecutorView, ExecutorView]] = []
 
     def with_fetch(candidate: Candidate, holder: Candidate) -> PredictedRecovery:

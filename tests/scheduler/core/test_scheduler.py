@@ -183,7 +183,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     run(scheduler, executor_for(scheduler))
 
 
-def test_max_tokens_zero_computes_the_prompt_and_draws_nothing() -> None:
+def test_max_tokens_zero_computes_the_prompt_and_samples_nothing() -> None:
     scheduler = create_scheduler()
     request = create_request(prompt=40, max_tokens=0)
     scheduler.add(request)
