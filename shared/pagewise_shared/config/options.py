@@ -277,7 +277,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str | None,
         _help(
-            "size of the KV pool, such as 4GiB (default: most of the memory that is free)",
+            "size of the KV pool, such as 4GiB (default: from the memory that is free)",
             "SIZE",
             "Not with `--num-blocks`.",
         ),
