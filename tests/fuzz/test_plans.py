@@ -1,7 +1,11 @@
 """Plans of a hostile scheduler: refused as invalid, or they touch nothing but the rows and blocks there are."""
 
+import contextlib
+import importlib
+import sys
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -170,3 +174,10 @@ def test_a_model_computes_what_is_taken(runner: ModelRunner, plans: list[StepPla
             assert result.error is None
         except InvalidPlanError:
             runner.reset(Welcome(1, ROWS, 64))
+
+
+def test_what_is_fuzzed_by_coverage_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `make fuzz` needs atheris for it, which is seldom installed: a test that is renamed would be missed late.
+    atheris = SimpleNamespace(instrument_imports=lambda include: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "atheris", atheris)
+    importlib.import_module("tests.fuzz.guided")
