@@ -20,12 +20,13 @@ import transformers
 from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
+from pagewise_scheduler.actors.offers import copy_costs
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import HOST, Copied, Welcome
+from pagewise_shared.protocol import Copied, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -58,14 +59,15 @@ class Bench:
         self.runner = ModelRunner(config, exchange=exchange)
         info = self.runner.info
         assert info.costs is not None
-        costs = {name: getattr(info.costs, name) * 1e-6 for name in info.costs.__struct_fields__}
+        steps = {name: getattr(info.costs, name) * 1e-6 for name in info.costs.__struct_fields__}
+        fetch_block = info.bytes_per_block / 1e9  # as the fleet guesses until it knows
         self.scheduler = Scheduler(
             num_blocks=blocks,
             block_size=info.block_size,
             max_num_seqs=8,
             max_num_batched_tokens=BUDGET,
-            tiers={HOST: info.num_host_blocks},
-            costs=Costs(**costs, fetch_block=info.bytes_per_block / 1e9),  # as the fleet guesses until it knows
+            tiers={tier.number: tier.num_blocks for tier in info.tiers},
+            costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
         )
         self.tiers = self.scheduler.kv.pool.lower

@@ -57,7 +57,7 @@ class WireLoad:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(self._endpoint)
-        await self._send(GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "wire load", "pagewise-demo"))
+        await self._send(GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "wire load", "pagewise-demo", "wire load"))
         jobs: list[Coroutine[None, None, None]] = [self._receive(), self._keep_in_touch()]
         self._tasks = [asyncio.create_task(job) for job in jobs]
         return self

@@ -7,6 +7,7 @@ import pytest
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.metrics import MEMORY_EVENTS
 from pagewise_shared.config import VARIABLE_PREFIX, options_of
+from pagewise_shared.protocol import TIER_NAMES
 
 from docs import tables
 
@@ -66,7 +67,8 @@ def test_a_document_asks_for_tables_that_there_are() -> None:
 
 
 def test_every_counter_of_the_memory_is_a_metric() -> None:
-    assert set(MEMORY_EVENTS) == set(MemoryCounters.__slots__)
+    fields = set(MemoryCounters.__slots__) - {"lower_evicted"}
+    assert set(MEMORY_EVENTS) == fields | {f"{name}_evicted" for name in TIER_NAMES[1:]}
 
 
 def test_compose_passes_on_nothing_but_options() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pagewise_shared.protocol import TIER_NAMES
 
 from benchmarks.processes import Served, serving
 
@@ -71,15 +72,16 @@ def test_prompts_that_were_pushed_out_come_back_with_the_same_answer(server: Ser
 def test_debug_memory_adds_up_and_is_bounded(server: Served) -> None:
     post(server, PROMPTS[0])
     (executor,) = get(server, "/debug/memory?limit=2")["executors"]
-    device, host = executor["device"], executor["host"]
+    device, host = executor["device"], executor["tiers"]["host"]
     assert device["num_blocks"] == 40 == device["free"] + device["cached"] + device["in_use"]
     assert 0 < host["used"] <= host["num_blocks"]
     assert len(executor["tree"]) <= 2
     assert executor["truncated"] is True
     whole = get(server, "/debug/memory?limit=1000")["executors"][0]
     assert sum(run["num_blocks"] for run in whole["tree"]) == whole["tree_blocks"]
-    assert sum(run["on_host"] for run in whole["tree"]) == host["used"]
+    assert sum(run["tiers"]["host"] for run in whole["tree"]) == host["used"]
     assert whole["costs"]["token"] > 0
+    assert whole["costs"]["tiers"]["host"]["block"] > 0
     endless = f"/debug/memory?limit={'9' * 5000}"
     for path, status in (
         ("/debug/memory?limit=0", 400),
@@ -119,7 +121,7 @@ def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Served) -> Non
     assert shown.returncode == 0
     assert len(lines) == 5
     assert lines[1].split()[:4] == ["run", "wait", "free", "cached"]
-    assert all(len(line.split()) == 15 for line in lines[2:])
+    assert all(len(line.split()) == 13 + 2 * len(TIER_NAMES[1:]) for line in lines[2:])
     absent = [sys.executable, "-m", "pagewise.main", "vmstat", "--url", "http://127.0.0.1:1"]
     done = subprocess.run(absent, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1

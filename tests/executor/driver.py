@@ -11,7 +11,7 @@ from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
-from pagewise_shared.protocol import HOST, Copied, StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode
 from pagewise_shared.sampling import SamplingParams
 
 
@@ -35,7 +35,7 @@ def run_requests(
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        tiers={HOST: runner.info.num_host_blocks},
+        tiers={tier.number: tier.num_blocks for tier in runner.info.tiers},
         recovery=recovery,
     )
     if directory is not None:

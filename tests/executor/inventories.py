@@ -10,7 +10,7 @@ from pathlib import Path
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import HOST, Welcome
+from pagewise_shared.protocol import Welcome
 
 from tests.executor.driver import drive, request
 from tests.executor.runners import build_runner
@@ -26,7 +26,7 @@ def scheduler_for(runner: ModelRunner, num_blocks: int) -> Scheduler:
         block_size=info.block_size,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        tiers={HOST: info.num_host_blocks},
+        tiers={tier.number: tier.num_blocks for tier in info.tiers},
         recovery="swap",
         model_fingerprint=info.model_fingerprint,
     )

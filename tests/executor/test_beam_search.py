@@ -68,7 +68,7 @@ def test_beams_equal_those_of_transformers(
         wanted.append(beam_reference(model, prompt, max_tokens, beam, n, ends))
         requests.append(beam_request(prompt, max_tokens, beam, n, ends, f"b{number}"))
     scheduler, _ = run_requests(runner, requests, max_num_seqs=32, max_num_batched_tokens=48)
-    assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == wanted
+    assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == wanted
     assert scheduler.kv.num_available == 600
     assert scheduler.kv.pool.counters.copied > 0 or width == 1
 
@@ -86,6 +86,6 @@ def test_beams_survive_preemption_and_few_rows(
     run_requests(
         runner, [*requests, *plain], num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=16, arrive_every=3
     )
-    assert [[sequence.output_token_ids for sequence in made.sequences] for made in requests] == wanted
+    assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == wanted
     greedy = [beam_reference(model, prompt, 20, BeamParams(1), 1, []) for prompt in prompts]
-    assert [[made.sequences[0].output_token_ids] for made in plain] == greedy
+    assert [[made.sequences[0].output_token_ids.tolist()] for made in plain] == greedy

@@ -44,7 +44,7 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
             max_num_batched_tokens=budget,
             arrive_every=arrive_every,
         )
-        assert [r.sequences[0].output_token_ids for r in requests] == [expected[i] for i in members]
+        assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected[i] for i in members]
         assert (scheduler.num_preemptions > 0) == (members is growing)
         assert scheduler.kv.num_available == num_blocks
     check_sharing(runner, model, prompts[7], device)
@@ -60,7 +60,7 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
         runner, requests, num_blocks=blocks, max_num_seqs=6, max_num_batched_tokens=50, arrive_every=3
     )
     for asked, tokens in zip(requests, expected, strict=True):
-        assert all(sequence.output_token_ids == tokens for sequence in asked.sequences)
+        assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
     assert scheduler.num_prefix_hits > 0.5 * scheduler.num_prefix_queries
     assert scheduler.kv.num_available == blocks
 

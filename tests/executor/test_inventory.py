@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor.profile import measure_costs
+from pagewise_executor.profile import measure_tier
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, Welcome, named_blocks
 
@@ -45,7 +45,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     second.kv.expect(named_blocks(inventory))
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, second)
-    assert [one.sequences[0].output_token_ids for one in again] == expected
+    assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
     assert [one.num_cached_tokens for one in again] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
     # What was generated has names too: a conversation goes on where it was.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
@@ -118,7 +118,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     inventory = runner.inventory()
     assert inventory is not None
     named = named_blocks(inventory)
-    assert not named[DEVICE]
+    assert DEVICE not in named
     assert len(named[HOST]) > 10
     if spoiled:
         for block in named[HOST].values():
@@ -127,7 +127,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     scheduler.kv.expect(named)
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
-    assert [one.sequences[0].output_token_ids for one in again] == expected
+    assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
     if spoiled:
         assert scheduler.kv.pool.counters.spoiled > 0
     else:
@@ -146,9 +146,10 @@ def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, u
         host.memory.slot(block)[:] = block % 251
         host.memory.keep(block, BlockHash(block.to_bytes(32, "big")), 0)
     before = host.memory.names()
-    costs = measure_costs(runner, 64, host)
-    assert costs.load_block > 0
-    assert costs.store_block > 0
+    measured = measure_tier(runner, HOST, host)
+    assert (measured.number, measured.num_blocks) == (HOST, host.num_blocks)
+    assert measured.load_block > 0
+    assert measured.store_block > 0
     assert host.memory.names() == before
     assert all((host.memory.slot(block) == block % 251).all() for block in named)
 

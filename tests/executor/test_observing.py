@@ -91,7 +91,7 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
         assert stack.metric("block_transfer_bytes_total") == stack.metric("block_transfer_seconds_total") == 0
         lender, borrower = stack.router.engines
         before = borrower.memory_report(10)
-        assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", [])
+        assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", {})
         generating = asyncio.create_task(stack.generate(PROMPT))
         lent = 0
         while not generating.done():
@@ -102,8 +102,8 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
         bytes_per_block = borrower.hello.bytes_per_block
         assert stack.metric("block_transfer_bytes_total") == fetched * bytes_per_block > 0
         assert 0 < stack.metric("block_transfer_seconds_total") < 20
-        (link,) = borrower.memory_report(10).costs.peers
-        assert link.peer == f"ipc://{tmp_path}/one" == lender.memory_report(10).block_endpoint
+        ((peer, link),) = borrower.memory_report(10).costs.peers.items()
+        assert peer == f"ipc://{tmp_path}/one" == lender.memory_report(10).block_endpoint
         assert link.setup + link.block > 0
         assert link.error > 0, "it has learned"
         assert (link.loading, link.rests, lender.memory_report(10).device.lent) == (0, 0, 0)

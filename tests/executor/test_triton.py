@@ -39,7 +39,7 @@ def check(
         request(prompt, length, f"r{i}") for i, (prompt, (_, length)) in enumerate(zip(prompts, lengths, strict=True))
     ]
     run_requests(runner, requests, num_blocks=pool_blocks, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
-    assert [asked.sequences[0].output_token_ids for asked in requests] == expected
+    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
 
 
 def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path, device: torch.device) -> None:
@@ -59,7 +59,7 @@ def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: P
     runner = ModelRunner(config)
     scheduler, _ = run_requests(runner, requests, num_blocks=6, arrive_every=1000, recovery="swap")
     assert scheduler.kv.pool.counters.loaded > 0
-    assert [asked.sequences[0].output_token_ids for asked in requests] == expected
+    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
 
 
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
@@ -106,7 +106,7 @@ def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
         )
         requests = [request([3, 4, 5 + i], 6, f"r{i}", seed=11 + i, **way) for i, way in enumerate(ways)]
         run_requests(ModelRunner(config), requests, num_blocks=20, max_num_seqs=3, arrive_every=2)
-        drawn.append([asked.sequences[0].output_token_ids for asked in requests])
+        drawn.append([asked.sequences[0].output_token_ids.tolist() for asked in requests])
     assert drawn[0] == drawn[1]
 
 

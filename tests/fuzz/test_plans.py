@@ -156,7 +156,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     options = {"block_size": BLOCK_SIZE, "num_blocks": BLOCKS, "max_num_seqs": ROWS, "profile": False}
     runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", host_memory="18432", **options))
     assert (runner.info.max_model_len, runner.info.vocab_size) == (MAX_LEN, VOCAB)
-    assert runner.info.num_host_blocks == HOST_BLOCKS
+    assert [(tier.number, tier.num_blocks) for tier in runner.info.tiers] == [(HOST, HOST_BLOCKS)]
     return runner
 
 

@@ -72,14 +72,24 @@ def test_one_that_was_given_up_and_is_back_is_not_counted_twice() -> None:
     assert shown(metrics)["pagewise_requests_total"] == 5
 
 
-def test_one_that_was_started_again_under_its_name_begins_anew() -> None:
+def test_one_that_is_back_before_its_old_connection_is_known_to_be_broken_is_counted_once() -> None:
+    metrics = GatewayMetrics()
+    metrics.take(b"a", "a", snapshot(10, streams=2))
+    metrics.take(b"other connection", "a", snapshot(10, streams=2), older=True)
+    assert shown(metrics)["pagewise_requests_total"] == 10
+    metrics.gone(b"a")
+    values = shown(metrics)
+    assert (values["pagewise_requests_total"], values["pagewise_streams"]) == (10, 2)
+
+
+def test_one_that_was_started_again_begins_anew() -> None:
     metrics = GatewayMetrics()
     metrics.take(b"a", "a", snapshot(3))
     metrics.gone(b"a")
-    metrics.take(b"other process", "a", snapshot(1))
+    metrics.take(b"other process", "another a", snapshot(1))
     assert shown(metrics)["pagewise_requests_total"] == 4
     metrics.gone(b"other process")
-    metrics.take(b"a third", "a", snapshot(0))
+    metrics.take(b"a third", "a third a", snapshot(0))
     assert shown(metrics)["pagewise_requests_total"] == 4
 
 
@@ -115,54 +125,38 @@ def test_many_gateways_that_come_and_go_take_bounded_memory() -> None:
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "die", "break", "join", "restart"])), max_size=60
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["count", "die", "break", "notice", "restart"])), max_size=60
 )
 
 
 @given(MOVES)
 def test_no_counter_ever_falls(moves: list[tuple[str, str]]) -> None:
-    """Whatever happens: gateways count, lose their connection and come back, or die and are started again, as the
-    scheduler is, which then counts from zero."""
+    """Whatever happens: gateways count, lose their connection and come back, before or after that is noticed, or die
+    and are started again, as the scheduler is, which then counts from zero."""
     metrics = GatewayMetrics()
     counted: dict[str, int] = defaultdict(int)
-    connection, older = dict.fromkeys("abc", 0), dict.fromkeys("abc", False)
+    lives, connections, older = (dict.fromkeys("abc", value) for value in (0, 0, False))
+    broken: list[bytes] = []
     everything, last = 0, 0.0
     for name, move in moves:
-        identity = f"{name}{connection[name]}".encode()
+        identity = f"{name}{connections[name]}".encode()
         if move == "count":
             counted[name] += 1
             everything += 1
-            metrics.take(identity, name, snapshot(counted[name], latencies=(0.5,) * counted[name]), older=older[name])
+            told = snapshot(counted[name], latencies=(0.5,) * counted[name])
+            metrics.take(identity, f"{name}{lives[name]}", told, older=older[name])
         elif move == "restart":
-            metrics, everything, last = GatewayMetrics(), 0, 0.0
+            metrics, everything, last, broken = GatewayMetrics(), 0, 0.0, []
             older = dict.fromkeys("abc", True)
+        elif move == "notice":
+            while broken:
+                metrics.gone(broken.pop())
         else:
-            metrics.gone(identity)
-            connection[name] += 1
+            broken.append(identity)
+            connections[name] += 1
             if move == "die":
                 counted[name], older[name] = 0, False
+                lives[name] += 1
         total = shown(metrics).get("pagewise_requests_total", 0.0)
         assert last <= total <= everything
         last = total
-
-
-def test_a_new_scheduler_counts_from_zero_and_never_falls() -> None:
-    """What gateways had counted under the scheduler before it is not counted again."""
-    metrics = GatewayMetrics()
-    metrics.take(b"a", "a", snapshot(1000, latencies=(0.5,), streams=3), older=True)
-    assert shown(metrics)["pagewise_requests_total"] == 0
-    assert shown(metrics)["pagewise_streams"] == 3
-    metrics.take(b"a", "a", snapshot(1004, latencies=(0.5, 0.05)), older=True)
-    metrics.take(b"b", "b", snapshot(1000), older=True)
-    metrics.take(b"new", "new", snapshot(5))
-    values = shown(metrics)
-    assert values["pagewise_requests_total"] == 4 + 0 + 5
-    assert [values[f"pagewise_latency_bucket{le}"] for le in ("0.1", "1.0", "+Inf")] == [1, 1, 1]
-    # One that this scheduler has heard of goes on from there, whatever it had joined before.
-    metrics.gone(b"a")
-    assert shown(metrics)["pagewise_requests_total"] == 9
-    metrics.take(b"a again", "a", snapshot(1010, latencies=(0.5, 0.05)), older=True)
-    assert shown(metrics)["pagewise_requests_total"] == 15
-    metrics.gone(b"a again")
-    metrics.take(b"another process", "a", snapshot(1))
-    assert shown(metrics)["pagewise_requests_total"] == 16

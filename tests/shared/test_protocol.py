@@ -5,10 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_shared import protocol
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
     Heartbeat,
     Hello,
+    Inventory,
+    LowerTier,
+    NamedBlocks,
     NewSequence,
     StepPlan,
     StepResult,
@@ -17,6 +23,7 @@ from pagewise_shared.protocol import (
     decode_from_executor,
     decode_from_scheduler,
     encode,
+    named_blocks,
     pack_int32s,
     unpack_int32s,
 )
@@ -106,6 +113,23 @@ def test_every_message_belongs_to_exactly_one_direction() -> None:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_int32s(values: list[int]) -> None:
     assert unpack_int32s(pack_int32s(values)).tolist() == values
+
+
+def test_an_inventory_names_the_blocks_of_each_tier() -> None:
+    one, other = (BlockHash(bytes([number] * 32)) for number in (1, 2))
+    held = NamedBlocks(HOST, pack_int32s([7, 3]), one + other)
+    inventory = Inventory((NamedBlocks(DEVICE, pack_int32s([5]), other), held))
+    assert named_blocks(inventory) == {DEVICE: {other: 5}, HOST: {one: 7, other: 3}}
+    hello = Hello(2, 0, "e", "f", 1, 1, 1, 1, tiers=(LowerTier(HOST, 8, 1.5),), inventory=inventory)
+    assert decode_from_executor(encode(hello)) == hello
+    for bad in (
+        (held, held),
+        (NamedBlocks(HOST, pack_int32s([7, 3]), one),),
+        (NamedBlocks(HOST, pack_int32s([7]), one + other),),
+        (NamedBlocks(HOST, b"abc", b""),),
+    ):
+        with pytest.raises(ProtocolError):
+            named_blocks(Inventory(bad))
 
 
 def test_int32s_that_are_none() -> None:

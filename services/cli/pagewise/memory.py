@@ -13,6 +13,9 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from pagewise_shared.protocol import TIER_NAMES
+
+_LOWER_TIERS = TIER_NAMES[1:]
 _HEADER_EVERY = 20
 _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
 
@@ -69,22 +72,24 @@ def pmap(arguments: Sequence[str]) -> int:
     except UnreachableError as error:
         print(f"pagewise pmap: {error}", file=sys.stderr)
         return 1
-    cached = report["cached_tokens"]
-    print(
-        f"request {report['request_id']}  cached: {cached['device']} tokens on the device, "
-        f"{cached['host']} on the host, {cached['peer']} at other executors"
-    )
+    cached = dict(report["cached_tokens"])
+    peer = cached.pop("peer")
+    lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())
+    print(f"request {report['request_id']}  cached tokens: {lying}{peer} at other executors")
     for sequence in report["sequences"]:
         _print_sequence(sequence)
     return 0
 
 
 def _vmstat_header() -> str:
+    tiers = [f"{name} blocks" for name in _LOWER_TIERS]
     return (
-        "  -sequences- ---------device blocks--------- --host blocks-- "
-        "-------------------blocks per second-------------------\n"
-        "   run   wait    free  cached  in use    lent    free    used "
-        "  evict  demote    drop   store    load   fetch    copy"
+        "  -sequences- ---------device blocks--------- "
+        + "".join(f"{name:-^15} " for name in tiers)
+        + "-------------------blocks per second-------------------\n"
+        + "   run   wait    free  cached  in use    lent"
+        + "    free    used" * len(tiers)
+        + "   evict  demote    drop   store    load   fetch    copy"
     )
 
 
@@ -95,14 +100,17 @@ def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
             values = [value[name] for value in values]
         return sum(values)
 
-    host = total("host", "used")
+    lower = []
+    for name in _LOWER_TIERS:
+        tiers = [executor["tiers"][name] for executor in executors if name in executor["tiers"]]
+        used = sum(tier["used"] for tier in tiers)
+        lower += [sum(tier["num_blocks"] for tier in tiers) - used, used]
     numbers = [
         total("device", "free"),
         total("device", "cached"),
         total("device", "in_use"),
         total("device", "lent"),
-        total("host", "num_blocks") - host,
-        host,
+        *lower,
         *(round(rate) for rate in rates),
     ]
     return f"{total('running'):>6} {total('waiting'):>6}" + "".join(f"{number:>8}" for number in numbers)
@@ -120,11 +128,12 @@ def _print_sequence(sequence: dict[str, Any]) -> None:
         print("  " + _event(event))
     blocks = sequence.get("blocks", [])
     if blocks:
-        print("   index   block    host    held by  hash")
+        print("   index   block" + "".join(f"{name:>8}" for name in _LOWER_TIERS) + "    held by  hash")
     for block in blocks:
-        host = block.get("host", "-")
+        copies = block.get("copies", {})
+        lower = "".join(f"{copies.get(name, '-'):>8}" for name in _LOWER_TIERS)
         state = block["hash"][:16] if block.get("hash") else "its own"
-        print(f"  {block['index']:>6}  {block['block']:>6}  {host:>6}  {block['references']:>8}  {state}")
+        print(f"  {block['index']:>6}  {block['block']:>6}{lower}  {block['references']:>8}  {state}")
     if sequence.get("truncated"):
         print("  ... (more with --limit)")
 
@@ -133,10 +142,9 @@ def _event(event: dict[str, Any]) -> str:
     ago = f"{event['seconds_ago']:9.3f} s ago  {event['kind']:<10}"
     if event["kind"] == "preempted":
         return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
-    text = (
-        f"{ago}{event['method']}: {event['device_tokens']} tokens on the device, {event['host_tokens']} from the host, "
-        f"{event['peer_tokens']} from another executor"
-    )
+    text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
+    if (source := event["source"]) != TIER_NAMES[0]:
+        text += f", {event['loaded_tokens']} from {'another executor' if source == 'peer' else 'the ' + source}"
     if predicted := event.get("predicted_seconds"):
         times = ", ".join(f"{method} {1e3 * seconds:.1f} ms" for method, seconds in predicted.items())
         text += f"; predicted {times}"

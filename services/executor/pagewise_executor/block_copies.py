@@ -1,8 +1,9 @@
 """Copies of blocks between tiers: the jobs that a plan asks for, and the interfaces of what carries them out.
 
-Each tier below the device is one class with the methods of ``Tier``. It copies between itself and the tiers above it:
-of the two tiers that a copy names, the lower one does the work. Copies from other executors (peers) are the work of one
-more class, whatever tier of the peer the blocks lie in.
+Each tier below the device is one class with the methods of ``Tier``. Of the two tiers that a copy names, the lower one
+does the work: it takes blocks over from the device and from any tier above it, and it brings blocks to the device.
+Nothing is copied from one lower tier up to another one. Copies from other executors (peers) are the work of one more
+class, whatever tier of the peer the blocks lie in.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +24,9 @@ Pairs = npt.NDArray[np.int32]
 class CopyJob:
     """One list of a step's copies, which has been checked.
 
-    ``peer``: the executor whose tier ``source`` is; None for a tier of this executor. ``names`` [n]: the block hashes
-    of the source blocks, None where unknown; empty if the copier does not keep hashes.
+    ``pairs``: if a target is named more than once, the last of its sources counts. ``peer``: the executor whose tier
+    ``source`` is; None for a tier of this executor. ``names`` [n], of copies to a lower tier: the block hashes of the
+    source blocks, None where unknown.
     """
 
     epoch: int
@@ -58,13 +60,17 @@ class Copier(Protocol):
         """Begin a list of copies.
 
         Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
-        returns may overwrite the source blocks, and targets are written after all that was issued before.
+        returns may overwrite the source blocks, and targets are written after all that was issued before. What is read
+        of a tier above has been read when this returns, because the next list may write there.
         """
         ...
 
 
 class Tier(Copier, Protocol):
-    """A tier below the device, of ``num_blocks`` blocks, and the links between it and the tiers above."""
+    """A tier below the device, of ``num_blocks`` blocks, and the links between it and the tiers above.
+
+    A tier that need not be fast reads whatever lies above it, and writes to the device, through a ``BlockStore``.
+    """
 
     num_blocks: int
 
@@ -76,8 +82,8 @@ class Tier(Copier, Protocol):
         """Return the block hashes of this tier's blocks, as far as known, once all earlier copies are done."""
         ...
 
-    def unnamed(self) -> list[int]:
-        """Return the blocks without a known hash: no inventory offers them, so nobody misses their content."""
+    def names_of(self, blocks: list[int]) -> list[BlockHash | None]:
+        """Return the block hashes of some blocks, None where unknown, once all earlier copies are done."""
         ...
 
     def read(self, blocks: list[int]) -> npt.NDArray[np.uint8]:
@@ -147,8 +153,9 @@ class BlockCopier:
             elif job.source == job.target:
                 self._device.copy_blocks(job.pairs)
             else:
-                if job.source == DEVICE:
-                    job.names = self._names_of(job.pairs[:, 0].tolist())
+                if job.target != DEVICE:
+                    names_of = self._names_of if job.source == DEVICE else self._tiers[job.source].names_of
+                    job.names = names_of(job.pairs[:, 0].tolist())
                 self._tiers[max(job.source, job.target)].begin(job)
         if self.peers is not None:
             self.peers.begun(epoch, step)

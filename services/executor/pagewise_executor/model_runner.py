@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import HOST, CancelCopies, Copied, Inventory, StepPlan, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Inventory, LowerTier, StepPlan, Welcome
 
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import TorchBackend
@@ -21,12 +21,11 @@ from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_tier import STAGING_BYTES
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.kv.peers import MakePeers, Peers
-from pagewise_executor.kv.tiers import make_tiers
+from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.profile import measure_costs, profile_run
+from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampling.logprobs import (
     ComputeLogprobs,
@@ -88,16 +87,16 @@ class ModelRunner:
         # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {loaded.weights_changed} {block_format} {config.block_size}"
         self._tiers |= make_tiers(config, self._pool, host_folder, content)
-        host = self._tiers.get(HOST)
-        self.info = dataclasses.replace(self.info, num_host_blocks=host.num_blocks if host is not None else 0)
+        lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
         if self._graphs is not None and self._device.type == "cuda":
             self._warm_up(self._graphs, config, loaded.dtype)
         if config.profile:
-            costs = measure_costs(self, config.max_num_batched_tokens, host)
-            self.info = dataclasses.replace(self.info, costs=costs)
+            self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens))
+            lower = [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
+        self.info = dataclasses.replace(self.info, tiers=tuple(lower))
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = exchange(BlockStore(self._pool, self._tiers))
@@ -144,8 +143,7 @@ class ModelRunner:
             del module.paged_layer
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these.
         peak += 3 * config.max_num_seqs * loaded.vocab_size * 4
-        if config.host_memory is not None:
-            peak += STAGING_BYTES
+        peak += staging_bytes(config)
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
@@ -174,8 +172,7 @@ class ModelRunner:
         """See ``Runner``."""
         for row in list(self._batch.sequences):
             self._batch.remove(row)
-        host = self._tiers.get(HOST)
-        return self._block_hashes.inventory(host.names() if host is not None else {})
+        return self._block_hashes.inventory({number: tier.names() for number, tier in self._tiers.items()})
 
     def close(self) -> None:
         """Stop serving blocks to peers, and release the tiers."""

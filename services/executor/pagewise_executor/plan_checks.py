@@ -77,7 +77,7 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
         if copies.peer is not None:
             if copies.target != DEVICE or not 0 <= copies.source < _MOST_TIERS:
                 raise InvalidPlanError(f"a peer's tier {copies.source} cannot be copied to tier {copies.target}")
-        elif copies.source not in num_blocks or (copies.source == copies.target != DEVICE):
+        elif copies.source not in num_blocks or DEVICE != copies.target <= copies.source:
             raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
         else:
             _check_blocks(pairs[:, 0], copies.source, num_blocks[copies.source])

@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import DEVICE, HOST, Copied, MeasuredCosts, NewSequence, StepPlan, Welcome, pack_int32s
+from pagewise_shared.protocol import (
+    DEVICE,
+    Copied,
+    LowerTier,
+    MeasuredCosts,
+    NewSequence,
+    StepPlan,
+    Welcome,
+    pack_int32s,
+    tier_name,
+)
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.block_copies import CopyJob, Tier
@@ -31,6 +41,8 @@ _SPREAD, _SLACK = 1.25, 50.0
 _TOLERANCE = 0.1
 """The share of a measured time by which the fitted costs may miss it."""
 _COPY_TIMEOUT = 60
+_MOST_COPIED = 64
+"""Blocks of the longest list of copies that is tried."""
 
 Timer = Callable[[int, int], float]
 """Times a step that computes ``count`` tokens after ``start`` others: (start, count) to microseconds."""
@@ -68,36 +80,48 @@ class _Fastest:
         return second <= _SPREAD * fastest + _SLACK
 
 
-def measure_costs(runner: Runner, max_num_batched_tokens: int, host: Tier | None) -> MeasuredCosts:
-    """Time prefill chunks, and copies between ``host`` and the device. The runner must be reset afterwards.
-
-    It writes over blocks of the device pool, which is new, and over no hashed block of the host tier, which may be
-    inherited from another process.
-
-    Raises:
-        ModelError: copies fail, or take forever.
-    """
+def measure_costs(runner: Runner, max_num_batched_tokens: int) -> MeasuredCosts:
+    """Time prefill chunks. The runner must be reset afterwards, for it writes over blocks of the device pool."""
     began = time.perf_counter()
     room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
     steps = measure_steps(
         lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room
     )
-    costs = MeasuredCosts(*steps)
-    if host is not None:
-        load = _measure_copies(host, HOST, DEVICE, runner, range(host.num_blocks))
-        unnamed = host.unnamed()
-        # If no block may be written over, a store is taken to cost what a load costs.
-        store = _measure_copies(host, DEVICE, HOST, runner, unnamed) if unnamed else load
-        costs = MeasuredCosts(*steps, *load, *store)
     log.info(
-        "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs, loading a block %.1f µs",
+        "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs",
         time.perf_counter() - began,
-        costs.step,
-        costs.token,
-        costs.attention,
-        costs.load_block,
+        steps.step,
+        steps.token,
+        steps.attention,
     )
-    return costs
+    return MeasuredCosts(*steps)
+
+
+def measure_tier(runner: Runner, number: int, tier: Tier) -> LowerTier:
+    """Time copies between a tier and the device. The runner must be reset afterwards.
+
+    It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
+    from another process.
+
+    Raises:
+        ModelError: copies fail, or take forever.
+    """
+    began = time.perf_counter()
+    named = tier.names()
+    unnamed = [block for block in range(tier.num_blocks) if block not in named][:_MOST_COPIED]
+    store, stored = _measure_copies(tier, DEVICE, number, runner, unnamed) if unnamed else (None, 0)
+    # What was just stored can be loaded, and what another process has left.
+    load, _ = _measure_copies(tier, number, DEVICE, runner, [*unnamed[:stored], *named])
+    # If no block may be written over, a store is taken to cost what a load costs.
+    measured = LowerTier(number, tier.num_blocks, *load, *(store or load))
+    log.info(
+        "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs",
+        time.perf_counter() - began,
+        tier_name(number),
+        measured.load_block,
+        measured.store_block,
+    )
+    return measured
 
 
 def measure_steps(timer: Timer, largest: int, room: int) -> StepCosts:
@@ -221,32 +245,36 @@ def dummy_prefill(runner: Runner, start: int, count: int) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def _measure_copies(tier: Tier, source: int, target: int, runner: Runner, blocks: Sequence[int]) -> tuple[float, float]:
+def _measure_copies(
+    tier: Tier, source: int, target: int, runner: Runner, blocks: Sequence[int]
+) -> tuple[tuple[float, float], int]:
     """Return the microseconds of a list of copies between ``blocks`` of a tier and the first blocks of the device, and
-    of each block in it."""
+    of each block in it; and how many of the blocks were copied."""
+    name = tier_name(max(source, target))
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     tier.report = done.put
 
     def copy(count: int) -> float:
         pairs = np.stack([np.arange(count), blocks[:count]], axis=1).astype(np.int32)
-        tier.begin(CopyJob(0, 1, source, target, pairs if source == DEVICE else pairs[:, ::-1]))
+        pairs = pairs if source == DEVICE else pairs[:, ::-1]
+        tier.begin(CopyJob(0, 1, source, target, pairs, names=[None] * count))
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
         except queue.Empty:
             raise ModelError(
-                f"copying a block of {runner.info.bytes_per_block} bytes to or from the host takes over "
-                f"{_COPY_TIMEOUT} s: is --host-bandwidth right?"
+                f"copying a block of {runner.info.bytes_per_block} bytes to or from the {name} takes over "
+                f"{_COPY_TIMEOUT} s: is what limits it, such as --host-bandwidth, right?"
             ) from None
         if copied.error is not None:
-            raise ModelError(f"copies to or from the host fail: {copied.error.message}")
+            raise ModelError(f"copies to or from the {name} fail: {copied.error.message}")
         return float(copied.elapsed_us)
 
     first = copy(1)
     affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
-    largest = min(64, runner.info.num_blocks, len(blocks), affordable)
+    largest = min(_MOST_COPIED, runner.info.num_blocks, len(blocks), affordable)
     if largest < 2:
-        return 0.0, first
-    return measure_copies(copy, largest, "store" if source == DEVICE else "load")
+        return (0.0, first), 1
+    return measure_copies(copy, largest, "store" if source == DEVICE else "load"), largest
 
 
 def measure_copies(copy: Callable[[int], float], largest: int, direction: str) -> tuple[float, float]:

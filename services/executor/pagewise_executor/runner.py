@@ -4,7 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewise_shared.protocol import CancelCopies, Copied, Inventory, MeasuredCosts, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    Inventory,
+    LowerTier,
+    MeasuredCosts,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,7 +28,7 @@ class RunnerInfo:
     bytes_per_block: int
     device: str
     dtype: str
-    num_host_blocks: int = 0
+    tiers: tuple[LowerTier, ...] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
@@ -57,7 +66,7 @@ class Runner(Protocol):
         ...
 
     def inventory(self) -> Inventory | None:
-        """Return which hashed blocks are in the pools. All sequences are removed from the batch first."""
+        """Return which hashed blocks are in the tiers. All sequences are removed from the batch first."""
         ...
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class ExecutorService:
             max_num_batched_tokens=max_num_batched_tokens,
             device=info.device,
             dtype=info.dtype,
-            num_host_blocks=info.num_host_blocks,
+            tiers=info.tiers,
             costs=info.costs,
             block_endpoint=info.block_endpoint,
             block_format=info.block_format,
@@ -216,8 +216,11 @@ class ExecutorService:
     async def _keep_in_touch(self) -> None:
         """Send heartbeats, and a new Hello when nothing has been received from the scheduler for long."""
         while True:
-            welcome = self._welcome
-            await asyncio.sleep(welcome.heartbeat_ms / 1000 if welcome else 0.2)
+            welcome, began = self._welcome, monotonic()
+            seconds = welcome.heartbeat_ms / 1000 if welcome else 0.2
+            await asyncio.sleep(seconds)
+            # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
+            self._last_heard += max(0.0, monotonic() - began - seconds)
             if (welcome := self._welcome) is None:
                 continue
             if monotonic() - self._last_heard > _SILENCE_SECONDS:

@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
@@ -10,6 +10,7 @@ from pagewise_shared.protocol import (
     HOST,
     CancelCopies,
     Copied,
+    LowerTier,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -28,10 +29,19 @@ _VOCAB_SIZE = 4096
 class SimulatedRunner:
     """Its tokens are a hash of prompt and position, so a sequence that moves or is recomputed goes on the same.
 
-    ``step_seconds`` and ``token_seconds``: time a step takes, and each of its tokens.
+    ``step_seconds`` and ``token_seconds``: time a step takes, and each of its tokens. ``tiers``: the number of blocks
+    of each tier below the device, by the tier's number; None: those that the options ask for.
     """
 
-    def __init__(self, config: ExecutorConfig, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+        tiers: Mapping[int, int] | None = None,
+    ) -> None:
+        if tiers is None:
+            tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory else {}
         self.info = RunnerInfo(
             model_fingerprint="simulated",
             vocab_size=_VOCAB_SIZE,
@@ -41,7 +51,7 @@ class SimulatedRunner:
             bytes_per_block=0,
             device="simulated",
             dtype="none",
-            num_host_blocks=_DEFAULT_BLOCKS if config.host_memory else 0,
+            tiers=tuple(LowerTier(number, tiers[number]) for number in sorted(tiers)),
         )
         self._report: Callable[[Copied], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
@@ -68,7 +78,7 @@ class SimulatedRunner:
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
-            tiers={HOST: self.info.num_host_blocks},
+            tiers={tier.number: tier.num_blocks for tier in self.info.tiers},
         )
         self._hashes.clear()
 

@@ -22,7 +22,7 @@ _TYPES = ("counter", "gauge", "histogram")
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 _MOST_SAMPLES = 50_000
 _MOST_GONE = 64
-"""Gateways that are gone and might come back under their name; what others have counted is only in the sum."""
+"""Gateways that are gone and might come back; what others have counted is only in the sum."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A sample's name and its labels."""
@@ -48,13 +48,12 @@ _Families = dict[str, _Family]
 
 @dataclass(slots=True)
 class _Source:
-    """What a gateway has told last.
+    """What the process of a gateway has told last.
 
-    ``name``: for people; one that is started again may have the same. ``before``: what it had counted before this
-    scheduler heard of it.
+    ``instance``: of the process. ``before``: what it had counted before this scheduler heard of it.
     """
 
-    name: str
+    instance: str
     families: _Families
     before: _Families
 
@@ -71,25 +70,26 @@ class GatewayMetrics(Collector):
         self._gone: dict[str, _Source] = {}
         self._sum_of_gone: _Families = {}
 
-    def take(self, identity: bytes, name: str, families: Iterable[MetricFamily], *, older: bool = False) -> bool:
+    def take(self, identity: bytes, instance: str, families: Iterable[MetricFamily], *, older: bool = False) -> bool:
         """The gateway with this connection tells what it has counted so far; False: that makes no sense.
 
-        ``older``: it had joined a scheduler before, this one or another.
+        ``instance``: of its process, which may have had other connections. ``older``: it had joined a scheduler before,
+        this one or another.
         """
         told = _understood(families)
         if told is None:
             return False
-        # One that was given up and is back goes on from what it had counted; a new process of its name begins anew.
-        known = self._living.get(identity) or self._gone.pop(name, None)
-        before: _Families = {}
-        if known is None:
-            before = _counters(told) if older else {}
-        elif _has_fallen(known.families, told):
-            _add(self._sum_of_gone, known.counted())
-        else:
-            before = known.before
-        self._living[identity] = _Source(name, told, before)
+        known = self._living.get(identity) or self._left_behind(instance)
+        before = known.before if known is not None else _counters(told) if older else {}
+        self._living[identity] = _Source(instance, told, before)
         return True
+
+    def _left_behind(self, instance: str) -> _Source | None:
+        """What a process has told over another connection: one that broke, as this scheduler knows or does not yet."""
+        if (source := self._gone.pop(instance, None)) is not None:
+            return source
+        another = next((one for one, source in self._living.items() if source.instance == instance), None)
+        return self._living.pop(another) if another is not None else None
 
     def gone(self, identity: bytes) -> None:
         """The gateway with this connection is gone; harmless if it has never told anything."""
@@ -97,9 +97,7 @@ class GatewayMetrics(Collector):
         if source is None:
             return
         source.families = _counters(source.families)
-        if (another := self._gone.pop(source.name, None)) is not None:
-            _add(self._sum_of_gone, another.counted())
-        self._gone[source.name] = source
+        self._gone[source.instance] = source
         if len(self._gone) > _MOST_GONE:
             _add(self._sum_of_gone, self._gone.pop(next(iter(self._gone))).counted())
 
@@ -164,22 +162,14 @@ def _less(families: _Families, before: _Families) -> _Families:
             family.documentation,
             family.type,
             {
-                key: value - before.get(name, nothing).values.get(key, 0.0) if family.type != "gauge" else value
+                key: max(0.0, value - before.get(name, nothing).values.get(key, 0.0))
+                if family.type != "gauge"
+                else value
                 for key, value in family.values.items()
             },
         )
         for name, family in families.items()
     }
-
-
-def _has_fallen(before: _Families, now: _Families) -> bool:
-    """Whether anything that only ever rises is less than before: then it is counted anew."""
-    return any(
-        value > (now[name].values.get(key, 0.0) if name in now else 0.0)
-        for name, family in before.items()
-        if family.type != "gauge"
-        for key, value in family.values.items()
-    )
 
 
 def _understood(families: Iterable[MetricFamily]) -> _Families | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal, get_args
 
+from pagewise_shared.protocol import TIER_NAMES
 from pagewise_shared.version import package_version
 from prometheus_client import (
     CollectorRegistry,
@@ -23,22 +24,15 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from pagewise_scheduler.collectors import ExecutorGauges
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.routing.policies import REASONS
 from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
 
-MEMORY_EVENTS = (
-    "evicted",
-    "demoted",
-    "dropped",
-    "host_evicted",
-    "stored",
-    "loaded",
-    "spoiled",
-    "fetched",
-    "fetch_failed",
-    "copied",
-)
-"""The fields of the core's ``MemoryCounters``."""
+MEMORY_EVENTS = tuple(MemoryCounters().by_name())
+"""The names of the core's ``MemoryCounters``."""
+
+LOWER_TIERS = TIER_NAMES[1:]
+"""What the tiers below the device are called."""
 
 REFUSALS = (
     "max_waiting",
@@ -52,10 +46,10 @@ REFUSALS = (
 )
 """Why a request was not accepted."""
 
-RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), ("host", "peer")))
+RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), (*LOWER_TIERS, "peer")))
 """How KV is recovered, and from which tier: the ``method`` and the ``origin`` of the core's ``Recovery``."""
 
-KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(("host",), ("free", "cached")))
+KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(LOWER_TIERS, ("free", "cached")))
 """The tiers, and the states of their blocks."""
 
 Drop = Literal[
@@ -153,7 +147,7 @@ class Metrics:
         return self._key_tokens.labels(self.model_name, key, kind)
 
     def cached_tokens(self, source: str) -> Counter:
-        """The counter of tokens found in a cache: source is "device", "host" or "peer"."""
+        """The counter of tokens found in a cache: source is the name of a tier, or "peer"."""
         return self._cached_tokens.labels(self.model_name, source)
 
     def block_events(self, event: str) -> Counter:
@@ -230,7 +224,7 @@ class Metrics:
         )
         for reason in REASONS:
             self.placements(reason)
-        for source in ("device", "host", "peer"):
+        for source in (*TIER_NAMES, "peer"):
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
@@ -268,7 +262,7 @@ class Metrics:
         )
         self._recovery_actual = self._raw_histogram(
             "recovery_actual_seconds",
-            "Time from the start of a sequence until all its KV from the host or from peers was on the device.",
+            "Time from the start of a sequence until all its KV from lower tiers or from peers was on the device.",
             ("method", "source"),
         )
         self.placement_predicted_seconds = self._histogram(

@@ -11,14 +11,13 @@ from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 from pagewise_shared.protocol.messages import (
-    DEVICE,
-    HOST,
     TIER_NAMES,
     Blocks,
     FromExecutor,
     FromScheduler,
     Inventory,
     Message,
+    NamedBlocks,
     ReadBlocks,
 )
 
@@ -125,16 +124,16 @@ def named_blocks(inventory: Inventory) -> dict[int, dict[BlockHash, int]]:
     """What an inventory offers: block ids by block hash, for each tier by its number.
 
     Raises:
-        ProtocolError: hashes and blocks do not match.
+        ProtocolError: hashes and blocks do not match, or a tier is named twice.
     """
-    return {
-        DEVICE: _named(inventory.device, inventory.device_hashes),
-        HOST: _named(inventory.host, inventory.host_hashes),
-    }
+    tiers = {held.tier: _by_hash(held) for held in inventory.tiers}
+    if len(tiers) != len(inventory.tiers):
+        raise ProtocolError("a tier is named twice")
+    return tiers
 
 
-def _named(packed: bytes, hashes: bytes) -> dict[BlockHash, int]:
-    blocks = unpack_int32s(packed)
+def _by_hash(held: NamedBlocks) -> dict[BlockHash, int]:
+    blocks, hashes = unpack_int32s(held.blocks), held.hashes
     if len(hashes) != HASH_BYTES * len(blocks):
         raise ProtocolError(f"{len(hashes)} bytes of hashes name {len(blocks)} blocks")
     return {

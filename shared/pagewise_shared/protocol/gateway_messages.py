@@ -31,6 +31,7 @@ class GatewayHello(Message, frozen=True):
 
     Fields:
         gateway_id: a name for people and metrics. model_name: what its clients call the model, as the scheduler does.
+        instance: tells this process from all others, also from those that had its name before.
         ready_executors: how many executors took work when the gateway was last told; 0: it does not know. A scheduler
             that has just started waits for them for a moment before it places requests.
         rejoins: how often it had joined a scheduler before, this one or another.
@@ -40,6 +41,7 @@ class GatewayHello(Message, frozen=True):
     protocol_minor: int
     gateway_id: str
     model_name: str
+    instance: str
     ready_executors: int = 0
     rejoins: int = 0
 
@@ -71,7 +73,7 @@ class PromptToGenerate(Piece, frozen=True):
     Fields:
         tokens: int32 bytes, at least one token.
         max_tokens: most output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
-        progress: of each of its n outputs, if the request goes on where another scheduler has left it; else empty.
+        progress: of each of its n outputs, if the request is resumed; else empty.
     """
 
     tokens: bytes
@@ -95,6 +97,8 @@ class Submit(Message, frozen=True):
         priority: lower runs earlier. cache_salt: only requests with the same one share cached KV.
         key, limits: name of the API key it came with, "" without one, and what that key may do.
         age_us: microseconds since the client's request arrived at the gateway.
+        resumed: another scheduler has accepted it before. It is accepted again, whatever waits and whatever its key has
+            used, and goes on behind the progress of its prompts.
     """
 
     epoch: int
@@ -110,6 +114,7 @@ class Submit(Message, frozen=True):
     key: str = ""
     limits: KeyLimits = KeyLimits()
     age_us: int = 0
+    resumed: bool = False
 
 
 class Abort(Message, frozen=True):

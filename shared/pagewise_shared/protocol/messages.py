@@ -31,18 +31,31 @@ class Piece(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class MeasuredCosts(Piece, frozen=True):
-    """What steps and copies took when the executor started, in microseconds; the scheduler learns from there.
+    """What steps took when the executor started, in microseconds; the scheduler learns from there.
 
     Fields:
         step: any step. token: each token of a prefill. attention: one token attending to one. context: each token
             before the end of a chunk, which the chunk reads once.
-        load_setup, load_block: a copy list from the host, and each block in it; store_setup, store_block: to the host.
     """
 
     step: float
     token: float
     attention: float
     context: float = 0.0
+
+
+class LowerTier(Piece, frozen=True):
+    """A tier below the device that an executor has.
+
+    Fields:
+        number: see ``TIER_NAMES``. num_blocks: at least 1.
+        load_setup, load_block: what a list of copies from it to the device took when the executor started, and each
+            block in the list, in microseconds; store_setup, store_block: the same from the device to it. All of them
+            are 0 if nothing was measured.
+    """
+
+    number: int
+    num_blocks: int
     load_setup: float = 0.0
     load_block: float = 0.0
     store_setup: float = 0.0
@@ -59,7 +72,8 @@ class Hello(Message, frozen=True):
         block_size: tokens per block. num_blocks: blocks in the device pool. bytes_per_block: all layers, K and V.
         max_num_seqs, max_num_batched_tokens: what the executor has prepared room for; 0: as the Welcome says.
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
-        num_host_blocks: blocks in the host pool; 0: there is none. costs: what it has measured of itself, if anything.
+        tiers: those that it has below the device, the nearest first. costs: what it has measured of its steps, if
+            anything.
         block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
             with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
@@ -78,7 +92,7 @@ class Hello(Message, frozen=True):
     max_num_batched_tokens: int = 0
     device: str = ""
     dtype: str = ""
-    num_host_blocks: int = 0
+    tiers: tuple[LowerTier, ...] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
@@ -86,17 +100,23 @@ class Hello(Message, frozen=True):
     number: int = 0
 
 
-class Inventory(Piece, frozen=True):
-    """Full blocks whose content an executor knows, by their block hashes (32 bytes each, one after the other).
+class NamedBlocks(Piece, frozen=True):
+    """Full blocks of one tier.
 
     Fields:
-        device, device_hashes: blocks of the device pool (int32 bytes). host, host_hashes: blocks of the host pool.
+        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each,
+            one after the other).
     """
 
-    device: bytes = b""
-    device_hashes: bytes = b""
-    host: bytes = b""
-    host_hashes: bytes = b""
+    tier: int
+    blocks: bytes
+    hashes: bytes
+
+
+class Inventory(Piece, frozen=True):
+    """Full blocks whose content an executor knows, of each tier that has some."""
+
+    tiers: tuple[NamedBlocks, ...] = ()
 
 
 class TokenLogprobs(Piece, frozen=True):
@@ -275,7 +295,8 @@ class BlockCopies(Piece, frozen=True):
     """Copies of blocks from one tier to another, or inside the device.
 
     Fields:
-        source, target: numbers of tiers. pairs: source block and target block (int32 bytes).
+        source, target: numbers of tiers. pairs: source block and target block (int32 bytes). If a target below the
+            device is named more than once, the last of its sources counts.
         peer: whose tier the source is; None: it is the executor's own.
     """
 

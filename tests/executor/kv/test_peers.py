@@ -78,7 +78,7 @@ def test_what_a_peer_has_computed_is_used(
     again = [request(prompt, 8, name=f"b{i}") for i, prompt in enumerate(more)]
     scheduler, _ = run_requests(borrower, again, recovery=mode, directory=directory)
     for served, tokens in zip(first + again, expected, strict=True):
-        assert served.sequences[0].output_token_ids == tokens
+        assert served.sequences[0].output_token_ids.tolist() == tokens
     counters = scheduler.kv.pool.counters
     if mode == "swap":
         assert counters.fetched == 12 + 5 + 8
@@ -102,7 +102,7 @@ def test_a_lender_that_was_reset_refuses_and_the_tokens_stay_right(
     theirs.epoch += 1  # the executor has not heard of it: as if it had been reset on the way
     again = request(prompt, 8, name="again")
     scheduler, _ = run_requests(borrower, [again], recovery="swap", directory=directory)
-    assert again.sequences[0].output_token_ids == expected
+    assert again.sequences[0].output_token_ids.tolist() == expected
     assert scheduler.kv.pool.counters.fetch_failed == 10
     assert again.sequences[0].num_preemptions == 1, "tried once, then computed"
     assert theirs.kv.pool.num_lent == 0

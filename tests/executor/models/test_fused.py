@@ -110,4 +110,4 @@ def test_rope_that_would_change_with_the_batch_is_fixed_for_the_longest_sequence
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, min_new_tokens=16, do_sample=False
         )
-        assert asked.sequences[0].output_token_ids == out[0, length:].tolist()
+        assert asked.sequences[0].output_token_ids.tolist() == out[0, length:].tolist()

@@ -99,3 +99,23 @@ async def test_one_message_for_all_prompts_of_a_request() -> None:
         assert [prompt.max_tokens for prompt in first.prompts] == [3, 3]
         assert (first.n, first.sampling.seed, first.stream, second.stream) == (2, 5, 0, 4)
         assert 0 <= first.age_us < 5_000_000
+
+
+async def test_a_request_that_no_frame_can_hold_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewise_gateway.link.scheduler_link.MOST_SUBMITTED_BYTES", 2000)
+    async with serving(FakeScheduler(max_model_len=4096)) as server:
+        status, body = await server.post("/v1/completions", {"prompt": [5] * 1000, "max_tokens": 2})
+        assert status == 400
+        assert "bytes on its way to the scheduler" in str(body)
+        status, _ = await server.post("/v1/completions", {"prompt": [5] * 100, "max_tokens": 2})
+        assert status == 200
+        assert len(server.scheduler.hellos) == 1
+
+
+async def test_a_request_has_a_bounded_number_of_sequences() -> None:
+    async with serving() as server:
+        status, body = await server.post("/v1/completions", {"prompt": [[5]] * 1025, "n": 4})
+        assert (status, body["error"]["param"]) == (400, "n")  # type: ignore[index]
+        assert "the most that one request may have is 4096" in str(body)
+        status, body = await server.post("/v1/completions", {"prompt": [[5]] * 2048, "best_of": 3})
+        assert (status, body["error"]["param"]) == (400, "best_of")  # type: ignore[index]

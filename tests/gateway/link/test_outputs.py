@@ -335,3 +335,32 @@ def test_frames_that_no_scheduler_sends_change_nothing(frame: Outputs) -> None:
     with pytest.raises(ProtocolError):
         table.table.apply(frame)
     assert (list(live.outputs[0].tokens), live.prompts[0].logprobs) == ([], [])
+
+
+async def test_a_client_that_is_cut_off_by_the_token_that_completes_a_stop_string_costs_nobody_else_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = Table()
+    tokens = TOKENIZER.encode("the fox jumps")
+    live, other = table.add(stop=("jumps",), max_tokens=400), table.add(max_tokens=400)
+    live._most_unread = len(tokens) - 2  # so that the last of them is one too many
+    table.take([*((0, token) for token in tokens), (1, 70)])
+    assert live.ended
+    assert [delta.token_ids for delta in await other.next()] == [[70]]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+async def test_a_stop_string_is_why_an_output_ended_however_tokens_are_put_into_frames(merged: bool) -> None:
+    """The scheduler has not been told of it when it samples a stop token."""
+    table = Table()
+    live = table.add(stop=("fox",), max_tokens=400, sampling=SamplingParams(stop_token_ids=(END,)))
+    tokens = TOKENIZER.encode("the fox")
+    ended = (StreamFinished(0, "stop", END),)
+    if merged:
+        table.take([*((0, token) for token in tokens), (0, END)], finished=ended)
+    else:
+        table.take([(0, token) for token in tokens])
+        table.take([(0, END)], finished=ended)
+    deltas = await told(live)
+    assert "".join(delta.text for delta in deltas) == "the "
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "fox")

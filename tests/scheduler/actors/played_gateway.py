@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 import zmq.asyncio
 from pagewise_shared.curve import Keys
@@ -127,6 +128,7 @@ class PlayedGateway:
         self.requests: dict[int, PlayedRequest] = {}
         self.answers: dict[int, asyncio.Future[QueryAnswer]] = {}
         self.ready_executors = self.rejoins = 0
+        self.instance = uuid.uuid4().hex
         self._next = 0
         self._tasks: list[asyncio.Task[None]] = []
         self.context = zmq.asyncio.Context()
@@ -146,7 +148,9 @@ class PlayedGateway:
     async def join(self) -> GatewayWelcome | Refused:
         """Say Hello; the answer. If it is let in, it goes on reading and sends heartbeats until it is closed."""
         await self.send(
-            GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, self.gateway_id, "m", self.ready_executors, self.rejoins)
+            GatewayHello(
+                PROTOCOL_MAJOR, PROTOCOL_MINOR, self.gateway_id, "m", self.instance, self.ready_executors, self.rejoins
+            )
         )
         while not isinstance(answer := await self.receive(), GatewayWelcome | Refused):
             pass
@@ -288,7 +292,7 @@ class PlayedGateway:
             PromptToGenerate(prompt.tokens, prompt.max_tokens, progress[number * n : number * n + n])
             for number, prompt in enumerate(old.prompts)
         )
-        return await self.submit_as(Submit(0, 0, old.request_id, prompts, *list(tuple_of(old))[4:]))
+        return await self.submit_as(msgspec.structs.replace(old, prompts=prompts, resumed=True))
 
     async def abort(self, request: PlayedRequest) -> None:
         self._forget(request)

@@ -151,12 +151,12 @@ async def test_who_has_not_joined_is_told_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (GatewayHello(PROTOCOL_MAJOR + 1, 0, "g", "m"), "speaks protocol"),
-        (GatewayHello(PROTOCOL_MAJOR, 0, "x" * 10_000, "m"), "longer than 256"),
-        (GatewayHello(PROTOCOL_MAJOR, 0, "a\nb", "m"), "cannot be printed"),
-        (GatewayHello(PROTOCOL_MAJOR, 0, "g", "x" * 10_000), "model_name is longer"),
+        (GatewayHello(PROTOCOL_MAJOR + 1, 0, "g", "m", "i"), "speaks protocol"),
+        (GatewayHello(PROTOCOL_MAJOR, 0, "x" * 10_000, "m", "i"), "longer than 256"),
+        (GatewayHello(PROTOCOL_MAJOR, 0, "a\nb", "m", "i"), "cannot be printed"),
+        (GatewayHello(PROTOCOL_MAJOR, 0, "g", "x" * 10_000, "i"), "model_name is longer"),
         (
-            GatewayHello(PROTOCOL_MAJOR, 0, "g", "another"),
+            GatewayHello(PROTOCOL_MAJOR, 0, "g", "another", "i"),
             "serves the model 'another', and the scheduler was started for 'm'",
         ),
     ],
@@ -176,7 +176,7 @@ async def test_hellos_that_come_too_often_are_dropped(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         other = PlayedGateway(gateways_of(tmp_path))
         for _ in range(50):
-            await other.send(GatewayHello(PROTOCOL_MAJOR, 0, "g", "m"))
+            await other.send(GatewayHello(PROTOCOL_MAJOR, 0, "g", "m", "i"))
         assert isinstance(await other.receive(), GatewayWelcome)
         await until(lambda: stack.dropped("too_many_hellos") == 49)
         await other.close()
@@ -242,10 +242,10 @@ async def test_gateways_with_keys_are_let_in_and_others_are_not(folder: Path) ->
         good = PlayedGateway(gateways_of(folder), "good", Keys(folder, "two"))
         assert isinstance(await good.join(), GatewayWelcome)
         wrong = PlayedGateway(gateways_of(folder), "wrong", Keys(folder, "one"))
-        await wrong.send(GatewayHello(PROTOCOL_MAJOR, 0, "wrong", "m"))
+        await wrong.send(GatewayHello(PROTOCOL_MAJOR, 0, "wrong", "m", "i"))
         await until(lambda: stack.metrics.connections_refused("unknown_key")._value.get() == 1)
         plain = PlayedGateway(gateways_of(folder), "plain")
-        await plain.send(GatewayHello(PROTOCOL_MAJOR, 0, "plain", "m"))
+        await plain.send(GatewayHello(PROTOCOL_MAJOR, 0, "plain", "m", "i"))
         await until(lambda: stack.metrics.connections_refused("handshake")._value.get() == 1)
         assert len(stack.gateways) == 2
         raw = RawExecutor(folder, Keys(folder, "three"))

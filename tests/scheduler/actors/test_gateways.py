@@ -20,7 +20,13 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
-from tests.scheduler.actors.played_gateway import GREEDY, PlayedGateway, PlayedRequest, RefusedRequestError
+from tests.scheduler.actors.played_gateway import (
+    GREEDY,
+    PlayedGateway,
+    PlayedRequest,
+    RefusedRequestError,
+    prompts_of,
+)
 from tests.scheduler.actors.stack import executor, gateway, gateways_of, int32s, running, until
 
 SEEDED = SamplingParams(temperature=1.0, seed=7)
@@ -378,7 +384,7 @@ async def test_an_output_that_had_ended_is_not_generated_again(tmp_path: Path) -
     async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner()):
         await stack.ready(1)
         prompts = (PromptToGenerate(int32s(1, 2, 3), 20, progress), PromptToGenerate(int32s(4), 20, progress[:1] * 2))
-        request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, SEEDED, n=2))
+        request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, SEEDED, n=2, resumed=True))
         outputs = await request.result()
         assert outputs[0] == whole.tokens[0][:5]
         assert outputs[1] == whole.tokens[1]
@@ -423,9 +429,27 @@ async def test_who_goes_on_is_not_refused_whatever_waits_and_whatever_its_key_ma
         with pytest.raises(RefusedRequestError):
             await (await stack.gateway.submit([9], key="k", limits=limits)).result()
         prompts = tuple(PromptToGenerate(int32s(1, 2, number), 12, (StreamProgress(int32s(5)),)) for number in range(6))
-        again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, GREEDY, key="k", limits=limits))
+        submit = Submit(0, 0, "again", prompts, GREEDY, key="k", limits=limits, resumed=True)
+        again = await stack.gateway.submit_as(submit)
+        tokenizing = await stack.gateway.submit_as(
+            Submit(0, 0, "text", (), GREEDY, key="k", limits=limits, resumed=True)
+        )
+        await tokenizing.until(lambda: tokenizing.started)
         async with executor(tmp_path, runner=a_runner()):
             assert [len(tokens) for tokens in await again.result()] == [12] * 6
+
+
+async def test_a_request_with_too_many_streams_is_refused_and_costs_nobody_else_anything(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner(0.01)):
+        await stack.ready(1)
+        beside = await stack.gateway.submit([1, 2, 3], max_tokens=60)
+        for _ in range(10):
+            await stack.gateway.send(
+                Submit(stack.gateway.epoch, 1000, "many", prompts_of([[1]] * 2048, 2), GREEDY, n=33)
+            )
+        await until(lambda: len([one for frame in stack.gateway.frames for one in frame.refused]) == 10)
+        assert len((await beside.result())[0]) == 60
+        assert len(stack.gateways) == 1
 
 
 # ---- limits of keys ------------------------------------------------------------------------------------

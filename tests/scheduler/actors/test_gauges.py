@@ -4,8 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors import gauges
 from pagewise_scheduler.actors.gauges import refresh_gauges
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import HOST
 
 from tests.scheduler.actors.stack import Stack, executor, running, until
 
@@ -42,6 +45,26 @@ async def test_each_executor_has_its_gauges_while_it_is_there(tmp_path: Path) ->
         await stack.ready(0)
         refresh_gauges(stack.router, stack.metrics)
         assert b"executor=" not in stack.metrics.render()
+
+
+async def test_tiers_below_the_device_are_shown_by_their_names(tmp_path: Path) -> None:
+    config = ExecutorConfig(num_blocks=64, block_size=4)
+    async with (
+        running(tmp_path) as stack,
+        executor(tmp_path, "one", runner=SimulatedRunner(config, tiers={HOST: 7})),
+        executor(tmp_path, "two", runner=SimulatedRunner(config, tiers={HOST: 5})),
+        executor(tmp_path, "none"),
+    ):
+        await stack.ready(3)
+        refresh_gauges(stack.router, stack.metrics)
+        assert stack.metric("kv_blocks", tier="host", state="free") == 12
+        assert stack.metric("kv_blocks", tier="host", state="cached") == 0
+        shown = {engine.executor_id: engine.memory_report(10).tiers for engine in stack.engines}
+        assert {name: {tier: one.num_blocks for tier, one in tiers.items()} for name, tiers in shown.items()} == {
+            "one": {"host": 7},
+            "two": {"host": 5},
+            "none": {},
+        }
 
 
 async def test_two_of_one_name_are_added_up(tmp_path: Path) -> None:

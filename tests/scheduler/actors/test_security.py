@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     Goodbye,
     Heartbeat,
     HeartbeatAck,
+    LowerTier,
     MeasuredCosts,
     Refused,
     Rejoin,
@@ -280,8 +281,10 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
     ("fields", "reason"),
     [
         ({"num_blocks": 10**12}, "num_blocks is 1000000000000"),
-        ({"num_host_blocks": 10**12}, "num_host_blocks is 1000000000000"),
-        ({"num_blocks": MAX_FLEET_BLOCKS, "num_host_blocks": 1}, "the fleet would have"),
+        ({"tiers": (LowerTier(HOST, 10**12),)}, "its tier host has 1000000000000 blocks"),
+        ({"tiers": (LowerTier(99, 1),)}, "nobody knows a tier 99 below the device, only host"),
+        ({"tiers": (LowerTier(HOST, 1),) * 2}, "its tiers are not one below the other: host comes after host"),
+        ({"num_blocks": MAX_FLEET_BLOCKS, "tiers": (LowerTier(HOST, 1),)}, "the fleet would have"),
         ({"block_size": 1 << 40}, "block_size"),
         ({"max_model_len": 1 << 62}, "max_model_len"),
         ({"vocab_size": 1 << 62}, "vocab_size"),
@@ -294,6 +297,7 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
         ({"costs": MeasuredCosts(float("nan"), 0.0, 0.0)}, "measured costs"),
         ({"costs": MeasuredCosts(-1.0, 0.0, 0.0)}, "measured costs"),
         ({"costs": MeasuredCosts(1.0, float("inf"), 0.0)}, "measured costs"),
+        ({"tiers": (LowerTier(HOST, 1, -1.0),)}, "measured costs of copies to and from its tier host"),
     ],
 )
 async def test_a_hello_with_absurd_values_is_refused(tmp_path: Path, fields: dict[str, object], reason: str) -> None:

@@ -11,11 +11,11 @@ from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import HOST
+from pagewise_shared.protocol import HOST, TIER_NAMES
 from pagewise_shared.sampling import SamplingParams
 
-FURTHER = 2
-"""A tier below the host: nobody has one yet, but the core takes any number of them."""
+FURTHER = len(TIER_NAMES)
+"""A tier below all that there are: the core takes any number of them."""
 
 _ids = count()
 

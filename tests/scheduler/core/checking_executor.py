@@ -231,15 +231,17 @@ class CheckingExecutor:
         self.copying.append((plan, copies))
 
     def _store(self, copies: BlockCopies) -> None:
+        """Copy blocks to a lower tier: all sources are read before any target is written, and of several sources of one
+        target the last counts."""
         read = {
             source for _, other in self.copying if _loads_from(other, copies.target) for source, _ in pairs(other.pairs)
         }
-        for source, target in pairs(copies.pairs):
+        taken = [(target, dict(self.tiers[copies.source][source])) for source, target in pairs(copies.pairs)]
+        for target, content in taken:
             assert target not in read, "a block is written that is being loaded"
-            content = self.tiers[copies.source][source]
             assert len(content) == self.block_size, "a block that is not full leaves its tier"
-            self.tiers[copies.target][target] = dict(content)
             self.num_stored += 1
+        self.tiers[copies.target] |= dict(taken)
 
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
@@ -58,7 +59,7 @@ def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
     request = create_request(prompt=prompt, max_tokens=max_tokens)
     node.scheduler.add(request)
     run(node.scheduler, node.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     return request
 
 
@@ -71,7 +72,7 @@ def test_what_another_executor_holds_is_fetched() -> None:
     assert borrower.executor.num_fetched == 12
     assert again.num_loaded_tokens("peer") == again.num_cached_tokens == 48
     (began,) = request_report(again, borrower.scheduler, 0.0, 10).sequences[0].history
-    assert (began.method, began.device_tokens, began.host_tokens, began.peer_tokens) == ("load", 0, 0, 48)
+    assert (began.method, began.device_tokens, began.loaded_tokens, began.source) == ("load", 0, 48, "peer")
     assert borrower.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
     assert lender.executor.num_computed == computed
     assert lender.scheduler.kv.pool.num_lent == 0
@@ -110,7 +111,8 @@ def test_a_slow_way_to_a_peer_is_not_taken() -> None:
 
 def test_the_longer_way_may_be_the_better_one() -> None:
     """The own host has the beginning, a peer has it all: one of them is asked, whichever ends first."""
-    costs = Costs(step=1e-4, token=1e-1, load_block=1e-5, fetch_setup=1e-5, fetch_block=1e-5)
+    host = CopyCosts(load_block=1e-5)
+    costs = Costs(step=1e-4, token=1e-1, tiers={HOST: host}, fetch_setup=1e-5, fetch_block=1e-5)
     lender, borrower = fleet(2, "auto", costs=costs, num_blocks=24, num_host_blocks=24)
     serve(borrower, list(range(40)))
     serve(borrower, [*range(40), *range(300, 340)])
@@ -136,7 +138,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     assert borrower.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
     borrower.scheduler.update(result)
     run(borrower.scheduler, borrower.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert borrower.executor.num_fetched == 0
     assert_all_free(borrower.scheduler)
 
@@ -183,7 +185,7 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
     request = create_request(prompt=prompt, max_tokens=3)
     fresh.add(request)
     run(fresh, node.executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert request.num_cached_tokens >= 44
     check_states(fresh.kv.pool)
 
@@ -205,7 +207,7 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
         request = create_request(prompt=prompt, max_tokens=3)
         fresh.add(request)
         run(fresh, node.executor)
-        assert request.sequences[0].output_token_ids == expected_tokens(request)
+        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
         assert request.num_loaded_tokens("host") > 0
         assert node.executor.num_computed - computed < 50
         check_states(fresh.kv.pool)
@@ -237,7 +239,7 @@ class FleetRules(RuleBasedStateMachine):
     def start(self, block_size: int, num_blocks: int, num_host_blocks: int, recovery: RecoveryMode, piece: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(recovery_module, "_FETCHED_BLOCKS", piece)
-        costs = Costs(step=1e-4, token=1e-2, load_block=1e-4, fetch_setup=1e-4, fetch_block=1e-4)
+        costs = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
         self.nodes = fleet(
             3, recovery, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs
         )
@@ -341,7 +343,7 @@ class FleetRules(RuleBasedStateMachine):
         for request in self.requests:
             expected = expected_tokens(request)
             for sequence in request.sequences:
-                produced = sequence.output_token_ids
+                produced = sequence.output_token_ids.tolist()
                 ended = request.request_id in self.aborted
                 assert produced == (expected[: len(produced)] if ended else expected)
         for node in self.nodes:

@@ -212,12 +212,14 @@ class MemoryRules(RuleBasedStateMachine):
             assert all(sequence.finished for sequence in request.sequences)
             if request.beam is not None:
                 if not aborted:
-                    assert [sequence.output_token_ids for sequence in request.sequences] == expected_beams(request)
+                    assert [sequence.output_token_ids.tolist() for sequence in request.sequences] == expected_beams(
+                        request
+                    )
                 continue
             expected = expected_tokens(request)
             assert len(request.sequences) == request.n or aborted
             for sequence in request.sequences:
-                produced = sequence.output_token_ids
+                produced = sequence.output_token_ids.tolist()
                 assert produced == (expected[: len(produced)] if aborted else expected)
         assert_all_free(self.scheduler)
 

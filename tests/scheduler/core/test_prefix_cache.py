@@ -52,7 +52,7 @@ def test_a_prefix_seen_before_is_not_computed_again(prompt: list[int], cached: i
     plans = run_recorded(scheduler, executor)
     assert again.num_cached_tokens == cached
     assert sum(size for plan in plans for _, size in plan.chunks) == len(prompt) - cached
-    assert again.sequences[0].output_token_ids == expected_tokens(again)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
     assert (scheduler.num_prefix_queries, scheduler.num_prefix_hits) == (16 + len(prompt), cached)
 
 
@@ -68,7 +68,7 @@ def test_a_conversation_goes_on_from_its_own_output() -> None:
     run(scheduler, executor)
     # The newest output token was never computed, so 18 of 19 tokens are there, and 16 of them in full blocks.
     assert second.num_cached_tokens == 16
-    assert second.sequences[0].output_token_ids == expected_tokens(second)
+    assert second.sequences[0].output_token_ids.tolist() == expected_tokens(second)
 
 
 def test_salts_keep_caches_apart() -> None:
@@ -101,8 +101,8 @@ def test_a_running_sequence_shares_what_it_has_computed() -> None:
     assert plan.chunks == ((plan.joined[0].row, 2),)
     scheduler.update(executor.execute(plan))
     run(scheduler, executor)
-    assert first.sequences[0].output_token_ids == expected_tokens(first)
-    assert second.sequences[0].output_token_ids == expected_tokens(second)
+    assert first.sequences[0].output_token_ids.tolist() == expected_tokens(first)
+    assert second.sequences[0].output_token_ids.tolist() == expected_tokens(second)
 
 
 def test_equal_prompts_that_started_together_end_up_on_the_same_blocks() -> None:
@@ -119,7 +119,7 @@ def test_equal_prompts_that_started_together_end_up_on_the_same_blocks() -> None
     tables = [request.sequences[0].table.blocks for request in requests]
     assert tables[0][:4] == tables[1][:4] == tables[2][:4]
     run(scheduler, executor)
-    assert all(r.sequences[0].output_token_ids == expected_tokens(r) for r in requests)
+    assert all(r.sequences[0].output_token_ids.tolist() == expected_tokens(r) for r in requests)
     assert_all_free(scheduler)
 
 
@@ -134,7 +134,7 @@ def test_outputs_of_one_request_share_its_prompt_and_copy_one_block_each(prompt:
     assert all(copies.source == copies.target == DEVICE for copies in copies)
     assert sum(len(copies.pairs) // 8 for copies in copies) == (3 if (prompt - 1) % 4 else 0)
     assert sum(size for plan in plans for _, size in plan.chunks) == prompt + 3
-    assert all(sequence.output_token_ids == expected_tokens(request) for sequence in request.sequences)
+    assert all(sequence.output_token_ids.tolist() == expected_tokens(request) for sequence in request.sequences)
     assert_all_free(scheduler)
 
 
@@ -149,7 +149,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_it() -> None:
     resumed = [new for plan in plans for new in plan.joined if len(new.tokens) > 4 * 12]
     assert resumed
     assert any(new.num_computed_tokens > 0 for new in resumed)
-    assert all(r.sequences[0].output_token_ids == expected_tokens(r) for r in requests)
+    assert all(r.sequences[0].output_token_ids.tolist() == expected_tokens(r) for r in requests)
 
 
 def test_tails_are_evicted_before_their_parents_and_the_least_recently_used_first() -> None:

@@ -26,7 +26,7 @@ from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
 
-COSTS = Costs(step=1e-3, token=1e-3, attention=0.0, load_setup=1e-4, load_block=1e-4)
+COSTS = Costs(step=1e-3, token=1e-3, attention=0.0)
 LONG = list(range(100, 140))
 OTHER = list(range(200, 240))
 
@@ -91,7 +91,7 @@ def test_prompt_logprobs_use_no_cache() -> None:
 def test_one_that_moves_is_looked_up_with_its_outputs() -> None:
     request = create_request(prompt=LONG[:38], max_tokens=8)
     request.create_sequences()
-    request.sequences[0].output_token_ids += [138, 139, 7]
+    request.sequences[0].output_token_ids.extend([138, 139, 7])
     assert executor_view(LONG).find(PrefixQuery(request)).device == 40
 
 

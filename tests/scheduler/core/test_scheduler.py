@@ -17,7 +17,7 @@ def test_one_request_runs_to_its_length(depth: int) -> None:
     request = create_request(prompt=9, max_tokens=11)
     scheduler.add(request)
     run(scheduler, executor_for(scheduler), depth=depth)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert request.sequences[0].finish_reason == "length"
     assert_all_free(scheduler)
 
@@ -34,8 +34,8 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert [size for _, size in plan.chunks] == [7], "one token of the budget belongs to the decode"
     scheduler.update(executor.execute(plan))
     run(scheduler, executor)
-    assert short.sequences[0].output_token_ids == expected_tokens(short)
-    assert long.sequences[0].output_token_ids == expected_tokens(long)
+    assert short.sequences[0].output_token_ids.tolist() == expected_tokens(short)
+    assert long.sequences[0].output_token_ids.tolist() == expected_tokens(long)
 
 
 def test_a_step_of_pure_decodes_carries_nothing_but_its_number() -> None:
@@ -72,7 +72,7 @@ def test_preemption_recomputes_and_changes_no_token() -> None:
         scheduler.add(request)
     run(scheduler, executor_for(scheduler))
     assert scheduler.num_preemptions > 3
-    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected_tokens(r) for r in requests]
     assert_all_free(scheduler)
 
 
@@ -188,7 +188,7 @@ def test_max_tokens_zero_computes_the_prompt_and_draws_nothing() -> None:
     request = create_request(prompt=40, max_tokens=0)
     scheduler.add(request)
     run(scheduler, executor_for(scheduler))
-    assert request.sequences[0].output_token_ids == []
+    assert request.sequences[0].output_token_ids.tolist() == []
     assert request.sequences[0].finish_reason == "length"
     assert_all_free(scheduler)
 
@@ -210,7 +210,7 @@ def test_results_out_of_step_are_refused_and_change_nothing() -> None:
             scheduler.update(bad)
     scheduler.update(good)
     run(scheduler, executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
 
 
 def test_after_a_failed_step_everything_is_recomputed_in_smaller_steps() -> None:
@@ -227,7 +227,7 @@ def test_after_a_failed_step_everything_is_recomputed_in_smaller_steps() -> None
     assert scheduler.fail(epoch=2) == []
     assert scheduler.limits.max_num_seqs == 2
     run(scheduler, executor)
-    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected_tokens(r) for r in requests]
     assert_all_free(scheduler)
 
 
@@ -250,7 +250,7 @@ def test_a_request_that_fails_even_alone_fails_alone() -> None:
         else:
             scheduler.update(executor.execute(plan))
     assert failed == [bad]
-    assert [r.sequences[0].output_token_ids for r in good] == [expected_tokens(r) for r in good]
+    assert [r.sequences[0].output_token_ids.tolist() for r in good] == [expected_tokens(r) for r in good]
     assert_all_free(scheduler)
 
 
@@ -269,7 +269,7 @@ def test_requests_go_on_elsewhere_from_their_tokens() -> None:
         second.add(request)
     assert_all_free(first)
     run(second, executor_for(second))
-    assert [r.sequences[0].output_token_ids for r in requests] == [expected_tokens(r) for r in requests]
+    assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected_tokens(r) for r in requests]
 
 
 def test_beams_keep_to_the_limits_that_failed_steps_have_left() -> None:
@@ -291,5 +291,5 @@ def test_beams_keep_to_the_limits_that_failed_steps_have_left() -> None:
             scheduler.update(executor.execute(plan))
     assert sizes[1] == 4
     assert max(sizes[2:18]) <= 2, "it takes 16 good steps to widen them again"
-    assert [sequence.output_token_ids for sequence in request.sequences] == expected_beams(request)
+    assert [sequence.output_token_ids.tolist() for sequence in request.sequences] == expected_beams(request)
     assert_all_free(scheduler)

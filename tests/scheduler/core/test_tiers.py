@@ -9,7 +9,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import DEVICE, HOST, unpack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, tier_name, unpack_int32s
 
 from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -22,7 +22,7 @@ def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int]) -
     request = create_request(prompt=prompt, max_tokens=2)
     scheduler.add(request)
     run(scheduler, executor)
-    assert request.sequences[0].output_token_ids == expected_tokens(request)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     return request
 
 
@@ -36,8 +36,8 @@ def test_what_the_host_gives_up_comes_back_from_the_tier_below(mode: RecoveryMod
     further = scheduler.kv.tiers[FURTHER]
     assert further.num_used > 0
     again = serve(scheduler, executor, PROMPTS[0])
-    assert again.num_loaded_tokens("tier 2") > 0
-    assert again.num_cached_tokens == (36 if mode == "swap" else again.num_loaded_tokens("tier 2"))
+    assert again.num_loaded_tokens(tier_name(FURTHER)) > 0
+    assert again.num_cached_tokens == (36 if mode == "swap" else again.num_loaded_tokens(tier_name(FURTHER)))
     check_states(scheduler.kv.pool)
 
 
@@ -57,7 +57,7 @@ def test_a_prefix_may_come_from_two_tiers_at_once() -> None:
     assert loads == {HOST, FURTHER}
     scheduler.update(executor.execute(plan))
     run(scheduler, executor)
-    assert again.sequences[0].output_token_ids == expected_tokens(again)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
     assert again.num_cached_tokens == 36
 
 

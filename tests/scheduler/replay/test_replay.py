@@ -175,6 +175,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_mooncake_trace_hits_what_is_known_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     trace = TRACES / "mooncake_synthetic_trace.jsonl.gz"
     rates = {}

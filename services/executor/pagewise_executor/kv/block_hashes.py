@@ -4,11 +4,11 @@ The blocks of a sequence are hashed when it leaves the batch, so steps themselve
 when a step is about to write into it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash
-from pagewise_shared.protocol import Inventory, pack_int32s
+from pagewise_shared.protocol import DEVICE, Inventory, NamedBlocks, pack_int32s
 
 from pagewise_executor.input_batch import InputBatch, Int32s, SequenceState
 
@@ -57,15 +57,16 @@ class BlockHashes:
             for block in batch.block_tables[row, max(start, computed) : stop].tolist():
                 hashes[block] = None
 
-    def inventory(self, host: dict[int, BlockHash]) -> Inventory | None:
-        """Return all known hashes, of the device and of the ``host`` tier; None if there are none."""
-        known = [(block, found) for block, found in enumerate(self._hashes) if found is not None][:_MOST_HASHES]
-        host = dict(islice(host.items(), _MOST_HASHES - len(known)))
-        if not known and not host:
-            return None
-        return Inventory(
-            device=pack_int32s(block for block, _ in known),
-            device_hashes=b"".join(found for _, found in known),
-            host=pack_int32s(host),
-            host_hashes=b"".join(host.values()),
-        )
+    def inventory(self, lower: Mapping[int, Mapping[int, BlockHash]]) -> Inventory | None:
+        """Return all known hashes, as many as an inventory carries; None if there are none.
+
+        ``lower``: the hashes in the tiers below the device, by block, by the number of the tier, the nearest first.
+        """
+        own = {block: found for block, found in enumerate(self._hashes) if found is not None}
+        tiers: list[NamedBlocks] = []
+        left = _MOST_HASHES
+        for number, known in {DEVICE: own, **lower}.items():
+            if named := dict(islice(known.items(), left)):
+                tiers.append(NamedBlocks(number, pack_int32s(named), b"".join(named.values())))
+                left -= len(named)
+        return Inventory(tuple(tiers)) if tiers else None

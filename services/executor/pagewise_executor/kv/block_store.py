@@ -1,4 +1,5 @@
-"""Reads and writes the content of blocks by tier and block id, for the exchange with other executors."""
+"""Reads and writes the content of blocks by tier and block id, for the exchange with other executors, and for tiers
+whose copies go through host memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,13 +42,20 @@ class BlockStore:
         rows = np.empty((len(places), self.bytes_per_block), np.uint8)
         for tier in np.unique(places[:, 0]).tolist():
             here = places[:, 0] == tier
-            if tier != DEVICE:
-                rows[here] = self._tiers[tier].read(places[here, 1].tolist())
-                continue
-            with torch.inference_mode(), self._stream():
-                gathered: Any = self._pool.gather(places[here, 1])
-                rows[here] = gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
+            rows[here] = self.read_tier(tier, places[here, 1])
         return rows
+
+    def read_tier(self, tier: int, blocks: Int32s) -> BlockBytes:
+        """Return the content of blocks [n] of one tier. Waits for copies there that were asked for.
+
+        Raises:
+            OSError: a block is not what was stored there.
+        """
+        if tier != DEVICE:
+            return self._tiers[tier].read(blocks.tolist())
+        with torch.inference_mode(), self._stream():
+            gathered: Any = self._pool.gather(blocks)
+            return gathered if isinstance(gathered, np.ndarray) else gathered.cpu().numpy()
 
     def write(self, blocks: Int32s, rows: BlockBytes, after: "torch.cuda.Event | None" = None) -> None:
         """Write ``rows`` into device blocks [n], after all device work that came before the event ``after``."""

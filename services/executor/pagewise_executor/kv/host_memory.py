@@ -56,6 +56,10 @@ class HostMemory(Protocol):
         """Whether another process wrote the block, so that only its checksum proves that it is sound."""
         ...
 
+    def name(self, block: int) -> BlockHash | None:
+        """Return the block hash of a block; None if it has none, or is void."""
+        ...
+
     def names(self) -> dict[int, BlockHash]:
         """Return the block hashes of the blocks that have one."""
         ...
@@ -104,6 +108,11 @@ class AnonymousMemory:
     def is_inherited(self, block: int) -> bool:
         """Return False: no other process has written to this memory."""
         return False
+
+    def name(self, block: int) -> BlockHash | None:
+        """See ``HostMemory``."""
+        known = self._known.get(block)
+        return None if known is None else known[0]
 
     def names(self) -> dict[int, BlockHash]:
         """See ``HostMemory``."""
@@ -173,6 +182,10 @@ class NamedMemory:
     def is_inherited(self, block: int) -> bool:
         """See ``HostMemory``."""
         return block in self._inherited
+
+    def name(self, block: int) -> BlockHash | None:
+        """See ``HostMemory``."""
+        return BlockHash(self._records["name"][block].tobytes()) if self._records["whole"][block] == 2 else None
 
     def names(self) -> dict[int, BlockHash]:
         """See ``HostMemory``."""

@@ -126,18 +126,21 @@ class HostTier:
 
     def _begin_store(self, copies: CopyJob) -> None:
         """When this returns, the device blocks have been read as far as the device's own order goes."""
-        pairs = copies.pairs
+        pairs, names = _without_overwritten(copies.pairs, list(copies.names))
         size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            own = list(copies.names[start : start + size]) or [None] * len(part)
-            job = _Job(copies, part, names=own, last=start + size >= len(pairs))
+            job = _Job(copies, part, names=names[start : start + size], last=start + size >= len(pairs))
             if self._cuda:
                 job.staging = staging = self._stagings.get()
-                if staging.copied is not None:
-                    torch.cuda.current_stream().wait_event(staging.copied)
-                job.staged = staging.memory[: len(part)]
-                self._pool.gather_into(part[:, 0], job.staged)
+                try:
+                    if staging.copied is not None:
+                        torch.cuda.current_stream().wait_event(staging.copied)
+                    job.staged = staging.memory[: len(part)]
+                    self._pool.gather_into(part[:, 0], job.staged)
+                except BaseException:
+                    self._stagings.put(staging)
+                    raise
             else:
                 job.staged = self._pool.gather(part[:, 0])
             job.ready = self._event()
@@ -146,19 +149,17 @@ class HostTier:
 
     def names(self) -> dict[int, BlockHash]:
         """See ``Tier``."""
-        if (last := self._last_store) is not None:
-            last.result()
+        self._wait_for_stores()
         return self.memory.names()
 
-    def unnamed(self) -> list[int]:
+    def names_of(self, slots: list[int]) -> list[BlockHash | None]:
         """See ``Tier``."""
-        named = self.memory.names()
-        return [slot for slot in range(self.num_blocks) if slot not in named]
+        self._wait_for_stores()
+        return [self.memory.name(slot) for slot in slots]
 
     def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
         """See ``Tier``."""
-        if (last := self._last_store) is not None:
-            last.result()
+        self._wait_for_stores()
         rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
         for row, slot in zip(rows, slots, strict=True):
             held = self.memory.slot(slot)
@@ -166,6 +167,10 @@ class HostTier:
             if self.memory.checksum(slot) is None or not self._is_sound(slot):
                 raise OSError(f"block {slot} of the host is not what was stored there")
         return rows
+
+    def _wait_for_stores(self) -> None:
+        if (last := self._last_store) is not None:
+            last.result()
 
     def close(self) -> None:
         """See ``Tier``."""
@@ -288,6 +293,19 @@ def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, co
     tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies, keep_memory=config.keep_host_memory)
     log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
     return tier
+
+
+def _without_overwritten(pairs: Pairs, names: list[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
+    """Leave out copies into blocks that a later copy of the list is written over.
+
+    This is more than thrift. A process that was killed in the middle of such a list could leave the content of the
+    later copy under the name of the earlier one, with a checksum that fits: wrong KV that nothing would ever notice.
+    """
+    targets, first = np.unique(pairs[::-1, 1], return_index=True)
+    if len(targets) == len(pairs):
+        return pairs, names
+    kept = np.sort(len(pairs) - 1 - first)
+    return pairs[kept], [names[index] for index in kept] if names else names
 
 
 def _copy(target: Raw, source: Raw) -> None:

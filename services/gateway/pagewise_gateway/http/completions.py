@@ -8,7 +8,13 @@ from pagewise_gateway.generation import Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
-from pagewise_gateway.http.params import check_common, output_budget, sampling_params, truncated
+from pagewise_gateway.http.params import (
+    check_common,
+    check_num_sequences,
+    output_budget,
+    sampling_params,
+    truncated,
+)
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_prompts, encode_prompt
 from pagewise_gateway.http.responder import Responder
@@ -30,6 +36,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_request(request, CompletionRequest)
     n = check_common(body, service.limits)
     given = check_prompts(body)
+    check_num_sequences(len(given), body, n)
     capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,

@@ -15,6 +15,8 @@ from pagewise_gateway.http.errors import (
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.text.tokenizer import Tokenizer
 
+MAX_SEQUENCES = 4096
+"""Most sequences of one request, over all its prompts."""
 _MOST_CANDIDATES = 1 << 16
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
@@ -55,6 +57,21 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
     return n
+
+
+def check_num_sequences(num_prompts: int, body: GenerationFields, n: int) -> None:
+    """Check how many sequences a request would run, over all its prompts.
+
+    Raises:
+        InvalidRequestError: they are too many.
+    """
+    each = max(n, body.best_of or 0)
+    if num_prompts * each > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts with {each} sequences each are {num_prompts * each} sequences, "
+            f"the most that one request may have is {MAX_SEQUENCES}",
+            "best_of" if body.best_of else "n",
+        )
 
 
 def beam_params(body: GenerationFields, n: int) -> BeamParams | None:

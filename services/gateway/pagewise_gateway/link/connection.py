@@ -99,7 +99,11 @@ class SchedulerConnection:
 
     def send(self, message: Message) -> None:
         """Send a message of the current epoch. It is dropped if the epoch ends before it has been sent."""
-        self._outbox.append(encode(message))
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message of the current epoch, like ``send``."""
+        self._outbox.append(frame)
         self._outgoing.set()
 
     def renew(self, why: str) -> None:
@@ -195,7 +199,10 @@ class SchedulerConnection:
     async def _keep_in_touch(self) -> None:
         """Send heartbeats, and give the scheduler up when nothing has been received from it for long."""
         while True:
-            await asyncio.sleep(self._heartbeat_seconds)
+            seconds, began = self._heartbeat_seconds, monotonic()
+            await asyncio.sleep(seconds)
+            # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
+            self._last_heard += max(0.0, monotonic() - began - seconds)
             if self.epoch is None:
                 continue
             if monotonic() - self._last_heard > max(SILENCE_SECONDS, 3 * self._heartbeat_seconds):

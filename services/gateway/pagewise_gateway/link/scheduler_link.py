@@ -6,6 +6,7 @@ import logging
 from itertools import count
 from time import monotonic
 from typing import Literal
+from uuid import uuid4
 
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import (
@@ -20,9 +21,10 @@ from pagewise_shared.protocol import (
     Query,
     QueryAnswer,
     RequestRefused,
+    encode,
 )
 
-from pagewise_gateway.generation import AdmissionError, Capacity, GenerationRequest
+from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest
 from pagewise_gateway.link.connection import SchedulerConnection
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import StreamTable
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
 """How often this gateway's metrics are sent to the scheduler."""
+MOST_SUBMITTED_BYTES = 48 * 1024 * 1024
+"""The largest request; the scheduler's socket takes frames of 64 MiB."""
 QUERY_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 5.0
 
@@ -59,8 +63,9 @@ class SchedulerLink:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._timeout = timeout
-        self._name = gateway_id, model_name
+        self._name = gateway_id, model_name, uuid4().hex
         self._rejoins = 0
+        self._served_by = 0  # executors, the last time that there were any
         self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._live: dict[LiveRequest, None] = {}
@@ -188,8 +193,7 @@ class SchedulerLink:
     # ---- for the connection --------------------------------------------------------------------------
 
     def _hello(self) -> GatewayHello:
-        ready = self._fleet.ready_executors
-        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, ready_executors=ready, rejoins=self._rejoins)
+        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, self._served_by, self._rejoins)
 
     def joined(self, epoch: int) -> None:
         """A scheduler is there: submit all live requests, in the order of their arrival."""
@@ -226,6 +230,7 @@ class SchedulerLink:
                     self._refused(live, refused)
             case FleetState():
                 self._told.set()
+                self._served_by = message.ready_executors or self._served_by
                 if message.max_model_len:
                     self._fleet = message
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
@@ -243,7 +248,17 @@ class SchedulerLink:
             return
         live.submissions += 1
         live.submission_time = now = monotonic()
-        self._connection.send(submission(live, epoch, now))
+        frame = encode(submission(live, epoch, now))
+        if len(frame) <= MOST_SUBMITTED_BYTES:
+            self._connection.send_frame(frame)
+            return
+        # The scheduler's socket would cut the connection, under all other requests too, and again with every new one.
+        self._table.remove(live)
+        text = f"the request takes {len(frame)} bytes on its way to the scheduler, at most {MOST_SUBMITTED_BYTES} may"
+        if live.submissions == 1:
+            live.refuse(AdmissionError("never_fits", text))
+        else:
+            live.fail(GenerationError(text))
 
     def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
         """Handle a request that the scheduler did not accept.

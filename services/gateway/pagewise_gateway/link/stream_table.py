@@ -101,8 +101,11 @@ class StreamTable:
         for ending in frame.finished:
             if ending.stop_token >= 0 and (output := self._outputs.get(ending.stream)) is not None:
                 output.expect_stop(ending.stop_token)
-        stopped = self._take_tokens(streams, tokens, frame.logprobs, now)
+        stopped, overtaken = self._take_tokens(streams, tokens, frame.logprobs, now)
         for ending in frame.finished:
+            if ending.stream in overtaken:
+                stopped.pop(ending.stream).finish("stop", -1, now)
+                continue
             output = self._outputs.pop(ending.stream, None) or stopped.pop(ending.stream, None)
             if output is not None:
                 output.finish(ending.reason, ending.stop_token, now)
@@ -117,22 +120,30 @@ class StreamTable:
 
     def _take_tokens(
         self, streams: "array[int]", tokens: "array[int]", logprobs: tuple[TokenLogprobs, ...], now: float
-    ) -> dict[int, Output]:
-        """Append tokens to their outputs. Returns the outputs that a stop string has ended, by stream number."""
+    ) -> tuple[dict[int, Output], set[int]]:
+        """Append tokens to their outputs.
+
+        Returns the outputs that a stop string has ended, by stream number, and those of them for which the frame has
+        more tokens: what the scheduler says of their end is about tokens that nobody gets.
+        """
         outputs = self._outputs
         stopped: dict[int, Output] = {}
+        overtaken: set[int] = set()
         gaps: dict[float, int] = {}
         known = {entry.index: entry for entry in logprobs}
         for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
             if (output := outputs.get(stream)) is None:
+                if stream in stopped:
+                    overtaken.add(stream)
                 continue
             if output.take(token, now, gaps):
-                stopped[stream] = outputs.pop(stream)
+                stopped[stream] = output
+                outputs.pop(stream, None)  # the request may have ended by this token, because nobody reads it
             if known and (entry := known.get(index)) is not None:
                 output.take_logprobs(entry)
         for last, count in gaps.items():
             self._metrics.inter_token_latency_seconds.observe(now - last, count)
-        return stopped
+        return stopped, overtaken
 
     def _fail(self, failed: PromptFailed) -> None:
         """Fail the whole request, because a client cannot use a part of its outputs."""

@@ -28,6 +28,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         key=request.key,
         limits=request.limits,
         age_us=max(0, int((now - request.arrival_time) * 1e6)),
+        resumed=again,
     )
 
 

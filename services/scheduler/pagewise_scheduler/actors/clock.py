@@ -2,7 +2,5 @@
 
 from time import monotonic
 
-
-def clock() -> float:
-    """Now, in seconds of the monotonic clock."""
-    return monotonic()
+clock = monotonic
+"""Now, in seconds of the monotonic clock."""

@@ -13,6 +13,7 @@ from pagewise_shared.protocol import CancelCopies, Copied, Hello, Message, StepR
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
+from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
 from pagewise_scheduler.core.requests.request import Request
@@ -30,9 +31,6 @@ _RECENT = 256
 _RECENT_LIMIT = 64
 """Sequences and events that are remembered of each."""
 _MAX_ERROR_TEXT = 1000
-
-Route = tuple[Callable[[int], None], Callable[[int], None], int]
-"""Where the tokens of a sequence are told: how to append its stream number and a token, and that number."""
 
 
 class Life(Enum):
@@ -92,8 +90,8 @@ class Engine:
 
     @property
     def oldest_copy_time(self) -> float | None:
-        """When a copy to or from the host or a peer that has not been confirmed should have been, the first of them;
-        None: there is none.
+        """When a copy to or from a lower tier or a peer that has not been confirmed should have been, the first of
+        them; None: there is none.
         """
         return self.scheduler.recoveries.transfers.oldest_due
 
@@ -108,7 +106,7 @@ class Engine:
         live.engine = self
         self._live[live.request.request_id] = live
         for sequence in live.request.sequences:
-            sequence.route = None  # its first token here answers the prediction of its placement
+            sequence.outputs = None  # its first token here answers the prediction of its placement
         self.touch()
         try:
             self.scheduler.add(live.request)
@@ -207,23 +205,22 @@ class Engine:
         """Tell each token to its gateway. Runs for every token: what is known of a sequence is looked up once."""
         logprobs = output.logprobs
         for sequence, token in zip(output.sequences, output.tokens, strict=True):
-            route: Route | None = sequence.route
-            tell_stream, tell_token, stream = route if route is not None else self._first_token(sequence, now)
-            tell_stream(stream)
-            tell_token(token)
+            outputs: OutputBuilder | None = sequence.outputs
+            if outputs is None:
+                outputs = self._first_token(sequence, now)
+            outputs.streams.append(sequence.stream)
+            outputs.tokens.append(token)
             if logprobs and (entry := logprobs.get(sequence)) is not None:
-                self._live[sequence.request.request_id].outputs.logprobs_of_last(entry)
+                outputs.logprobs_of_last(entry)
 
-    def _first_token(self, sequence: OutputSequence, now: float) -> Route:
+    def _first_token(self, sequence: OutputSequence, now: float) -> OutputBuilder:
         """The first token of a sequence at this engine: where its tokens are told from now on."""
         live = self._live[sequence.request.request_id]
         if (placement := live.placement) is not None and placement.waits:
             self._metrics.placement_answered(placement.predicted, now - placement.time)
         live.started(now)
-        outputs = live.outputs
-        route = outputs.streams.append, outputs.tokens.append, live.stream + sequence.index
-        sequence.route = route
-        return route
+        sequence.outputs, sequence.stream = live.outputs, live.stream + sequence.index
+        return live.outputs
 
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
         live = self._live[sequence.request.request_id]

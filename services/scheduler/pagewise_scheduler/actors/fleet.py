@@ -1,12 +1,21 @@
 """The fleet: executors that have joined, each with its engine."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from pagewise_shared.protocol import HOST, Copied, Drain, Heartbeat, Hello, Leaving, Message, Rejoin, StepResult
+from pagewise_shared.protocol import (
+    Copied,
+    Drain,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    Rejoin,
+    StepResult,
+    tier_name,
+)
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
@@ -51,6 +60,23 @@ class Executor:
     refused: int = 0
 
 
+class _Guard:
+    """Hands what fails inside to ``failed``. A class, because a generator costs three times as much in every step."""
+
+    __slots__ = ("_engine", "_failed")
+
+    def __init__(self, engine: Engine, failed: Callable[[Engine, Exception], None]) -> None:
+        self._engine, self._failed = engine, failed
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._failed(self._engine, error)
+        return True
+
+
 class Fleet(Sessions[Executor]):
     """Admits executors, gives each an engine, and gives up those that fall silent or whose steps do not return.
 
@@ -88,15 +114,15 @@ class Fleet(Sessions[Executor]):
         """Of all executors that are in, whether they take requests or are about to leave."""
         return list(self._session_of)
 
-    @contextmanager
-    def guarded(self, engine: Engine) -> Iterator[None]:
+    def guarded(self, engine: Engine) -> "_Guard":
         """Whatever fails inside costs the engine, whose requests move on, and nobody else."""
-        try:
-            yield
-        except EngineLostError as error:
+        return _Guard(engine, self._failed)
+
+    def _failed(self, engine: Engine, error: Exception) -> None:
+        if isinstance(error, EngineLostError):
             self._end(engine, str(error), Loss.DIED)
-        except Exception:
-            log.exception("the engine of %s failed", engine.executor_id)
+        else:
+            log.error("the engine of %s failed", engine.executor_id, exc_info=error)
             self._end(engine, "its engine failed", Loss.FAILED)
 
     def plan(self) -> None:
@@ -121,7 +147,7 @@ class Fleet(Sessions[Executor]):
                 self.lose(session, f"a step has not returned for {now - began:.1f} s")
             elif (due := engine.oldest_copy_time) is not None and now > due:
                 if now - due > most:
-                    self.lose(session, f"a copy to or from its host memory or a peer is {now - due:.1f} s late")
+                    self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
                 else:
                     engine.cancel_late_fetches(now)
 
@@ -154,11 +180,11 @@ class Fleet(Sessions[Executor]):
         keeps = self.sharing.restore(engine)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
-            "executor %s joined: %d blocks of %d tokens and %d on the host, %s %s",
+            "executor %s joined: %d blocks of %d tokens%s, %s %s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
-            hello.num_host_blocks,
+            "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers),
             hello.device,
             hello.dtype,
         )
@@ -179,7 +205,7 @@ class Fleet(Sessions[Executor]):
                 options.max_num_batched_tokens, hello.max_num_batched_tokens or options.max_num_batched_tokens
             ),
             epoch=epoch,
-            tiers={HOST: hello.num_host_blocks},
+            tiers={tier.number: tier.num_blocks for tier in hello.tiers},
             costs=costs_of(hello),
             recovery=options.recovery,
             eviction=self._eviction,

@@ -37,13 +37,12 @@ from pagewise_scheduler.actors.submissions import (
     Submission,
     check,
     end_of,
-    is_resumed,
     names_of,
     num_streams,
     num_unfinished,
     requests_of,
 )
-from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -60,10 +59,12 @@ class Gateway:
     """A gateway that is in.
 
     ``outputs``: what it has not been told yet. ``submissions``: its requests that have not ended, by their first
-    streams; ``streams``: which of their prompts each stream belongs to. ``older``: it had joined a scheduler before.
+    streams; ``streams``: which of their prompts each stream belongs to. ``instance``: of its process, by which its
+    metrics are known over several sessions. ``older``: it had joined a scheduler before.
     """
 
-    older: bool = False
+    instance: str
+    older: bool
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
     streams: dict[int, LiveRequest] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Gateways(Sessions[Gateway]):
         hello = cast(GatewayHello, hello)
         others = self.others(identity)
         refusal = (
-            text_flaw(hello, ("gateway_id", "model_name"), MAX_TEXT)
+            text_flaw(hello, ("gateway_id", "model_name", "instance"), MAX_TEXT)
             or self.guard.refusal(hello.gateway_id, key, [(other.name, other.key) for other in others])
             or self._misfit(hello)
         )
@@ -124,7 +125,8 @@ class Gateways(Sessions[Gateway]):
         if refusal is not None:
             self.refuse(identity, hello.gateway_id, refusal)
             return
-        session = Session(identity, key, hello.gateway_id, Gateway(hello.rejoins > 0), self._next_epoch(), now, now)
+        gateway = Gateway(hello.instance, hello.rejoins > 0)
+        session = Session(identity, key, hello.gateway_id, gateway, self._next_epoch(), now, now)
         self.enter(session)
         self.metrics.gateways_ready.set(len(self))
         log.info("gateway %s joined", hello.gateway_id)
@@ -173,7 +175,7 @@ class Gateways(Sessions[Gateway]):
                 body = self._answer(message)
                 self._send(session, QueryAnswer(message.number, body is not None, body or b""))
             case MetricsSnapshot(families=families):
-                if not self.metrics.gateways.take(session.identity, session.name, families, older=gateway.older):
+                if not self.metrics.gateways.take(session.identity, gateway.instance, families, older=gateway.older):
                     # No reason to give it up, and all its requests with it.
                     self.metrics.frames_dropped("impossible").inc()
                     self._complaints.warning("gateway %s tells metrics that are none", session.name)
@@ -181,9 +183,8 @@ class Gateways(Sessions[Gateway]):
     def _submit(self, session: Session[Gateway], submit: Submit) -> None:
         gateway = session.peer
         count = num_streams(submit)
-        if not (1 <= count <= MAX_STREAMS and 0 <= submit.stream <= MAX_STREAM - count) or not gateway.has_free(
-            range(submit.stream, submit.stream + count)
-        ):
+        streams = range(submit.stream, submit.stream + min(count, MAX_STREAMS))
+        if not (0 <= submit.stream <= MAX_STREAM - len(streams)) or not gateway.has_free(streams):
             self.drop(session.identity, "impossible", f"a request with {count} streams from {submit.stream} on")
             return
         try:
@@ -206,7 +207,7 @@ class Gateways(Sessions[Gateway]):
         Raises:
             AdmissionError: it is not taken.
         """
-        now, resumed = clock(), is_resumed(submit)
+        now, resumed = clock(), submit.resumed
         usage = self._usages.of(submit.key, submit.limits, now)
         if resumed:
             usage.resume()
@@ -217,7 +218,7 @@ class Gateways(Sessions[Gateway]):
             try:
                 self._router.admit(requests, resumed=resumed)
             except AdmissionError:
-                usage.end(0.0)
+                usage.cancel()
                 raise
         return Submission(submit.stream, usage, now), requests
 
@@ -235,7 +236,7 @@ class Gateways(Sessions[Gateway]):
         if not requests:
             gateway.outputs.started.append(Started(submission.stream))
             return
-        if not is_resumed(submit):
+        if not submit.resumed:
             submission.usage.use("prompt", sum(len(request.prompt_token_ids) for request in requests))
         for number, (request, prompt) in enumerate(zip(requests, submit.prompts, strict=True)):
             live = LiveRequest(
@@ -259,8 +260,7 @@ class Gateways(Sessions[Gateway]):
         """End what has already come to its end, of a request that goes on from somewhere."""
         for sequence in live.request.sequences:
             if not sequence.finished and (end := end_of(sequence)) is not None:
-                sequence.status = SequenceStatus.FINISHED
-                sequence.finish_reason, sequence.stop_reason = end
+                sequence.end(*end)
                 live.take_finish(sequence, now)
         if live.unfinished <= 0:
             live.end(now)

@@ -4,7 +4,7 @@ import logging
 import traceback
 
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import HOST
+from pagewise_shared.protocol import DEVICE, TIER_NAMES
 
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.collectors import ExecutorState
@@ -49,9 +49,12 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.kv_cache_usage_perc.set(sum(pool.num_in_use for pool in pools) / blocks if blocks else 0.0)
     for state in ("free", "cached", "in_use"):
         metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
-    hosts = [host for scheduler in schedulers if (host := scheduler.kv.cache_tier(HOST)) is not None]
-    metrics.kv_blocks("host", "cached").set(sum(host.num_used for host in hosts))
-    metrics.kv_blocks("host", "free").set(sum(host.num_free for host in hosts))
+    lower = [tier for pool in pools for tier in pool.lower]
+    for number, name in enumerate(TIER_NAMES):
+        if number != DEVICE:
+            tiers = [tier for tier in lower if tier.number == number]
+            metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
+            metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
     metrics.executors.show(
         (
             engine.executor_id,

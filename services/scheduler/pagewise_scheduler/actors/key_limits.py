@@ -23,10 +23,14 @@ class _Bucket:
     level: float
     updated: float
 
-    def seconds_until(self, wanted: float, now: float) -> float:
-        """Until the level is at least ``wanted``, 0 if it is."""
+    def refill(self, now: float) -> None:
+        """Bring the level up to date."""
         self.level = min(self.per_minute, self.level + (now - self.updated) * self.per_minute / 60)
         self.updated = now
+
+    def seconds_until(self, wanted: float, now: float) -> float:
+        """Until the level is at least ``wanted``, 0 if it is."""
+        self.refill(now)
         return max(0.0, (wanted - self.level) * 60 / self.per_minute)
 
 
@@ -43,7 +47,7 @@ class KeyUsage:
         self._tokens: _Bucket | None = None
 
     def limit(self, limits: KeyLimits, now: float) -> None:
-        """Set what they may do from now on; what has been used is remembered where the limit stays the same."""
+        """Set what they may do from now on; what has been used stays used."""
         if limits != self._limits:
             self._limits = limits
             self._requests = _bucket(self._requests, limits.requests_per_minute, now)
@@ -74,6 +78,12 @@ class KeyUsage:
     def resume(self) -> None:
         """Count a request that began under another scheduler: it goes on whatever the limits are."""
         self._running += 1
+
+    def cancel(self) -> None:
+        """A request that had begun is not accepted after all: it has used nothing."""
+        self._running -= 1
+        if self._requests is not None:
+            self._requests.level += 1
 
     def end(self, seconds: float) -> None:
         """A request that took so many seconds has ended."""
@@ -122,6 +132,8 @@ class KeyUsages:
 def _bucket(before: _Bucket | None, per_minute: int | None, now: float) -> _Bucket | None:
     if per_minute is None:
         return None
-    if before is not None and before.per_minute == per_minute:
-        return before
-    return _Bucket(per_minute, float(per_minute), now)
+    used = 0.0
+    if before is not None:
+        before.refill(now)
+        used = before.per_minute - before.level
+    return _Bucket(per_minute, per_minute - used, now)

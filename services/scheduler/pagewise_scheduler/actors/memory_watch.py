@@ -33,12 +33,12 @@ class MemoryWatch:
             metrics.prefix_cache_queries.inc(seen[1] - queries)
             metrics.prefix_cache_hits.inc(seen[2] - hits)
             self._seen = seen
-        counters, counted = scheduler.kv.pool.counters, self._counted
+        counts, counted = scheduler.kv.pool.counters.by_name(), self._counted
         for name, metric in self._events:
-            if (value := getattr(counters, name)) != counted[name]:
+            if (value := counts[name]) != counted[name]:
                 if name == "spoiled":
                     log.warning(
-                        "%s: %d blocks came back from the host spoiled, they are computed again",
+                        "%s: %d blocks came back spoiled from tiers below the device, they are computed again",
                         self._executor_id,
                         value - counted[name],
                     )

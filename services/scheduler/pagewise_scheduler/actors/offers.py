@@ -1,18 +1,20 @@
 """What executors offer when they join: everything an executor says of itself has a bound."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
-from pagewise_shared.protocol import Hello
+from pagewise_shared.protocol import DEVICE, TIER_NAMES, Hello, LowerTier, tier_name
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.recovery.cost_model import Costs
 
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""
 MAX_FLEET_BLOCKS = 1 << 25
-"""Blocks of all executors, on devices and hosts: each costs the scheduler some 60 bytes."""
+"""Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
 
 _TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format")
 _MAX_BLOCK_SIZE = 1 << 16
@@ -28,13 +30,12 @@ def flaw_of_offer(hello: Hello) -> str | None:
         return flaw
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-        or min(hello.num_host_blocks, hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens) < 0
+        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens) < 0
     ):
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
     for name, most in (
         ("block_size", _MAX_BLOCK_SIZE),
         ("num_blocks", MAX_FLEET_BLOCKS),
-        ("num_host_blocks", MAX_FLEET_BLOCKS),
         ("max_model_len", _MAX_INT32),
         ("vocab_size", _MAX_INT32),
         ("max_num_seqs", _MAX_INT32),
@@ -44,16 +45,40 @@ def flaw_of_offer(hello: Hello) -> str | None:
         if getattr(hello, name) > most:
             return f"its {name} is {getattr(hello, name)}, the most is {most}"
     costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
-    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+    if not _are_times(costs):
         return "its measured costs are no times"
+    return _flaw_of_tiers(hello.tiers)
+
+
+def _flaw_of_tiers(tiers: Sequence[LowerTier]) -> str | None:
+    nearest = DEVICE
+    for tier in tiers:
+        name = tier_name(tier.number)
+        if not DEVICE < tier.number < len(TIER_NAMES):
+            return f"nobody knows a tier {tier.number} below the device, only {', '.join(TIER_NAMES[1:])}"
+        if tier.number <= nearest:
+            return f"its tiers are not one below the other: {name} comes after {tier_name(nearest)}"
+        if not 1 <= tier.num_blocks <= MAX_FLEET_BLOCKS:
+            return f"its tier {name} has {tier.num_blocks} blocks, which is not from 1 to {MAX_FLEET_BLOCKS}"
+        if not _are_times(_measured(tier)):
+            return f"its measured costs of copies to and from its tier {name} are no times"
+        nearest = tier.number
     return None
+
+
+def _measured(tier: LowerTier) -> tuple[float, ...]:
+    return tier.load_setup, tier.load_block, tier.store_setup, tier.store_block
+
+
+def _are_times(costs: Iterable[float]) -> bool:
+    return all(math.isfinite(cost) and cost >= 0 for cost in costs)
 
 
 def misfit(hello: Hello, others: list[Hello], fingerprint: str | None) -> str | None:
     """Why an executor cannot join ``others``; None: it can. ``fingerprint``: of the fleet's model, if it is known."""
     if len(others) >= MAX_EXECUTORS:
         return f"there are {MAX_EXECUTORS} executors already"
-    blocks = sum(each.num_blocks + each.num_host_blocks for each in (hello, *others))
+    blocks = sum(each.num_blocks + sum(tier.num_blocks for tier in each.tiers) for each in (hello, *others))
     if blocks > MAX_FLEET_BLOCKS:
         return f"the fleet would have {blocks} blocks, the most is {MAX_FLEET_BLOCKS}"
     # A fleet that is empty may come back with another model; a live one is of one model.
@@ -64,9 +89,17 @@ def misfit(hello: Hello, others: list[Hello], fingerprint: str | None) -> str | 
     return None
 
 
-def costs_of(hello: Hello) -> Costs | None:
-    """What the executor has measured, in seconds."""
+def costs_of(hello: Hello) -> Costs:
+    """What the executor has measured, in seconds, and what is believed of the rest."""
+    tiers = copy_costs(hello.tiers)
     if hello.costs is None:
-        return None
-    measured = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
-    return Costs(**measured, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
+        return Costs(tiers=tiers)
+    steps = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
+    return Costs(**steps, tiers=tiers, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
+
+
+def copy_costs(tiers: Iterable[LowerTier]) -> dict[int, CopyCosts]:
+    """What copies to and from tiers cost, in seconds, by their numbers, where that was measured."""
+    return {
+        tier.number: CopyCosts(*(value * 1e-6 for value in _measured(tier))) for tier in tiers if any(_measured(tier))
+    }

@@ -17,8 +17,7 @@ from pagewise_shared.protocol import (
 class OutputBuilder:
     """Collects the fields of the next ``Outputs`` frame of one gateway.
 
-    ``streams`` and ``tokens`` are parallel and appended to directly: that is done for every token. They are emptied,
-    never replaced, so that whoever appends may keep their methods.
+    ``streams`` and ``tokens`` are parallel and appended to directly: that is done for every token.
     """
 
     __slots__ = ("failed", "finished", "logprobs", "prompt_logprobs", "refused", "started", "streams", "tokens")

@@ -18,14 +18,17 @@ class Placer:
         self._policy = make_routing(name)
         self._metrics = metrics
         self._views: dict[Engine, ExecutorView] = {}
+        self._engines: dict[ExecutorView, Engine] = {}
 
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
-        self._views[engine] = ExecutorView(engine.scheduler)
+        self._views[engine] = view = ExecutorView(engine.scheduler)
+        self._engines[view] = engine
 
     def left(self, engine: Engine) -> None:
         """The engine takes none any more."""
-        self._views.pop(engine, None)
+        if (view := self._views.pop(engine, None)) is not None:
+            del self._engines[view]
 
     def load(self, engine: Engine) -> int:
         """Sequences placed on an engine that have not finished."""
@@ -36,9 +39,9 @@ class Placer:
         began, now = perf_counter(), clock()
         if live.placement is not None:  # it was elsewhere before
             live.placement.end(now)
-        engines = {self._views[engine]: engine for engine in able}
-        live.placement = placement = place(self._policy, live.request, list(engines), now)
+        views = [self._views[engine] for engine in able]
+        live.placement = placement = place(self._policy, live.request, views, now)
         self._metrics.placements(placement.reason).inc()
         self._metrics.placement_predicted_seconds.observe(placement.predicted)
         self._metrics.placement_decision_seconds.observe(perf_counter() - began)
-        return engines[placement.executor]
+        return self._engines[placement.executor]

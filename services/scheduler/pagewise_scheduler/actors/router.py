@@ -11,7 +11,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.placement import Placer
-from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.metrics import Metrics
 
@@ -214,7 +214,7 @@ class Router:
             with self._guard(live.engine):
                 live.engine.finish(live, index)
         elif index < len(live.request.sequences) and not live.request.sequences[index].finished:
-            live.request.sequences[index].status = SequenceStatus.FINISHED
+            live.request.sequences[index].end("stop")
             live.take_finish(live.request.sequences[index], clock(), tell=False)
             if live.done:
                 self._unplaced.discard(live, clock())

@@ -8,7 +8,7 @@ from pagewise_shared.protocol import KeyLimits, PromptToGenerate, Submit, unpack
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.key_limits import KeyUsage
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 
 MAX_STREAM = 2**31 - 1
 """The greatest stream number."""
@@ -35,11 +35,6 @@ class Submission:
     began: float
     prompts: list[LiveRequest] = field(default_factory=list)
     running: int = 0
-
-
-def is_resumed(submit: Submit) -> bool:
-    """Whether the request goes on from where another scheduler left it."""
-    return any(prompt.progress for prompt in submit.prompts)
 
 
 def num_streams(submit: Submit) -> int:
@@ -126,9 +121,9 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
         if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
             request.create_sequences()
             for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
-                sequence.output_token_ids = unpack_int32s(progress.tokens).tolist()
+                sequence.output_token_ids = unpack_int32s(progress.tokens)
                 if progress.finished:
-                    sequence.status = SequenceStatus.FINISHED
+                    sequence.end(None)
         requests.append(request)
     return requests
 

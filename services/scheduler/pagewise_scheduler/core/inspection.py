@@ -5,8 +5,10 @@ from math import isnan
 
 from msgspec import Struct
 from msgspec.structs import replace
-from pagewise_shared.protocol import HOST
+from pagewise_shared.protocol import DEVICE, TIER_NAMES, tier_name
 
+from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.recovery.cost_model import CostModel
@@ -29,8 +31,8 @@ class DeviceReport(Struct):
     lent: int
 
 
-class HostReport(Struct):
-    """Blocks of the host. ``storing``, ``loading``: copies under way."""
+class TierReport(Struct):
+    """Blocks of a tier below the device. ``storing``, ``loading``: blocks whose copies to and from it are under way."""
 
     num_blocks: int
     used: int
@@ -39,12 +41,11 @@ class HostReport(Struct):
 
 
 class LinkReport(Struct):
-    """What the cost model believes of fetching from ``peer``, an executor's block endpoint; as in ``CostReport``.
+    """What the cost model believes of copies from a lower tier or a peer; as in ``CostReport``.
 
     ``loading``: blocks asked for that have not arrived. ``rests``: choices for which it is left alone after a failure.
     """
 
-    peer: str
     setup: float
     block: float
     wait: float
@@ -54,22 +55,24 @@ class LinkReport(Struct):
 
 
 class CostReport(Struct):
-    """What the cost model believes now, in microseconds; ``error``: its mean relative error, 0 is exact."""
+    """What the cost model believes now, in microseconds; ``error``: its mean relative error, 0 is exact.
+
+    ``tiers``: loading from the tiers below the device, by their names. ``peers``: fetching from other executors, by
+    their block endpoints.
+    """
 
     step: float
     token: float
     attention: float
     context: float
-    load_setup: float
-    load_block: float
-    load_wait: float
     prefill_error: float
-    load_error: float
-    peers: list[LinkReport]
+    tiers: dict[str, LinkReport]
+    peers: dict[str, LinkReport]
 
 
 class BlockReport(Struct, omit_defaults=True):
-    """A block of a sequence: its index in the block table, its ids on the device and the host (-1: not there).
+    """A block of a sequence: its index in the block table, its id on the device, and those of its copies in lower
+    tiers, by the names of these.
 
     ``hash``: its block hash in hex once it is cached, so that others can share it.
     """
@@ -77,15 +80,16 @@ class BlockReport(Struct, omit_defaults=True):
     index: int
     block: int
     references: int
-    host: int = -1
+    copies: dict[str, int] = {}
     hash: str = ""
 
 
 class EventReport(Struct, omit_defaults=True):
     """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
 
-    Kinds: "started" and "resumed" (``method`` says how it got its KV, and its tokens by where they were), "preempted"
-    (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
+    Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
+    ``loaded_tokens`` came from ``source``, a tier by its name or "peer", which had them also if they were computed),
+    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
     """
 
     seconds_ago: float
@@ -93,8 +97,8 @@ class EventReport(Struct, omit_defaults=True):
     method: str | None = None
     reason: str | None = None
     device_tokens: int | None = None
-    host_tokens: int | None = None
-    peer_tokens: int | None = None
+    loaded_tokens: int | None = None
+    source: str | None = None
     blocks: int | None = None
     freed: int | None = None
     predicted_seconds: dict[str, float] | None = None
@@ -134,15 +138,14 @@ class RequestReport(Struct):
 class RunReport(Struct):
     """A run of the prefix tree: blocks that follow one another without a fork, the first at ``depth``.
 
-    ``on_device``, ``on_host``: how many lie there. ``references``: of the first block. ``forks``: runs that follow;
+    ``tiers``: how many lie in each tier, by its name. ``references``: of the first block. ``forks``: runs that follow;
     ``parent``: index of the run before it in the list, -1: it begins with a root.
     """
 
     parent: int
     depth: int
     num_blocks: int
-    on_device: int
-    on_host: int
+    tiers: dict[str, int]
     references: int
     forks: int
 
@@ -150,14 +153,15 @@ class RunReport(Struct):
 class MemoryReport(Struct):
     """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for.
 
-    ``block_endpoint``: what it is called where others fetch from it; empty: it lends nothing.
+    ``tiers``: those below the device, by their names. ``block_endpoint``: what it is called where others fetch from it;
+    empty: it lends nothing.
     """
 
     executor_id: str
     block_endpoint: str
     block_size: int
     device: DeviceReport
-    host: HostReport
+    tiers: dict[str, TierReport]
     running: int
     waiting: int
     steps_in_flight: int
@@ -192,12 +196,12 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         device=DeviceReport(
             pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_lent
         ),
-        host=_host_report(scheduler),
+        tiers={tier_name(tier.number): _tier_report(tier) for tier in pool.lower},
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         steps_in_flight=scheduler.num_in_flight,
         preemptions=scheduler.num_preemptions,
-        counters={name: getattr(pool.counters, name) for name in pool.counters.__slots__},
+        counters=pool.counters.by_name(),
         costs=_cost_report(costs, limit),
         requests=[_request_report(request, scheduler, now, room) for request in requests[:limit]],
         tree_blocks=pool.tree.num_blocks,
@@ -206,33 +210,26 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
     )
 
 
-def _host_report(scheduler: Scheduler) -> HostReport:
-    host, loading = scheduler.kv.cache_tier(HOST), scheduler.recoveries.num_loading
-    if host is None:
-        return HostReport(0, 0, 0, loading)
-    return HostReport(host.num_blocks, host.num_used, host.num_arriving, loading)
+def _tier_report(tier: CacheTier) -> TierReport:
+    return TierReport(tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading)
 
 
 def _cost_report(costs: CostModel, limit: int) -> CostReport:
     step, token, attention, context = (1e6 * constant for constant in costs.prefill.constants)
-    load = _link_report("", costs.tiers[HOST].load if HOST in costs.tiers else Link(0.0, 0.0))
     return CostReport(
         step=step,
         token=token,
         attention=attention,
         context=context,
-        load_setup=load.setup,
-        load_block=load.block,
-        load_wait=load.wait,
         prefill_error=costs.prefill.error,
-        load_error=load.error,
-        peers=[_link_report(peer, link) for peer, link in islice(costs.peers.items(), limit)],
+        tiers={tier_name(number): _link_report(tier.load) for number, tier in costs.tiers.items()},
+        peers={peer: _link_report(link) for peer, link in islice(costs.peers.items(), limit)},
     )
 
 
-def _link_report(peer: str, link: Link) -> LinkReport:
+def _link_report(link: Link) -> LinkReport:
     setup, block = (1e6 * constant for constant in link.constants)
-    return LinkReport(peer, setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests)
+    return LinkReport(setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests)
 
 
 def request_report(request: Request, scheduler: Scheduler, now: float, limit: int) -> RequestReport:
@@ -261,11 +258,8 @@ def _request_report(request: Request, scheduler: Scheduler, now: float, room: _R
     return RequestReport(
         request.request_id,
         request.priority,
-        {
-            "device": request.num_cached_tokens - sum(request.loaded_tokens.values()),
-            "host": 0,
-            "peer": 0,
-        }
+        dict.fromkeys((*TIER_NAMES, "peer"), 0)
+        | {tier_name(DEVICE): request.num_cached_tokens - sum(request.loaded_tokens.values())}
         | request.loaded_tokens,
         sequences,
         cut,
@@ -294,7 +288,7 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room:
                 index,
                 block,
                 pool.references(block),
-                node.block_id(HOST) if (node := pool.node(block)) is not None else -1,
+                _copies(node, pool) if (node := pool.node(block)) is not None else {},
                 hash_of(node).hex() if node is not None else "",
             )
             for index, block in enumerate(blocks)
@@ -302,6 +296,10 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room:
         truncated=len(blocks) < len(table.blocks) or len(history) < len(sequence.history),
         history=[_event(event, now) for event in history],
     )
+
+
+def _copies(node: CachedBlock, pool: BlockPool) -> dict[str, int]:
+    return {tier_name(tier.number): block for tier in pool.lower if (block := node.block_id(tier.number)) >= 0}
 
 
 def _event(event: object, now: float) -> EventReport:
@@ -314,8 +312,8 @@ def _event(event: object, now: float) -> EventReport:
         "resumed" if event.resumed else "started",
         method=event.method,
         device_tokens=event.device_tokens,
-        host_tokens=event.loaded_tokens if event.origin == "host" else 0,
-        peer_tokens=event.loaded_tokens if event.origin == "peer" else 0,
+        loaded_tokens=event.loaded_tokens,
+        source=event.origin,
     )
     if event.estimate is not None:
         estimate = event.estimate
@@ -334,14 +332,16 @@ def _runs(scheduler: Scheduler, limit: int) -> list[RunReport]:
     while stack and len(runs) <= limit:
         parent, node = stack.pop()
         references = pool.references(node.block) if node.block >= 0 else 0
-        run = RunReport(parent, node.depth, 0, 0, 0, references, 0)
+        run = RunReport(parent, node.depth, 0, {}, references, 0)
+        here = dict.fromkeys(scheduler.kv.tiers, 0)
         while True:
             run.num_blocks += 1
-            run.on_device += node.block >= 0
-            run.on_host += node.block_id(HOST) >= 0
+            for number in here:
+                here[number] += node.block_id(number) >= 0
             if len(node.children) != 1:
                 break
             node = next(iter(node.children.values()))
+        run.tiers = {tier_name(number): count for number, count in here.items()}
         run.forks = len(node.children)
         stack += [(len(runs), child) for child in islice(node.children.values(), limit + 1)]
         runs.append(run)

@@ -1,7 +1,10 @@
 """What steps and copies of a simulated executor cost."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
+from pagewise_shared.protocol import HOST
+
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.recovery.cost_model import Costs
 
 
@@ -18,7 +21,13 @@ class DeviceCosts:
 
     def times_as_fast(self, speed: float) -> "DeviceCosts":
         """Of a device and links ``speed`` times as fast."""
-        prefill = Costs(**{name: value / speed for name, value in asdict(self.prefill).items()})
+        costs = asdict(self.prefill)
+        del costs["tiers"]
+        tiers = {
+            number: CopyCosts(*(value / speed for value in astuple(copies)))
+            for number, copies in self.prefill.tiers.items()
+        }
+        prefill = Costs(**{name: value / speed for name, value in costs.items()}, tiers=tiers)
         return DeviceCosts(prefill, self.decode / speed, self.context / speed)
 
 
@@ -41,16 +50,14 @@ def modelled(
     ``link_bandwidth``: to and from the host. ``peer_bandwidth``: from other executors.
     """
     kv_bytes = 2 * layers * kv_heads * head_dim * bytes_per_value
+    block_on_link = block_size * kv_bytes / link_bandwidth
     weights = parameters * bytes_per_value / memory_bandwidth
     return DeviceCosts(
         prefill=Costs(
             step=weights,
             token=2 * parameters / flops,
             attention=4 * layers * heads * head_dim / flops,
-            load_setup=1e-5,
-            load_block=block_size * kv_bytes / link_bandwidth,
-            store_setup=1e-5,
-            store_block=block_size * kv_bytes / link_bandwidth,
+            tiers={HOST: CopyCosts(1e-5, block_on_link, 1e-5, block_on_link)},
             fetch_block=block_size * kv_bytes / peer_bandwidth,
         ),
         decode=2 * parameters / flops,

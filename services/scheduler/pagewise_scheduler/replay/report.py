@@ -6,7 +6,6 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.simulation import Outcome, Served
@@ -29,7 +28,7 @@ def summarise(
     output_tokens = sum(one.trace.num_output_tokens for one in served)
     good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]
     seconds = max(outcome.seconds, 1e-9)
-    counters = [scheduler.kv.pool.counters for scheduler in schedulers]
+    counters = [scheduler.kv.pool.counters.by_name() for scheduler in schedulers]
     return {
         "requests": {"finished": len(served), "never_fit": outcome.refused},
         "tokens": {
@@ -46,7 +45,7 @@ def summarise(
             "all": _ratio(device + host + peer, prompt_tokens),
             "of_trace_blocks": _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served)),
         },
-        "blocks": {name: sum(getattr(one, name) for one in counters) for name in MemoryCounters.__slots__},
+        "blocks": {name: sum(one[name] for one in counters) for name in counters[0]},
         "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
         "recoveries": _recoveries(outcome.recoveries),
         "waste": _waste(outcome),

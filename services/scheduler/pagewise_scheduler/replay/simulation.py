@@ -79,7 +79,7 @@ Event = StepResult | Copied | int | None
 
 
 class SimulatedExecutor:
-    """One scheduler with a simulated executor, which has links of its own to its host, and one from all others.
+    """One scheduler with a simulated executor, which has links of its own to its tiers, and one from all others.
 
     ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
     what happens to this executor then.
@@ -135,8 +135,10 @@ class SimulatedExecutor:
         if copies.peer is not None:
             return costs.fetch_setup + num_blocks * costs.fetch_block
         if copies.target == DEVICE:
-            return costs.load_setup + num_blocks * costs.load_block
-        return costs.store_setup + num_blocks * costs.store_block
+            link = costs.of_tier(copies.source)
+            return link.load_setup + num_blocks * link.load_block
+        link = costs.of_tier(copies.target)
+        return link.store_setup + num_blocks * link.store_block
 
     def _occupy(self, resource: Hashable, seconds: float, now: float) -> float:
         end = self._free_at[resource] = max(now, self._free_at.get(resource, 0.0)) + seconds

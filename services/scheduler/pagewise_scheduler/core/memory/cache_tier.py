@@ -117,12 +117,12 @@ class CacheTier(Tier):
         if self.restorable:
             self._free.append(self.restorable.popitem()[1])
             self._num_cached -= 1
-            self.counters.host_evicted += 1
+            self.counters.lower_evicted[self.number] += 1
             return True
         node = self._evictable.pop()
         if node is None:
             return False
-        self.counters.host_evicted += 1
+        self.counters.lower_evicted[self.number] += 1
         # Asked while the node still lies here: room made below must not take it out of the tree.
         if self.below is not None:
             self.below.take_over(node, self.number, copies)

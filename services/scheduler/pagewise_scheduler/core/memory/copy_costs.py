@@ -62,7 +62,7 @@ class OnlineLine:
 
 
 class Link(OnlineLine):
-    """What copies from one place cost: from the host, or from a peer. Features: lists of copies, blocks.
+    """What copies from one place cost: from a tier below the device, or from a peer. Features: lists of copies, blocks.
 
     ``num_loading``: blocks asked for that have not arrived. ``wait``: seconds that a load takes beside the link's own,
     lately: behind a step in progress, and until the next one begins. ``rests``: choices for which it is left alone
@@ -99,8 +99,30 @@ class Link(OnlineLine):
 
 
 @dataclass(slots=True, frozen=True)
+class CopyCosts:
+    """Constants of copies between the device and a tier below it, in seconds.
+
+    Fields:
+        load_setup, load_block: of a list of copies from there, and of each block in it. store_setup, store_block: of
+            a list of copies to there, and of each block in it.
+    """
+
+    load_setup: float = 1e-4
+    load_block: float = 1e-4
+    store_setup: float = 1e-4
+    store_block: float = 1e-4
+
+
+@dataclass(slots=True, frozen=True)
 class TierCosts:
     """What copies between the device and a tier below it cost: ``load`` from there, ``store`` to there."""
 
     load: Link
     store: OnlineLine
+
+    @classmethod
+    def beginning_with(cls, costs: CopyCosts) -> "TierCosts":
+        """Lines with these constants, until something has been copied."""
+        return cls(
+            Link(costs.load_setup, costs.load_block), OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
+        )

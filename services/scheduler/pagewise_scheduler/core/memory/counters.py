@@ -1,6 +1,9 @@
 """What has happened to blocks since the executor joined."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pagewise_shared.protocol import DEVICE, TIER_NAMES
 
 
 @dataclass(slots=True)
@@ -8,9 +11,9 @@ class MemoryCounters:
     """Blocks, counted up only.
 
     Fields:
-        evicted: lost their place on the device to others. demoted: those of them that went to the host;
+        evicted: lost their place on the device to others. demoted: those of them that went to the tier below;
             dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
-        host_evicted: lost their place in a tier below the device.
+        lower_evicted: lost their place in a tier below the device to others, by the number of the tier.
         stored, loaded: copies to and from such tiers that were confirmed.
         spoiled: came back from there with another content than was stored; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
@@ -20,10 +23,18 @@ class MemoryCounters:
     evicted: int = 0
     demoted: int = 0
     dropped: int = 0
-    host_evicted: int = 0
+    lower_evicted: Counter[int] = field(default_factory=Counter)
     stored: int = 0
     loaded: int = 0
     spoiled: int = 0
     fetched: int = 0
     fetch_failed: int = 0
     copied: int = 0
+
+    def by_name(self) -> dict[str, int]:
+        """All of them by what people call them: what the host has evicted is "host_evicted"."""
+        counts = {name: getattr(self, name) for name in self.__slots__ if name != "lower_evicted"}
+        for number, name in enumerate(TIER_NAMES):
+            if number != DEVICE:
+                counts[f"{name}_evicted"] = self.lower_evicted[number]
+        return counts

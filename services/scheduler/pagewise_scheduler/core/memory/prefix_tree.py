@@ -189,10 +189,10 @@ class PrefixTree:
 
         Only the newest few children are looked at: a root may have thousands.
         """
-        wanted = array("i", tokens[: self._key_bytes])
+        wanted, first = array("i", tokens[: self._key_bytes]), tokens[:_BYTES_PER_TOKEN]
         best, most = None, 0
         for child in islice(reversed(node.children.values()), _SIBLINGS_TRIED):
-            if child.block < 0:
+            if child.block < 0 or not child.tokens.startswith(first):
                 continue
             shared = 0
             for mine, theirs in zip(wanted, array("i", child.tokens), strict=False):

@@ -7,11 +7,11 @@ Source: the costs of a transfer and of a prefill as LMCache (arXiv 2510.09665) a
 section 7.3) compare them, put into closed form; the split for both at once follows from setting the two equal.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf, log2, sqrt
 
-from pagewise_scheduler.core.memory.copy_costs import Link, OnlineLine, TierCosts
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, OnlineLine, TierCosts
 from pagewise_scheduler.core.memory.cost_aware import CostAware, UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 
@@ -31,20 +31,21 @@ class Costs:
     Fields:
         step: of any step. token: of computing one more. attention: of one token attending to one. context: of each
             token before the end of a chunk, which the chunk reads once.
-        load_setup, load_block: of a list of copies from a tier below the device, and of each block in it. store_setup,
-            store_block: the same towards such a tier. fetch_setup, fetch_block: the same from another executor.
+        tiers: of copies between the device and the tiers below it, by their numbers; ``CopyCosts()`` for those that are
+            not in it. fetch_setup, fetch_block: of a list of copies from another executor, and of each block in it.
     """
 
     step: float = 2e-3
     token: float = 1e-4
     attention: float = 1e-9
     context: float = 0.0
-    load_setup: float = 1e-4
-    load_block: float = 1e-4
-    store_setup: float = 1e-4
-    store_block: float = 1e-4
+    tiers: Mapping[int, CopyCosts] = field(default_factory=dict)
     fetch_setup: float = 2e-3
     fetch_block: float = 1e-3
+
+    def of_tier(self, number: int) -> CopyCosts:
+        """Of copies between the device and a tier below it."""
+        return self.tiers.get(number, CopyCosts())
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,13 +74,7 @@ class CostModel:
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
         self._first_fetch = costs.fetch_setup, costs.fetch_block
-        self.tiers = {
-            number: TierCosts(
-                Link(costs.load_setup, costs.load_block),
-                OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0)),
-            )
-            for number in sorted(tiers)
-        }
+        self.tiers = {number: TierCosts.beginning_with(costs.of_tier(number)) for number in sorted(tiers)}
         self.peers: dict[str, Link] = {}
         self.both_bias = 1.0
 

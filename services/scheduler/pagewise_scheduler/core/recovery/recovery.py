@@ -239,7 +239,7 @@ class Recoveries:
             self.fetch_seconds += seconds
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
-        failed = []
+        failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
         for recovery, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
             recovery.loading -= len(places)
@@ -255,13 +255,13 @@ class Recoveries:
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:
-                failed.append(recovery.sequence)
+                failed[recovery.sequence] = None
             else:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
         if message.peer and failed:
             load.link.failed()
-        return failed
+        return list(failed)
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""

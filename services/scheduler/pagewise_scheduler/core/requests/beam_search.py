@@ -4,6 +4,7 @@ Source: transformers' beam search (``GenerationMixin._beam_search``), whose scor
 find the same sequences. The blocks of hypotheses are shared like those of any fork.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
@@ -23,7 +24,7 @@ class Continuation:
 class Ended:
     """A hypothesis that has ended, with its final score."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     score: float
 
 
@@ -38,7 +39,7 @@ class BeamSearch:
     ended: list[Ended] = field(default_factory=list)
 
     def advance(
-        self, histories: list[list[int]], candidates: list[list[tuple[int, float]]]
+        self, histories: Sequence[Sequence[int]], candidates: list[list[tuple[int, float]]]
     ) -> list[Continuation] | None:
         """The hypotheses that go on, best first; None: the search is over and ``ended`` holds its results.
 

@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from struct import pack
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -51,8 +51,10 @@ class Sequence:
     Fields:
         output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
             is needed to go on elsewhere.
-        plain: each of its tokens is an output's as soon as it comes back.
-        route: where its tokens are told, noted by whoever serves its request; nothing to the core.
+        takes_tokens: whether what comes back is told as the next token of its output: until it ends, unless its request
+            chooses its outputs in the end.
+        outputs, stream: where its tokens are told, and under which number, noted by whoever serves its request; nothing
+            to the core.
         row: the executor's row it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
@@ -72,11 +74,12 @@ class Sequence:
     index: int
     sampling: SamplingParams
     table: BlockTable
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     status: SequenceStatus = SequenceStatus.WAITING
     stop_ids: frozenset[int] = frozenset()
-    plain: bool = False
-    route: Any = None
+    takes_tokens: bool = False
+    outputs: Any = None
+    stream: int = 0
     row: int = -1
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
@@ -93,6 +96,12 @@ class Sequence:
     history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
+        """Let it take no more tokens. ``reason``: None if that was told before."""
+        self.status = SequenceStatus.FINISHED
+        self.takes_tokens = False
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -117,17 +126,17 @@ class Sequence:
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
         prompt = self.request.prompt_token_ids.tobytes()
-        return prompt + array("i", self.output_token_ids).tobytes() if self.output_token_ids else prompt
+        return prompt + self.output_token_ids.tobytes() if self.output_token_ids else prompt
 
     def tokens_between(self, start: int, stop: int) -> bytes:
         """The known tokens from ``start`` to ``stop`` as int32 bytes."""
         prompt = self.request.prompt_token_ids
         length = len(prompt)
         if start >= length:
-            return pack(f"{stop - start}i", *self.output_token_ids[start - length : stop - length])
+            return self.output_token_ids[start - length : stop - length].tobytes()
         if stop <= length:
             return prompt[start:stop].tobytes()
-        return prompt[start:].tobytes() + array("i", self.output_token_ids[: stop - length]).tobytes()
+        return prompt[start:].tobytes() + self.output_token_ids[: stop - length].tobytes()
 
 
 @dataclass(slots=True, eq=False)
@@ -175,20 +184,22 @@ class Request:
                 sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
             elif self.best_of:
                 sampling = msgspec.structs.replace(sampling, logprobs=0)
-            stops = frozenset(sampling.stop_token_ids)
-            plain = not self.chooses and self.max_tokens > 0
-            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stops, plain=plain))
+            takes_tokens = not self.chooses and self.max_tokens > 0
+            stop_ids = _stop_set(sampling.stop_token_ids)
+            self.sequences.append(
+                Sequence(self, index, sampling, BlockTable(1), stop_ids=stop_ids, takes_tokens=takes_tokens)
+            )
 
     def fail(self) -> None:
         """End what has not finished."""
         for sequence in self.sequences:
             if not sequence.finished:
-                sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "error"
+                sequence.end("error")
 
     def aborted(self, index: int) -> Sequence:
         """An output that has nothing to show."""
         sequence = Sequence(self, index, self.sampling, BlockTable(1))
-        sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, "abort"
+        sequence.end("abort")
         return sequence
 
     def num_loaded_tokens(self, origin: str) -> int:
@@ -222,3 +233,9 @@ def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
         return sampling
     seed = (sampling.seed + index * _SEED_STRIDE) % 2**64
     return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)
+
+
+@lru_cache(maxsize=16)
+def _stop_set(stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """What each token is looked up in: one set for all requests that end alike, because it is touched so often."""
+    return frozenset(stop_token_ids)

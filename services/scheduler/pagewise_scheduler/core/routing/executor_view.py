@@ -38,6 +38,9 @@ class Match(NamedTuple):
     lowest: int = DEVICE
 
 
+_NO_MATCH = Match(0, 0, 0)
+
+
 class CostEstimate(NamedTuple):
     """What is predicted for a prompt on one executor; times in seconds.
 
@@ -115,30 +118,29 @@ class _Lately:
 
 
 class ExecutorView:
-    """``load``: sequences placed and unfinished. ``scheduler``: the executor's own.
+    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
+
+    ``load``: sequences placed and unfinished. ``num_decoding``: those of them that have begun to answer: each takes a
+    token of every step.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.costs: CostModel = scheduler.costs
         self.load = 0
+        self.num_decoding = 0
         self._waiting: dict[Placement, None] = {}
         self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority
         self._num_blocks = 0
-        self._num_sequences = 0
         self._answered_at = 0.0
         self._pending = PendingPrefixes()
         self._victim: CachedBlock | None = None
         self._victim_seconds = 0.0
         self._computed = _Lately()
         self._ended = _Lately()
-
-    @property
-    def costs(self) -> CostModel:
-        """What computing and loading take there."""
-        return self.scheduler.costs
 
     # ---- what is there -------------------------------------------------------------------------------
 
@@ -153,6 +155,8 @@ class ExecutorView:
         kv.restore(query.cache_salt, lambda: query.tokens)
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
         path = tree.walk(tree.root_of(query.cache_salt), keys)
+        if not path and not self._waiting:
+            return _NO_MATCH
         device = there = len(path)
         lowest = DEVICE
         while device and path[device - 1].block < 0:
@@ -169,11 +173,6 @@ class ExecutorView:
     # ---- what it would take --------------------------------------------------------------------------
 
     @property
-    def num_decoding(self) -> int:
-        """Sequences placed that have begun to answer: each takes a token of every step."""
-        return max(0, self.load - self._num_sequences)
-
-    @property
     def share(self) -> float:
         """The part of a step's token budget that is left for prompts."""
         budget = self.scheduler.limits.max_num_batched_tokens
@@ -181,8 +180,16 @@ class ExecutorView:
 
     def queue_seconds(self, priority: int, now: float) -> float:
         """Until everything that goes before a prompt of this priority is computed."""
-        if not self._waiting and not self.scheduler.num_in_flight:
-            return 0.0
+        # The steps under way come back first, with whatever decodes in them.
+        steps, seconds = self.scheduler.num_in_flight, 0.0
+        if self._waiting:
+            tokens, seconds = self._work_before(priority, now)
+            steps += ceil(tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
+        constants = self.costs.prefill.constants
+        return seconds + steps * (constants[0] + constants[1] * self.num_decoding)
+
+    def _work_before(self, priority: int, now: float) -> tuple[int, float]:
+        """Prompt tokens that wait before a prompt of this priority, and the seconds that are left of computing them."""
         tokens, seconds = 0, 0.0
         for level, work in self._work.items():
             if level <= priority:
@@ -197,11 +204,7 @@ class ExecutorView:
                 begun += placement.seconds
                 since = min(since, when)
         done = min(now - max(since, self._answered_at), begun) if begun else 0.0
-        # The steps under way come back first, with whatever decodes in them.
-        steps = ceil(tokens / (self.share * self.scheduler.limits.max_num_batched_tokens))
-        steps += self.scheduler.num_in_flight
-        constants = self.costs.prefill.constants
-        return max(0.0, seconds - done) + steps * (constants[0] + constants[1] * self.num_decoding)
+        return tokens, max(0.0, seconds - done)
 
     def room_seconds(self, query: PrefixQuery, num_blocks: int, now: float) -> float:
         """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
@@ -209,11 +212,13 @@ class ExecutorView:
         Going by how many have ended lately.
         """
         scheduler = self.scheduler
-        pool, running = scheduler.kv.pool, max(1, scheduler.num_running)
+        pool = scheduler.kv.pool
         rows = self.load + query.num_sequences - scheduler.limits.max_num_seqs
         blocks = num_blocks + self._num_blocks - pool.num_available
-        missing = max(rows, blocks * running / max(1, pool.num_in_use))
-        return missing * _LATELY / max(1.0, self._ended.sum(now)) if missing > 0 else 0.0
+        if rows <= 0 and blocks <= 0:
+            return 0.0
+        missing = max(rows, blocks * max(1, scheduler.num_running) / max(1, pool.num_in_use))
+        return missing * _LATELY / max(1.0, self._ended.sum(now))
 
     def busy(self, seconds: float, now: float) -> float:
         """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.
@@ -250,7 +255,6 @@ class ExecutorView:
         placement = Placement(self, request, query, reason, predicted, now, start, seconds, num_blocks)
         self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
         self.load += query.num_sequences
-        self._num_sequences += query.num_sequences
         self._num_blocks += num_blocks
         self._waiting[placement] = None
         others = self._work.get(query.priority, (0, 0.0))
@@ -264,7 +268,7 @@ class ExecutorView:
         self._answered_at = now
         query = placement.query
         del self._waiting[placement]
-        self._num_sequences -= query.num_sequences
+        self.num_decoding += query.num_sequences
         self._num_blocks -= placement.num_blocks
         tokens, seconds = self._work.pop(query.priority)
         tokens -= query.num_tokens - placement.start
@@ -276,4 +280,5 @@ class ExecutorView:
     def ended(self, placement: Placement, now: float) -> None:
         """A placement is not the executor's any more."""
         self.load -= placement.query.num_sequences
+        self.num_decoding -= placement.query.num_sequences
         self._ended.add(placement.query.num_sequences, now)

@@ -104,12 +104,12 @@ class LongestPrefix:
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
     """What is on the device costs nothing, what lies below it comes back by the cheapest method, the rest is computed;
     or what the holder has is fetched from there, if that is sooner."""
-    scheduler, match = candidate.executor.scheduler, candidate.match
-    costs, share, start = scheduler.costs, candidate.executor.share, match.device
+    executor, match = candidate.executor, candidate.match
+    costs, share = executor.costs, executor.share
     seconds = 0.0
     if match.lower and match.expected == match.device + match.lower:
-        link, num_loading = costs.tiers[match.lowest].load, scheduler.recoveries.num_loading
-        estimate = costs.estimate(start, match.lower // costs.block_size, link, num_loading, share)
+        link, num_loading = costs.tiers[match.lowest].load, executor.scheduler.recoveries.num_loading
+        estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
     seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
     own, fetched = PredictedRecovery(seconds, match.expected), _fetched(candidate, holder)
@@ -118,12 +118,15 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
 
 def _fetched(candidate: Candidate, holder: Candidate) -> PredictedRecovery | None:
     """Fetching from the holder what the candidate's device lacks, and computing the rest; None if it cannot."""
-    recoveries, costs = candidate.executor.scheduler.recoveries, candidate.executor.scheduler.costs
-    start, end = candidate.match.device, holder.match.device + holder.match.lower
-    peer = holder.executor.scheduler.recoveries.endpoint
-    if end <= start or not peer or not recoveries.can_fetch_from(peer):
+    executor, start, held = candidate.executor, candidate.match.device, holder.match
+    end = held.device + held.lower
+    if end <= start:
         return None
-    share, link = candidate.executor.share, costs.link(peer)
+    peer = holder.executor.scheduler.recoveries.endpoint
+    if not peer or not executor.scheduler.recoveries.can_fetch_from(peer):
+        return None
+    costs, share = executor.costs, executor.share
+    link = costs.link(peer)
     estimate = costs.estimate(start, (end - start) // costs.block_size, link, link.num_loading, share)
     rest = costs.compute_seconds(end, candidate.query.num_tokens - end, share)
     if estimate.load <= estimate.both:

@@ -4,6 +4,8 @@ Nothing of them is told before the end. Hypotheses of a beam search run one toke
 have come back, those that go on take over or fork the blocks of those they came from, and the others let go of theirs.
 """
 
+from array import array
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
 from pagewise_shared.protocol import TokenLogprobs
@@ -11,7 +13,7 @@ from pagewise_shared.protocol import TokenLogprobs
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -98,7 +100,7 @@ class BeamGroups:
         spare = [parent for number, parent in enumerate(parents) if number not in living]
         for pruned in spare:
             self._kv.free(pruned.table, None)
-        histories = [list(parent.output_token_ids) for parent in parents]
+        histories = [parent.output_token_ids for parent in parents]
         members: list[Sequence] = []
         for one in continuations:
             parent = parents[one.parent]
@@ -108,7 +110,7 @@ class BeamGroups:
                 heir.table = self._fork(parent.table, len(histories[one.parent]) + parent.num_prompt_tokens)
             members.append(heir)
         for heir, one in zip(members, continuations, strict=True):
-            heir.output_token_ids = [*histories[one.parent], one.token]
+            heir.output_token_ids = array("i", (*histories[one.parent], one.token))
         group.members = members
         for heir in members:
             if heir.table.blocks and self._prefilling.rejoin(heir):
@@ -120,7 +122,7 @@ class BeamGroups:
             self._waiting.push(heir)
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
-            unused.status = SequenceStatus.FINISHED
+            unused.end(None)
         request = group.members[0].request
         request.sequences = [*members]
 
@@ -136,7 +138,9 @@ class BeamGroups:
         first = request.sequences[0]
         return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt))
 
-    def _conclude(self, request: Request, outputs: list[list[int]], ends: frozenset[int], output: StepOutput) -> None:
+    def _conclude(
+        self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: StepOutput
+    ) -> None:
         """Put ``outputs`` in the place of what was tried for them, and tell them."""
         use: int | None = max((len(tokens) for tokens in outputs), default=0)
         for sequence in request.sequences:
@@ -146,11 +150,10 @@ class BeamGroups:
         self.drop(request)
         request.sequences = []
         for index, tokens in enumerate(outputs):
-            sequence = Sequence(request, index, request.sampling, self._kv.new_table(), tokens)
+            sequence = Sequence(request, index, request.sampling, self._kv.new_table(), array("i", tokens))
             by_stop = tokens[-1:] and tokens[-1] in ends
             reason: FinishReason = "stop" if by_stop else "length"
-            sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
-            sequence.stop_reason = tokens[-1] if by_stop else None
+            sequence.end(reason, tokens[-1] if by_stop else None)
             request.sequences.append(sequence)
             output.sequences += [sequence] * len(tokens)
             output.tokens += tokens

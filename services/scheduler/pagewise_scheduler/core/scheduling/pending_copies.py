@@ -15,7 +15,8 @@ class PendingCopies:
     meant to read.
 
     Demotions come first, because what they read on the device may be written by whatever follows; of several, those out
-    of the lower tiers, because the others write there. Then come the copies inside the device.
+    of the lower tiers, because the others write there. Then come the copies inside the device. A list names a target
+    more than once if a tier has given up again what was to come there: the last of its sources counts.
     """
 
     __slots__ = ("_inside", "_lists", "_written")

@@ -5,7 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import StepResult, TokenLogprobs, unpack_int32s
 
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
@@ -60,29 +60,33 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
 
     Returns the requests whose samples have all ended, to choose from: of those nothing is told yet.
     """
-    finished = SequenceStatus.FINISHED
     tell_sequence, tell_token = output.sequences.append, output.tokens.append
-    chosen: list[Request] = []
+    stopped: list[tuple[Sequence, int]] = []
     for sequence, token in zip(step.sampled, tokens, strict=True):
-        if sequence.status is finished:
-            continue
-        ids = sequence.output_token_ids
-        if sequence.plain:
-            ids.append(token)
+        if sequence.takes_tokens:
+            sequence.output_token_ids.append(token)
             tell_sequence(sequence)
             tell_token(token)
-        elif sequence.request.beam is not None:
+        elif sequence.finished or sequence.request.beam is not None or not sequence.request.max_tokens:
             continue
-        elif sequence.request.max_tokens:
-            ids.append(token)
-        if token in sequence.stop_ids and len(ids) > sequence.sampling.min_tokens and ids:
-            finish(sequence, "stop", token)
-        elif len(ids) >= sequence.request.max_tokens:
-            finish(sequence, "length", None)
         else:
-            continue
-        if not sequence.request.best_of:
-            output.finished.append(sequence)
-        elif sequence.request.finished:
-            chosen.append(sequence.request)
-    return chosen
+            sequence.output_token_ids.append(token)
+        if token in sequence.stop_ids:
+            stopped.append((sequence, token))
+    ended: list[Sequence] = []
+    for sequence, token in stopped:
+        if len(sequence.output_token_ids) > sequence.sampling.min_tokens:
+            finish(sequence, "stop", token)
+            ended.append(sequence)
+    for sequence in step.ending:
+        if not sequence.finished:
+            finish(sequence, "length", None)
+            ended.append(sequence)
+    return _told(ended, output)
+
+
+def _told(ended: list[Sequence], output: StepOutput) -> list[Request]:
+    """Tell who has ended; returns the requests that have outputs to choose instead, all of whose samples are there."""
+    output.finished += [sequence for sequence in ended if not sequence.request.best_of]
+    # Of samples that end together, the last one speaks for its request.
+    return list({one.request: None for one in ended if one.request.best_of and one.request.finished})

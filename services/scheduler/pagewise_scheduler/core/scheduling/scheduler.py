@@ -174,9 +174,7 @@ class Scheduler:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
             self._vacate(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = reason
-        sequence.stop_reason = stop_reason
+        sequence.end(reason, stop_reason)
         if sequence.request.finished:
             self._forget(sequence.request)
 
@@ -277,7 +275,9 @@ class Scheduler:
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
-        self._in_flight.append(StepInFlight.planned(step, decoding, chunks, completed))
+        # Whoever has nothing to run in the next step draws its last token in this one.
+        ending = self._decoding.length_due(step + 1)
+        self._in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
         plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads) if loads else [])
         if plan.copies:
             self.recoveries.transfers.asked(step, plan.copies, loads, self._now)

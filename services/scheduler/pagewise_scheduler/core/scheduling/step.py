@@ -29,23 +29,28 @@ class StepMismatchError(Exception):
 class StepInFlight:
     """A planned step whose result has not come back.
 
-    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``chunk_rows`` says whose
-    prompt a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how
-    many pairs of tokens attend in its chunks; ``context`` how many tokens lie before the ends of its chunks.
+    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``ending`` those of them
+    whose length allows no further one; ``chunk_rows`` says whose prompt a row held when the step was planned;
+    ``computed`` up to which token each chunk computes; ``attention`` how many pairs of tokens attend in its chunks;
+    ``context`` how many tokens lie before the ends of its chunks.
     """
 
     step: int
     num_seqs: int
     num_tokens: int
     sampled: list[Sequence]
+    ending: list[Sequence]
     chunk_rows: dict[int, Sequence]
     computed: list[tuple[Sequence, int]]
     attention: float
     context: int
 
     @classmethod
-    def planned(cls, step: int, decoding: list[Sequence], chunks: Chunks, completed: list[Sequence]) -> "StepInFlight":
-        """A step of these decodes and chunks, all of them on their rows; ``completed``: whose prefill it ends."""
+    def planned(
+        cls, step: int, decoding: list[Sequence], chunks: Chunks, completed: list[Sequence], ending: list[Sequence]
+    ) -> "StepInFlight":
+        """A step of these decodes and chunks, all of them on their rows. ``completed``: whose prefill it ends;
+        ``ending``: whose last token it draws."""
         num_tokens, attention, context = len(decoding), 0.0, 0
         for sequence, size in chunks:
             num_tokens += size
@@ -56,6 +61,7 @@ class StepInFlight:
             num_seqs=len(decoding) + len(chunks),
             num_tokens=num_tokens,
             sampled=decoding + completed if completed else decoding,
+            ending=ending,
             chunk_rows={sequence.row: sequence for sequence, _ in chunks},
             computed=[(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks],
             attention=attention,
