@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     DEVICE,
     HOST,
     PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     BlockCopies,
     CancelCopies,
     Copied,
@@ -236,6 +237,21 @@ async def test_who_does_not_fit_is_refused_with_a_reason(
         assert isinstance(answer, Refused)
         assert reason in answer.reason
         raw.close()
+
+
+async def test_another_minor_version_is_logged_with_who_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running(tmp_path):
+        newer, _ = await joined(tmp_path, executor_id="newer", protocol_minor=PROTOCOL_MINOR + 1)
+        same, _ = await joined(tmp_path, executor_id="same", protocol_minor=PROTOCOL_MINOR)
+        newer.close()
+        same.close()
+    told = {line.split()[1]: line for line in caplog.messages if " joined: " in line}
+    ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    assert f"(it speaks protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR + 1}, this scheduler {ours})" in told["newer"]
+    assert "protocol" not in told["same"]
 
 
 async def test_garbage_and_stale_epochs_are_dropped_and_counted(tmp_path: Path) -> None:
