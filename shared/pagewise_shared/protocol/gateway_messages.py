@@ -125,7 +125,7 @@ class Abort(Message, frozen=True):
 
 
 class FinishStream(Message, frozen=True):
-    """An output is complete: a stop string was found in its text. Tokens drawn since then are dropped."""
+    """An output is complete: a stop string was found in its text. Tokens sampled since then are dropped."""
 
     epoch: int
     stream: int

@@ -206,10 +206,10 @@ class Heartbeat(Message, frozen=True):
 
 class Leaving(Message, frozen=True):
     """The executor was told to stop: it asks to be drained, and goes on until ``Drain`` lets it go, or for
-    ``patience_ms``."""
+    ``timeout_ms``."""
 
     epoch: int
-    patience_ms: int
+    timeout_ms: int
 
 
 class Goodbye(Message, frozen=True):

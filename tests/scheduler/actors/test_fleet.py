@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     DEVICE,
     HOST,
     PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     BlockCopies,
     CancelCopies,
     Copied,
@@ -109,7 +110,7 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
         await stack.ready(1)
         (engine,) = stack.engines
         load = BlockCopies(HOST, DEVICE, b"12345678")
-        engine.scheduler.recoveries.transfers.asked(1, [load], {}, monotonic())
+        engine.scheduler.recoveries.transfers.requested(1, [load], {}, monotonic())
         async with asyncio.timeout(10):
             while stack.engines:
                 await raw.send(Heartbeat(welcome.epoch))
@@ -125,7 +126,7 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
         (engine,) = stack.engines
         fetch = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
         began = monotonic()
-        engine.scheduler.recoveries.transfers.asked(7, [fetch], {}, began - 4.5)
+        engine.scheduler.recoveries.transfers.requested(7, [fetch], {}, began - 4.5)
         async with asyncio.timeout(10):
             while not isinstance(message := await raw.receive(), CancelCopies):
                 await raw.send(Heartbeat(welcome.epoch))
@@ -236,6 +237,21 @@ async def test_who_does_not_fit_is_refused_with_a_reason(
         assert isinstance(answer, Refused)
         assert reason in answer.reason
         raw.close()
+
+
+async def test_another_minor_version_is_logged_with_who_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running(tmp_path):
+        newer, _ = await joined(tmp_path, executor_id="newer", protocol_minor=PROTOCOL_MINOR + 1)
+        same, _ = await joined(tmp_path, executor_id="same", protocol_minor=PROTOCOL_MINOR)
+        newer.close()
+        same.close()
+    told = {line.split()[1]: line for line in caplog.messages if " joined: " in line}
+    ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+    assert f"(it speaks protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR + 1}, this scheduler {ours})" in told["newer"]
+    assert "protocol" not in told["same"]
 
 
 async def test_garbage_and_stale_epochs_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -356,8 +356,8 @@ def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     sources = [one.source for one in recoveries._active.values()]
     loads = chain.from_iterable(recoveries.transfers.from_peers().values())
     sources += [part[0].source for load in loads for part in load.parts]
-    unique = {source for source in sources if isinstance(source, PeerTiers) and source.is_of(pool)}
-    return sum(len(source.lent) for source in unique)
+    unique = {source for source in sources if isinstance(source, PeerTiers) and source._device is pool}
+    return sum(len(source._lent) for source in unique)
 
 
 def _check(examples: int) -> None:

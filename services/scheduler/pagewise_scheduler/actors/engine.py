@@ -127,7 +127,7 @@ class Engine:
         live.end(clock())
 
     def finish(self, live: LiveRequest, index: int) -> None:
-        """Output ``index`` is complete, its gateway says: what has been drawn beyond that is dropped."""
+        """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
         request = live.request
         if not self.serves(live) or request.chooses or index >= len(request.sequences):
             return

@@ -24,7 +24,7 @@ from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
-from pagewise_scheduler.actors.sessions import Loss, Session, Sessions
+from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
 from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.recovery.cost_model import Eviction
@@ -180,13 +180,14 @@ class Fleet(Sessions[Executor]):
         keeps = self.sharing.restore(engine)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
-            "executor %s joined: %d blocks of %d tokens%s, %s %s",
+            "executor %s joined: %d blocks of %d tokens%s, %s %s%s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
             "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers),
             hello.device,
             hello.dtype,
+            spoken_version(hello),
         )
         self.router.joined(engine)
 
@@ -230,7 +231,7 @@ class Fleet(Sessions[Executor]):
                         engine.take_copied(message)
                 case Heartbeat(refused=refused):
                     self._count_refused(executor, refused)
-                case Leaving(patience_ms=milliseconds):
+                case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()

@@ -30,7 +30,7 @@ from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.router import Capacity, Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
-from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, text_flaw
+from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, spoken_version, text_flaw
 from pagewise_scheduler.actors.submissions import (
     MAX_STREAM,
     MAX_STREAMS,
@@ -129,7 +129,7 @@ class Gateways(Sessions[Gateway]):
         session = Session(identity, key, hello.gateway_id, gateway, self._next_epoch(), now, now)
         self.enter(session)
         self.metrics.gateways_ready.set(len(self))
-        log.info("gateway %s joined", hello.gateway_id)
+        log.info("gateway %s joined%s", hello.gateway_id, spoken_version(hello))
         self._router.expect(hello.ready_executors)
         self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self._send(session, self._fleet_state(session))

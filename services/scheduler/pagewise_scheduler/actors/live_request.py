@@ -103,7 +103,7 @@ class LiveRequest:
             self.placement.end(now)
         sequences = self.request.sequences
         tokens = sum(len(sequence.output_token_ids) for sequence in sequences) - self.tokens_before
-        self.num_generated_tokens = max(tokens, self.request.num_drawn_tokens)
+        self.num_generated_tokens = max(tokens, self.request.num_sampled_tokens)
         self.on_end(self)
         # They refer to the request, and what happened to them refers to them: without this they would wait for the
         # garbage collector, which looks seldom.

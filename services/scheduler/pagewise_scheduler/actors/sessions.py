@@ -12,6 +12,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     GatewayHello,
     Goodbye,
     Heartbeat,
@@ -218,6 +219,14 @@ class Sessions(ABC, Generic[PeerT]):
     @abstractmethod
     def _lost(self, session: Session[PeerT], reason: str, loss: Loss) -> None:
         """A process is not in any more."""
+
+
+def spoken_version(hello: Hello | GatewayHello) -> str:
+    """What the line that says who joined adds for a process of another minor version; else nothing."""
+    if hello.protocol_minor == PROTOCOL_MINOR:
+        return ""
+    major, minor = PROTOCOL_MAJOR, hello.protocol_minor
+    return f" (it speaks protocol {major}.{minor}, this scheduler {major}.{PROTOCOL_MINOR})"
 
 
 def text_flaw(struct: msgspec.Struct, names: tuple[str, ...], most: int) -> str | None:

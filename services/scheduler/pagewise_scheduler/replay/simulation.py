@@ -56,7 +56,6 @@ class Sample:
     waiting: int
     in_use: int
     cached: int
-    lower_used: int
     allocated: int
     used: int
 
@@ -288,7 +287,6 @@ class Simulation:
                 waiting=sum(scheduler.num_waiting for scheduler in schedulers),
                 in_use=sum(pool.num_in_use for pool in pools),
                 cached=sum(pool.num_cached for pool in pools),
-                lower_used=sum(tier.num_used for pool in pools for tier in pool.lower),
                 allocated=sum(sequence.table.num_slots for sequence in running),
                 used=sum(min(sequence.num_tokens, sequence.table.num_slots) for sequence in running),
             )

@@ -171,9 +171,9 @@ class Recoveries:
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def ask(self, step: int) -> dict[TransferKey, Load]:
+    def request_loads(self, step: int) -> dict[TransferKey, Load]:
         """What ``step`` brings to the device, from the back of each recovery."""
-        asked: dict[TransferKey, Load] = {}
+        requested: dict[TransferKey, Load] = {}
         lives: dict[str, int] = {}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
@@ -193,10 +193,10 @@ class Recoveries:
                 # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
                 self._kv.pool.pin(blocks)
                 key = TransferKey(step, tier, DEVICE, source.peer)
-                load = asked.setdefault(key, Load(source.link_from(tier), source.epoch))
+                load = requested.setdefault(key, Load(source.link_from(tier), source.epoch))
                 load.parts.append((recovery, places, blocks))
                 self.transfers.begin(load, len(places))
-        return asked
+        return requested
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""

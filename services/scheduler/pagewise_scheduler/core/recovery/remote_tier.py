@@ -95,17 +95,8 @@ class PeerTiers:
         self._device: BlockPool = kv.pool
         self._tiers: Mapping[int, Tier] = kv.tiers
         self._wake: Callable[[], None] = peer.wake
-        self._lent: list[int] = []
+        self._lent: list[int] = []  # blocks of the peer's device that are kept for this, in a sequence's order
         self._num_pinned = 0
-
-    @property
-    def lent(self) -> list[int]:
-        """Blocks of the peer's device that are kept for this, in a sequence's order."""
-        return self._lent
-
-    def is_of(self, device: BlockPool) -> bool:
-        """Whether these tiers have this device at their top."""
-        return self._device is device
 
     def link_from(self, tier: int) -> Link:
         """What copies from one of the tiers cost."""

@@ -68,7 +68,7 @@ class Transfers:
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
 
-    def asked(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
+    def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
         """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
         for one in copies:
             peer = one.peer.endpoint if one.peer is not None else ""

@@ -57,8 +57,8 @@ class Sequence:
             to the core.
         row: the executor's row it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
-            (kept up to date while PREFILL; while DECODE it follows from ``decode_from``).
-        decode_from: first step in which it decodes. decode_base: position it computes in that step.
+            (kept up to date while PREFILL only: while DECODE each step computes one more).
+        decode_base: position it computes in the first step in which it decodes.
         num_computed_tokens: leading known tokens that steps which came back have computed, while it prefills.
         prefilled: whether its prefill has come back; from then on all its tokens but the newest are computed.
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
@@ -84,7 +84,6 @@ class Sequence:
     num_scheduled_tokens: int = 0
     num_computed_tokens: int = 0
     prefilled: bool = False
-    decode_from: int = 0
     decode_base: int = 0
     block_due: int = 0
     length_due: int = 0
@@ -146,11 +145,10 @@ class Request:
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
     ``loaded_tokens``: those of them that were not on the device, by where they lay (the name of a tier, or "peer").
-    ``beam``: search instead of
-    sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more than n, of which the n
-    likeliest are the outputs; else 0. ``num_drawn_tokens``: of all that were tried, where outputs are chosen among
-    them. ``key``: name of the API key that it came with, whose ``account`` its scheduler charges. ``queue_number``: by
-    which those that arrived at the same time keep their order.
+    ``beam``: search instead of sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more
+    than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
+    outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
+    charges. ``queue_number``: by which those that arrived at the same time keep their order.
     """
 
     request_id: str
@@ -168,7 +166,7 @@ class Request:
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
-    num_drawn_tokens: int = 0
+    num_sampled_tokens: int = 0
     key: str = ""
     account: Account = field(default_factory=Account)
     queue_number: int = 0

@@ -49,8 +49,8 @@ class BeamGroups:
         self._groups[request] = _Group(request.search, members)
 
     def take(self, sequence: Sequence, entry: TokenLogprobs, output: StepOutput) -> None:
-        """The logprobs of a token that a sequence of such a request has drawn."""
-        sequence.request.num_drawn_tokens += 1
+        """The logprobs of a token that a sequence of such a request has sampled."""
+        sequence.request.num_sampled_tokens += 1
         group = self._groups.get(sequence.request)
         if group is None:
             sequence.logprob += entry.logprob

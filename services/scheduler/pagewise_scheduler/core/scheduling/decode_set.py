@@ -40,7 +40,6 @@ class DecodeSet:
         """Let a sequence decode from ``first_step`` on, where it computes position ``num_scheduled_tokens``."""
         base = sequence.num_scheduled_tokens
         sequence.status = SequenceStatus.DECODE
-        sequence.decode_from = first_step
         sequence.decode_base = base
         sequence.block_due = first_step + sequence.table.num_slots - base
         # The step before first_step sampled token base + 1; each step from first_step on samples one more.
@@ -51,7 +50,7 @@ class DecodeSet:
         self._order = None
         account = sequence.request.account
         self._accounts[account] = self._accounts.get(account, 0.0) + OUTPUT_WEIGHT
-        account.served += OUTPUT_WEIGHT  # of the token that the end of its prefill draws
+        account.served += OUTPUT_WEIGHT  # of the token that the end of its prefill samples
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""

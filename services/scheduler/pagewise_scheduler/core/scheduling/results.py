@@ -1,4 +1,4 @@
-"""Whether a result answers its step, and what sequences make of the tokens that were drawn for them."""
+"""Whether a result answers its step, and what sequences make of the tokens that were sampled for them."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList

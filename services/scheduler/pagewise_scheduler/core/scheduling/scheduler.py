@@ -222,7 +222,7 @@ class Scheduler:
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
-        loads = self.recoveries.ask(step)
+        loads = self.recoveries.request_loads(step)
         if not decoding and not chunks and not loads:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
@@ -271,12 +271,12 @@ class Scheduler:
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
-        # Whoever has nothing to run in the next step draws its last token in this one.
+        # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
         plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads) if loads else [])
         if plan.copies:
-            self.recoveries.transfers.asked(step, plan.copies, loads, self._now)
+            self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens

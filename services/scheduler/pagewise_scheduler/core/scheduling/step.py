@@ -50,7 +50,7 @@ class StepInFlight:
         cls, step: int, decoding: list[Sequence], chunks: Chunks, completed: list[Sequence], ending: list[Sequence]
     ) -> "StepInFlight":
         """A step of these decodes and chunks, all of them on their rows. ``completed``: whose prefill it ends;
-        ``ending``: whose last token it draws."""
+        ``ending``: whose last token it samples."""
         num_tokens, attention, context = len(decoding), 0.0, 0
         for sequence, size in chunks:
             num_tokens += size
