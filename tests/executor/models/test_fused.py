@@ -24,13 +24,8 @@ def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], l
     runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64))
     requests = [request(list(range(5, 5 + n)), 12, f"r{n}", logprobs=0) for n in (3, 17, 40)]
     _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)
-    tokens: dict[str, list[int]] = {}
-    logprobs = []
-    for output in outputs:
-        for sequence, token in zip(output.sequences, output.tokens, strict=True):
-            tokens.setdefault(sequence.request.request_id, []).append(token)
-            logprobs.append(output.logprobs[sequence].logprob)
-    return tokens, logprobs
+    tokens = {one.request_id: one.sequences[0].output_token_ids.tolist() for one in requests}
+    return tokens, [entry.logprob for output in outputs for entry in output.logprobs.values()]
 
 
 @pytest.mark.parametrize("family", FUSED)

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import CancelCopies, Copied, Hello, Message, StepResult, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Hello, Message, StepResult, TokenLogprobs, Welcome
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -19,7 +19,7 @@ from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, late
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
+from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,20 @@ class Engine:
 
     def serve(self, live: LiveRequest) -> None:
         """Take a request on."""
+        request = live.request
         live.engine = self
-        self._live[live.request.request_id] = live
-        for sequence in live.request.sequences:
-            sequence.outputs = None  # its first token here answers the prediction of its placement
+        self._live[request.request_id] = live
         self.touch()
         try:
-            self.scheduler.add(live.request)
+            self.scheduler.add(request)
         except ValueError as error:
             self._forget(live)
             live.fail("internal", str(error), clock())
+            return
+        if request.max_tokens and not request.chooses:
+            for sequence in request.sequences:
+                if not sequence.finished:
+                    sequence.sink, sequence.stream = live.outputs, live.stream + sequence.index
 
     def serves(self, live: LiveRequest) -> bool:
         """Whether the request runs or waits here."""
@@ -175,12 +179,18 @@ class Engine:
         now = clock()
         self.oldest_step_time = now if self.scheduler.num_in_flight else None
         self._metrics.iteration_tokens.observe(output.num_tokens)
-        self._metrics.generation_tokens.inc(len(output.tokens))
+        self._metrics.generation_tokens.inc(output.num_told)
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
-        self._tell_tokens(output, now)
+        for sequence in output.begun:
+            if not sequence.request.chooses:
+                self._answered(self._live[sequence.request.request_id], now)
+        if output.logprobs:
+            self._tell_logprobs(output.logprobs)
         for sequence in output.finished:
+            if sequence.request.chooses:
+                self._tell_chosen(sequence, now)
             self._finish(sequence, now)
 
     def take_copied(self, copied: Copied) -> None:
@@ -201,26 +211,27 @@ class Engine:
             self._metrics.frames_dropped("undecodable").inc()
             self._start_over(str(error), blame_step=False)
 
-    def _tell_tokens(self, output: StepOutput, now: float) -> None:
-        """Tell each token to its gateway. Runs for every token: what is known of a sequence is looked up once."""
-        logprobs = output.logprobs
-        for sequence, token in zip(output.sequences, output.tokens, strict=True):
-            outputs: OutputBuilder | None = sequence.outputs
-            if outputs is None:
-                outputs = self._first_token(sequence, now)
-            outputs.streams.append(sequence.stream)
-            outputs.tokens.append(token)
-            if logprobs and (entry := logprobs.get(sequence)) is not None:
-                outputs.logprobs_of_last(entry)
-
-    def _first_token(self, sequence: OutputSequence, now: float) -> OutputBuilder:
-        """The first token of a sequence at this engine: where its tokens are told from now on."""
-        live = self._live[sequence.request.request_id]
+    def _answered(self, live: LiveRequest, now: float) -> None:
+        """The first token of a request has come here, or of one of its outputs."""
         if (placement := live.placement) is not None and placement.waits:
             self._metrics.placement_answered(placement.predicted, now - placement.time)
         live.started(now)
-        sequence.outputs, sequence.stream = live.outputs, live.stream + sequence.index
-        return live.outputs
+
+    def _tell_logprobs(self, logprobs: dict[OutputSequence, TokenLogprobs]) -> None:
+        told: dict[OutputBuilder, dict[int, TokenLogprobs]] = {}
+        for sequence, entry in logprobs.items():
+            live = self._live[sequence.request.request_id]
+            told.setdefault(live.outputs, {})[live.stream + sequence.index] = entry
+        for outputs, of_streams in told.items():
+            outputs.tell_logprobs(of_streams)
+
+    def _tell_chosen(self, sequence: OutputSequence, now: float) -> None:
+        """Tell an output that was chosen among several: nothing of it has been told before."""
+        live, tokens = self._live[sequence.request.request_id], sequence.output_token_ids
+        self._answered(live, now)
+        live.outputs.streams += [live.stream + sequence.index] * len(tokens)
+        live.outputs.tokens += tokens
+        self._metrics.generation_tokens.inc(len(tokens))
 
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
         live = self._live[sequence.request.request_id]

@@ -17,7 +17,7 @@ from pagewise_shared.protocol import (
 class OutputBuilder:
     """Collects the fields of the next ``Outputs`` frame of one gateway.
 
-    ``streams`` and ``tokens`` are parallel and appended to directly: that is done for every token.
+    ``streams`` and ``tokens`` are parallel, and sequences that take tokens append to them: it is their ``TokenSink``.
     """
 
     __slots__ = ("failed", "finished", "logprobs", "prompt_logprobs", "refused", "started", "streams", "tokens")
@@ -32,9 +32,15 @@ class OutputBuilder:
         self.finished: list[StreamFinished] = []
         self.failed: list[PromptFailed] = []
 
-    def logprobs_of_last(self, entry: TokenLogprobs) -> None:
-        """The log-probabilities of the token that was appended last."""
-        self.logprobs.append(msgspec.structs.replace(entry, index=len(self.tokens) - 1))
+    def tell_logprobs(self, of_streams: dict[int, TokenLogprobs]) -> None:
+        """The log-probabilities of the newest token of each of these streams."""
+        found = []
+        for index in range(len(self.streams) - 1, -1, -1):
+            if (entry := of_streams.pop(self.streams[index], None)) is not None:
+                found.append(msgspec.structs.replace(entry, index=index))
+                if not of_streams:
+                    break
+        self.logprobs += reversed(found)
 
     def take(self, epoch: int) -> Outputs | None:
         """The frame with everything that was collected, None if there is nothing; empties the builder."""

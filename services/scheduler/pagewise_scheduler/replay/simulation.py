@@ -260,7 +260,7 @@ class Simulation:
     def _take_result(self, scheduler: Scheduler, result: StepResult) -> list[int]:
         """Returns the indices of requests that finished."""
         output = scheduler.update(result)
-        for sequence in output.sequences:
+        for sequence in output.begun:
             if len(sequence.output_token_ids) == 1:
                 _, served, placement = self._by_id[sequence.request.request_id]
                 served.first_token = self.now

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import msgspec
 from pagewise_shared.sampling import BeamParams, SamplingParams
@@ -19,6 +19,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 _HISTORY = 64
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring sequences get far-apart random streams
+
+
+class TokenSink(Protocol):
+    """Where tokens are told: parallel lists of the streams that they belong to, and of the tokens."""
+
+    streams: list[int]
+    tokens: list[int]
 
 
 class SequenceStatus(Enum):
@@ -51,10 +58,7 @@ class Sequence:
     Fields:
         output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
             is needed to go on elsewhere.
-        takes_tokens: whether what comes back is told as the next token of its output: until it ends, unless its request
-            chooses its outputs in the end.
-        outputs, stream: where its tokens are told, and under which number, noted by whoever serves its request; nothing
-            to the core.
+        sink, stream: where its tokens are told as they come back, and under which number, until it ends; None: nowhere.
         row: the executor's row it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL only: while DECODE each step computes one more).
@@ -77,8 +81,7 @@ class Sequence:
     output_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     status: SequenceStatus = SequenceStatus.WAITING
     stop_ids: frozenset[int] = frozenset()
-    takes_tokens: bool = False
-    outputs: Any = None
+    sink: TokenSink | None = None
     stream: int = 0
     row: int = -1
     num_scheduled_tokens: int = 0
@@ -98,8 +101,7 @@ class Sequence:
 
     def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
         """Let it take no more tokens. ``reason``: None if that was told before."""
-        self.status = SequenceStatus.FINISHED
-        self.takes_tokens = False
+        self.status, self.sink = SequenceStatus.FINISHED, None
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
@@ -182,11 +184,8 @@ class Request:
                 sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
             elif self.best_of:
                 sampling = msgspec.structs.replace(sampling, logprobs=0)
-            takes_tokens = not self.chooses and self.max_tokens > 0
             stop_ids = _stop_set(sampling.stop_token_ids)
-            self.sequences.append(
-                Sequence(self, index, sampling, BlockTable(1), stop_ids=stop_ids, takes_tokens=takes_tokens)
-            )
+            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stop_ids))
 
     def fail(self) -> None:
         """End what has not finished."""

@@ -141,7 +141,7 @@ class BeamGroups:
     def _conclude(
         self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: StepOutput
     ) -> None:
-        """Put ``outputs`` in the place of what was tried for them, and tell them."""
+        """Put ``outputs`` in the place of what was tried for them: they have finished."""
         use: int | None = max((len(tokens) for tokens in outputs), default=0)
         for sequence in request.sequences:
             if sequence.table.blocks:
@@ -155,6 +155,4 @@ class BeamGroups:
             reason: FinishReason = "stop" if by_stop else "length"
             sequence.end(reason, tokens[-1] if by_stop else None)
             request.sequences.append(sequence)
-            output.sequences += [sequence] * len(tokens)
-            output.tokens += tokens
             output.finished.append(sequence)

@@ -46,33 +46,38 @@ def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput, ta
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
             sequence = step.sampled[entry.index]
-            if not sequence.request.chooses:
-                output.logprobs[sequence] = entry
-            elif not sequence.finished:
+            if sequence.finished:
+                continue
+            if sequence.request.chooses:
                 take_candidates(sequence, entry, output)
+            else:
+                output.logprobs[sequence] = entry
     for prompt in result.prompt_logprobs:
         if (owner := step.chunk_rows.get(prompt.row)) is not None:
             output.prompt_logprobs.append((owner.request, prompt.entries))
 
 
 def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> list[Request]:
-    """Append each token to its sequence, and ``finish`` those that stop or reach their length.
+    """Append each token to its sequence, tell it, and ``finish`` those that stop or reach their length.
 
     Returns the requests whose samples have all ended, to choose from: of those nothing is told yet.
     """
-    tell_sequence, tell_token = output.sequences.append, output.tokens.append
     stopped: list[tuple[Sequence, int]] = []
-    for sequence, token in zip(step.sampled, tokens, strict=True):
-        if sequence.takes_tokens:
+    num_untold = 0
+    for sequence, token in zip(step.sampled, tokens, strict=True):  # runs for every token
+        sink = sequence.sink
+        if sink is not None:
             sequence.output_token_ids.append(token)
-            tell_sequence(sequence)
-            tell_token(token)
-        elif sequence.finished or sequence.request.beam is not None or not sequence.request.max_tokens:
-            continue
+            sink.streams.append(sequence.stream)
+            sink.tokens.append(token)
         else:
+            num_untold += 1
+            if sequence.finished or sequence.request.beam is not None or not sequence.request.max_tokens:
+                continue
             sequence.output_token_ids.append(token)
         if token in sequence.stop_ids:
             stopped.append((sequence, token))
+    output.num_told = len(step.sampled) - num_untold
     ended: list[Sequence] = []
     for sequence, token in stopped:
         if len(sequence.output_token_ids) > sequence.sampling.min_tokens:
@@ -87,6 +92,6 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
 
 def _told(ended: list[Sequence], output: StepOutput) -> list[Request]:
     """Tell who has ended; returns the requests that have outputs to choose instead, all of whose samples are there."""
-    output.finished += [sequence for sequence in ended if not sequence.request.best_of]
+    output.finished += [sequence for sequence in ended if not sequence.request.chooses]
     # Of samples that end together, the last one speaks for its request.
-    return list({one.request: None for one in ended if one.request.best_of and one.request.finished})
+    return list({one.request: None for one in ended if one.request.chooses and one.request.finished})

@@ -299,7 +299,8 @@ class Scheduler:
         self.limits.step_succeeded()
         if step.chunk_rows and result.elapsed_us:
             self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention, step.context)
-        output = StepOutput(num_tokens=step.num_tokens)
+        begun = [sequence for sequence in step.completed if not sequence.finished]
+        output = StepOutput(begun, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             drains = sequence.status is SequenceStatus.DRAINING
             if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached

@@ -29,16 +29,17 @@ class StepMismatchError(Exception):
 class StepInFlight:
     """A planned step whose result has not come back.
 
-    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``ending`` those of them
-    whose length allows no further one; ``chunk_rows`` says whose prompt a row held when the step was planned;
-    ``computed`` up to which token each chunk computes; ``attention`` how many pairs of tokens attend in its chunks;
-    ``context`` how many tokens lie before the ends of its chunks.
+    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``completed`` the last of
+    them, whose prefill it ends; ``ending`` those whose length allows no further token; ``chunk_rows`` says whose prompt
+    a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how many
+    pairs of tokens attend in its chunks; ``context`` how many tokens lie before the ends of its chunks.
     """
 
     step: int
     num_seqs: int
     num_tokens: int
     sampled: list[Sequence]
+    completed: list[Sequence]
     ending: list[Sequence]
     chunk_rows: dict[int, Sequence]
     computed: list[tuple[Sequence, int]]
@@ -61,6 +62,7 @@ class StepInFlight:
             num_seqs=len(decoding) + len(chunks),
             num_tokens=num_tokens,
             sampled=decoding + completed if completed else decoding,
+            completed=completed,
             ending=ending,
             chunk_rows={sequence.row: sequence for sequence, _ in chunks},
             computed=[(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks],
@@ -81,21 +83,21 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a result changed.
+    """What a result changed, beside the tokens that sequences took.
 
     Fields:
-        sequences, tokens: parallel: the sequences that took a token, and the token.
-        logprobs: for sequences that asked for them.
+        begun: sequences whose prefill has ended with a token.
+        logprobs: of the tokens of sequences that asked for them.
         finished: sequences that ended with this result, ``finish_reason`` set.
-        num_tokens: tokens the step computed.
+        num_tokens: tokens the step computed. num_told: tokens that were told.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    begun: list[Sequence] = field(default_factory=list)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    num_told: int = 0
 
 
 class PlanBuilder:
