@@ -12,7 +12,7 @@ import atheris
 with atheris.instrument_imports(include=["pagewise_executor", "pagewise_shared"]):
     from pagewise_executor import input_batch, plan_checks  # noqa: F401 - these are what is to be seen
 
-from tests.fuzz.test_plans import test_what_the_row_table_takes_stays_inside_the_pool as plans
+from tests.fuzz.test_plans import test_what_the_input_batch_accepts_stays_inside_the_pool as plans
 
 if __name__ == "__main__":
     atheris.Setup(sys.argv, atheris.instrument_func(plans.hypothesis.fuzz_one_input))
