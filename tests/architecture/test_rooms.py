@@ -106,3 +106,10 @@ def test_nothing_is_imported_from_tests_but_what_they_share() -> None:
     offenders = {str(path.relative_to(ROOT)) for path in every_module if imports.search(path.read_text())}
     assert offenders == {"tests/fuzz/guided.py"}, "only that one runs a test as it is"
     assert not [path for path in outside if re.search(r"^\s*(?:from|import) +tests\b", path.read_text(), re.MULTILINE)]
+
+
+def test_what_the_guided_fuzzer_runs_is_there() -> None:
+    """Nobody imports it where atheris is not installed, so a test that gets another name would not be missed."""
+    fuzz = ROOT / "tests" / "fuzz"
+    (name,) = re.findall(r"^from tests\.fuzz\.test_plans import (\w+)", (fuzz / "guided.py").read_text(), re.MULTILINE)
+    assert f"def {name}(" in (fuzz / "test_plans.py").read_text()

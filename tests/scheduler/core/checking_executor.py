@@ -122,7 +122,7 @@ class CheckingExecutor:
             assert computed >= self.rows[row].computed
             self.rows[row].computed = computed
             self._check(self.rows[row])
-        drawn = [*self.decoding]
+        rows = [*self.decoding]
         sampled = [self._compute(self.rows[row], 1) for row in self.decoding]
         for row, size in plan.chunks:
             assert size > 0
@@ -132,10 +132,10 @@ class CheckingExecutor:
                 self.decoding[row] = None
                 self.rows[row].tokens.append(next_token(tuple(self.rows[row].tokens)))
                 sampled.append(self.rows[row].tokens[-1])
-                drawn.append(row)
+                rows.append(row)
         logprobs = tuple(
             self._logprobs(index, self.rows[row])
-            for index, row in enumerate(drawn)
+            for index, row in enumerate(rows)
             if self.rows[row].logprobs is not None
         )
         return StepResult(epoch=plan.epoch, step=plan.step, tokens=pack_int32s(sampled), logprobs=logprobs)
