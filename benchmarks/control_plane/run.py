@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from array import array
+from dataclasses import dataclass, field
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -30,8 +31,16 @@ PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
 
 
-def start(num_seqs: int, max_tokens: int) -> Scheduler:
-    """A scheduler whose ``num_seqs`` sequences have all finished their prefill."""
+@dataclass
+class Sink:
+    """Where sequences tell their tokens, as they do to the frame of a gateway."""
+
+    streams: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+def start(num_seqs: int, max_tokens: int, sink: Sink) -> Scheduler:
+    """A scheduler whose ``num_seqs`` sequences have all finished their prefill, and tell their tokens to ``sink``."""
     scheduler = Scheduler(
         num_blocks=num_seqs * (-(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE) + 2),
         block_size=BLOCK_SIZE,
@@ -42,7 +51,8 @@ def start(num_seqs: int, max_tokens: int) -> Scheduler:
     for number in range(num_seqs):
         # Lengths differ by up to a block, so that block boundaries spread over the steps. Nothing is shared.
         prompt = array("i", [number + 10, *[5] * (PROMPT_TOKENS - 1 + number % BLOCK_SIZE)])
-        scheduler.add(Request(f"r{number}", prompt, max_tokens, sampling, arrival_time=float(number)))
+        scheduler.add(request := Request(f"r{number}", prompt, max_tokens, sampling, arrival_time=float(number)))
+        request.sequences[0].sink, request.sequences[0].stream = sink, number
     answered = 0
     while scheduler.num_waiting or answered < num_seqs:
         plan = scheduler.schedule(0.0)
@@ -57,7 +67,8 @@ def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
     """Microseconds per step, one mean per repeat of ``steps`` steps."""
     means = []
     for _ in range(repeats):
-        scheduler = start(num_seqs, max_tokens=steps + 64)
+        sink = Sink()
+        scheduler = start(num_seqs, steps + 64, sink)
         tokens = pack_int32s([5] * num_seqs)
         began = time.perf_counter()
         for _ in range(steps):
@@ -66,6 +77,7 @@ def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
             received = decode_from_scheduler(encode(plan))
             result = StepResult(plan.epoch, received.step, tokens, elapsed_us=1000)  # type: ignore[union-attr]
             scheduler.update(decode_from_executor(encode(result)))  # type: ignore[arg-type]
+            sink.streams, sink.tokens = [], []
         means.append((time.perf_counter() - began) / steps * 1e6)
     return means
 
