@@ -228,8 +228,7 @@ class Scheduler:
         tables = [sequence.table for sequence in due]
         self._plan.copy(self.kv.grow_by_one(tables))
         for sequence, table in zip(due, tables, strict=True):
-            last = len(table.blocks) - 1
-            self._plan.set_blocks(sequence.row, last, table.blocks[last:])
+            self._plan.set_blocks(sequence.row, len(table.blocks) - 1, table.blocks[-1:])
         return True
 
     def _make_room_for_decodes(self, step: int) -> bool:
