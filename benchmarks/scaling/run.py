@@ -26,7 +26,7 @@ from benchmarks.processes import Cluster
 from benchmarks.record import record_file, write_record
 from benchmarks.scaling.load import Load
 from benchmarks.scaling.wire import WireLoad
-from benchmarks.scrape import total
+from benchmarks.scrape import scrape, total
 
 _TOKENS, _STEPS = "generation_tokens_total", "iteration_tokens_count"
 MODES = ("wire", "answer", "stream")
@@ -118,7 +118,7 @@ async def under_load(setup: Setup) -> AsyncIterator[UnderLoad]:
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(
             Path(folder),
-            gateways=max(1, setup.gateways),
+            gateways=setup.gateways + 1,
             scheduler_options=(*limits, "--max-waiting=100000", "--executor-timeout=60", "--gateway-timeout=60"),
             gateway_options=limits[:1],
             executor_options=(*limits, "--num-blocks=65536"),
@@ -130,7 +130,7 @@ async def under_load(setup: Setup) -> AsyncIterator[UnderLoad]:
                 cluster.start_executor(f"e{number}")
             pids = {
                 "scheduler": [cluster.scheduler.pid],
-                "gateway": [process.pid for process in cluster.gateways.values()],
+                "gateway": [process.pid for process in list(cluster.gateways.values())[: setup.gateways]],
                 "executor": [process.pid for process in cluster.executors],
             }
             if not setup.gateways:
@@ -143,7 +143,7 @@ async def under_load(setup: Setup) -> AsyncIterator[UnderLoad]:
             async with contextlib.AsyncExitStack() as stack:
                 loads = [
                     await stack.enter_async_context(Load("127.0.0.1", port, streams, setup.mode == "stream"))
-                    for port, streams in shares(cluster, setup.executors * setup.streams)
+                    for port, streams in shares(cluster, setup)
                 ]
                 yield UnderLoad(pids, lambda: _over_http(cluster))
             for load in loads:
@@ -158,13 +158,16 @@ async def _over_the_wire(wire: WireLoad) -> tuple[float, float]:
 
 
 async def _over_http(cluster: Cluster) -> tuple[float, float]:
-    samples = await asyncio.to_thread(cluster.scrape)
+    """Ask the last gateway, which carries no load: a busy one answers seconds late, and what is counted meanwhile would
+    look as if it had cost no CPU time."""
+    samples = await asyncio.to_thread(scrape, list(cluster.urls.values())[-1])
     return total(samples, _TOKENS), total(samples, _STEPS)
 
 
-def shares(cluster: Cluster, streams: int) -> list[tuple[int, int]]:
-    """The port of each gateway, and how many of the streams it gets."""
-    ports = [int(url.rsplit(":", 1)[1]) for url in cluster.urls.values()]
+def shares(cluster: Cluster, setup: Setup) -> list[tuple[int, int]]:
+    """The port of each gateway under load, and how many of the streams it gets."""
+    streams = setup.executors * setup.streams
+    ports = [int(url.rsplit(":", 1)[1]) for url in list(cluster.urls.values())[: setup.gateways]]
     return [(port, len(range(number, streams, len(ports)))) for number, port in enumerate(ports)]
 
 

@@ -40,22 +40,21 @@ class OnlineLine:
         self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
         scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
         covariance = self._covariance
-        gains = [sum(row[j] * scaled[j] for j in range(len(scaled))) for row in covariance]
-        weight = _FORGETTING + sum(gain * feature for gain, feature in zip(gains, scaled, strict=True))
-        residual = seconds - predicted
-        size, before = len(gains), self.constants[:]
-        for i in range(size):
-            # Kept from falling below zero here, not when predicting: else the others would make up for it.
-            self.constants[i] = max(0.0, self.constants[i] + gains[i] / weight * residual / self._scales[i])
+        gains = [sum(map(mul, row, scaled)) for row in covariance]
+        weight = _FORGETTING + sum(map(mul, gains, scaled))
+        residual, before = seconds - predicted, self.constants
+        # Kept from falling below zero here, not when predicting: else the others would make up for it.
+        self.constants = [
+            max(0.0, constant + gain / weight * residual / scale)
+            for constant, gain, scale in zip(before, gains, self._scales, strict=True)
+        ]
         if abs(seconds - self.predict(*features)) > abs(residual):
             # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
             ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
             self.constants = [constant * ratio for constant in before]
-        trace = 0.0
-        for i in range(size):
-            for j in range(size):
-                covariance[i][j] = (covariance[i][j] - gains[i] * gains[j] / weight) / _FORGETTING
-            trace += covariance[i][i]
+        for row, gain in zip(covariance, gains, strict=True):
+            row[:] = [(value - gain * other / weight) / _FORGETTING for value, other in zip(row, gains, strict=True)]
+        trace = sum(row[i] for i, row in enumerate(covariance))
         if trace > 1e3:  # directions that nothing excites would grow for ever
             for row in covariance:
                 row[:] = [value * (1e3 / trace) for value in row]

@@ -275,6 +275,17 @@ class KVCacheManager:
         table.blocks += added
         return added, copies
 
+    def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
+        """Let each table have one block more; the copies are those of ``grow``.
+
+        Raises:
+            OutOfBlocksError: there are too few blocks; nothing was changed.
+        """
+        added, copies = self.pool.reserve(len(tables))
+        for table, block in zip(tables, added, strict=True):
+            table.blocks.append(block)
+        return copies
+
     def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
 

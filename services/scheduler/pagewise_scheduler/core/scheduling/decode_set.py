@@ -76,11 +76,14 @@ class DecodeSet:
         """Members that write the first slot of a new block in ``step``."""
         return list(self._block_calendar[step]) if step in self._block_calendar else []
 
-    def block_given(self, sequence: Sequence) -> None:
-        """A due member got its block: it is due again one block later."""
-        self._forget(self._block_calendar, sequence.block_due, sequence)
-        sequence.block_due += self._block_size
-        self._block_calendar[sequence.block_due][sequence] = None
+    def take_blocks_due(self, step: int) -> list[Sequence]:
+        """The same members, which get their blocks now: they are due again one block later."""
+        due, later = self._block_calendar.pop(step, {}), step + self._block_size
+        for sequence in due:
+            sequence.block_due = later
+        if due:
+            self._block_calendar[later].update(due)
+        return list(due)
 
     @staticmethod
     def _forget(calendar: _Calendar, step: int, sequence: Sequence) -> None:

@@ -207,18 +207,8 @@ class Scheduler:
             self._decoding.remove(sequence)
             self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
-        for sequence in self._decoding.blocks_due(step):
-            if sequence.prefilled:
-                self._cache_full_blocks(sequence, sequence.num_tokens - 1)
-        if not self._make_room_for_decodes(step):
+        if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
-        for sequence in self._decoding.blocks_due(step):
-            held = len(sequence.table.blocks)
-            added, copies = self.kv.grow(sequence.table, sequence.table.num_slots + 1)
-            if copies:
-                self._plan.copy(copies)
-            self._plan.set_blocks(sequence.row, held, added)
-            self._decoding.block_given(sequence)
         decoding = self._decoding.order()
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
@@ -227,8 +217,22 @@ class Scheduler:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
 
+    def _give_blocks(self, due: list[Sequence], step: int) -> bool:
+        """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
+        for sequence in due:
+            if sequence.prefilled:
+                self._cache_full_blocks(sequence, sequence.num_tokens - 1)
+        if not self._make_room_for_decodes(step):
+            return False
+        due = self._decoding.take_blocks_due(step)
+        tables = [sequence.table for sequence in due]
+        self._plan.copy(self.kv.grow_by_one(tables))
+        for sequence, table in zip(due, tables, strict=True):
+            self._plan.set_blocks(sequence.row, len(table.blocks) - 1, table.blocks[-1:])
+        return True
+
     def _make_room_for_decodes(self, step: int) -> bool:
-        """Preempt until every decode that crosses a block boundary has its block; False: wait for a step in flight."""
+        """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring:
                 self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "decoding sequences need blocks")
