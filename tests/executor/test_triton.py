@@ -116,9 +116,8 @@ def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> 
     _, steps = run_requests(runner, requests, **load)
     found: dict[str, list[tuple[int, float]]] = {}
     for step in steps:
-        for sequence, token in zip(step.sequences, step.tokens, strict=True):
-            entry = (token, step.logprobs[sequence].logprob)
-            found.setdefault(sequence.request.request_id, []).append(entry)
+        for sequence, entry in step.logprobs.items():
+            found.setdefault(sequence.request.request_id, []).append((entry.token_id, entry.logprob))
     return found
 
 
