@@ -327,6 +327,13 @@ class Served:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
             time.sleep(0.2)
 
+    def wait_for_line(self, text: str, seconds: float = 20.0) -> None:
+        """Wait until it has printed a line that holds ``text``: lines of a service come later than its metrics."""
+        deadline = time.monotonic() + seconds
+        while not any(text in line for line in self.output):
+            assert time.monotonic() < deadline, f"{text!r} is not in:\n{''.join(self.output)}"
+            time.sleep(0.05)
+
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
         self.process.send_signal(signal.SIGINT)

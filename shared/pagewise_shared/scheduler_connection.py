@@ -87,6 +87,7 @@ async def watch_connection(
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(endpoint)
             socket.connect(endpoint)
+            renewed = monotonic()
         else:
             complaints.warning(
                 "no handshake with the scheduler at %s: it went away, speaks plain text, or its key is not %s",

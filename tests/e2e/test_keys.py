@@ -46,10 +46,7 @@ def test_executors_join_with_a_key_and_not_without(folder: Path, tmp_path: Path)
             finally:
                 guest.terminate()
         assert server.metric("wire_connections_refused_total") >= 2
-        deadline = time.monotonic() + 10  # lines of a service come through a pipe, later than its metrics
-        while not any("its key was revoked" in line for line in server.output):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        server.wait_for_line("its key was revoked")
 
 
 @pytest.mark.parametrize(

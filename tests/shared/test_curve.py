@@ -14,6 +14,7 @@ from pagewise_shared.connections import Connections, HandshakeFailure
 from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
+from pagewise_shared.scheduler_connection import make_dealer, watch_connection
 
 from tests.shared.key_pairs import make_key_pairs
 
@@ -227,6 +228,42 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
             assert await failure(None, None) == (False, True)
             assert refused.count == 1
         finally:
+            gate.close()
+            router.close()
+
+
+async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewise_shared.scheduler_connection._RETRY_SECONDS", 0.2)
+    make_key_pairs(tmp_path, "scheduler", "one")
+    server, client, refused, broken = Keys(tmp_path, "scheduler"), Keys(tmp_path, "one"), Refused(), []
+    card = public_file(tmp_path, "one").read_bytes()
+    public_file(tmp_path, "one").unlink()
+    with zmq.asyncio.Context() as context:
+        gate = Gate(context, server, refused)
+        router = context.socket(zmq.ROUTER)
+        gate.secure_server(router)
+        endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        dealer = make_dealer(context, client, 1024)
+        dealer.linger = 0
+        connections = Connections(dealer)
+        dealer.connect(endpoint)
+        watch = asyncio.create_task(
+            watch_connection(connections, dealer, endpoint, client, lambda: broken.append(True))
+        )
+        try:
+            async with asyncio.timeout(10):
+                while not refused.count:
+                    await asyncio.sleep(0.01)
+                public_file(tmp_path, "one").write_bytes(card)
+                await dealer.send(b"let in")
+                assert (await router.recv_multipart())[1] == b"let in"
+            # The refused connection is closed only now, which is told as one that broke.
+            await asyncio.sleep(0.3)
+            assert not broken
+        finally:
+            watch.cancel()
+            connections.close()
+            dealer.close()
             gate.close()
             router.close()
 
