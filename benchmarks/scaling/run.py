@@ -1,6 +1,6 @@
 """One scheduler, gateways, and more and more executors: throughput, and what a token costs each kind of process.
 
-    python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--gateways 1 2] [--json FILE] [--smoke]
+    python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--gateways 1 2] [--scheduler-core 0] [--json FILE]
 
 Executors are processes (``pagewise-executor --simulate``) whose steps take a fixed time and cost next to nothing, so
 what is measured is everything else. Every executor gets the same load: so many streams in a closed loop, over HTTP as
@@ -12,6 +12,7 @@ of its gateways, on this machine.
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -37,13 +38,17 @@ _TOO_MUCH = (8, 128, 0.02)
 
 @dataclass(frozen=True)
 class Setup:
-    """``step``: seconds that a simulated step takes. ``streams``: per executor. ``gateways``: 0 over the wire."""
+    """``step``: seconds that a simulated step takes. ``streams``: per executor. ``gateways``: 0 over the wire.
+
+    ``scheduler_core``: the core that the scheduler has for itself, None: all share all cores.
+    """
 
     mode: str
     gateways: int
     executors: int
     streams: int
     step: float
+    scheduler_core: int | None = None
 
 
 @dataclass
@@ -98,6 +103,14 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) * 1e-9
 
 
+def isolate(pid: int, core: int) -> None:
+    """Give a core to a process, with all its threads, and the other cores to all other processes of this tree."""
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        cores = {core} if process.pid == pid else set(range(psutil.cpu_count() or 1)) - {core}
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
+
+
 async def window(load: UnderLoad, seconds: float) -> Window:
     """What happens within ``seconds``; asking for it is not counted as CPU time."""
 
@@ -128,6 +141,8 @@ async def under_load(setup: Setup) -> AsyncIterator[UnderLoad]:
             await asyncio.to_thread(cluster.start if setup.gateways else cluster.start_scheduler)
             for number in range(setup.executors):
                 cluster.start_executor(f"e{number}")
+            if setup.scheduler_core is not None:
+                isolate(cluster.scheduler.pid, setup.scheduler_core)
             pids = {
                 "scheduler": [cluster.scheduler.pid],
                 "gateway": [process.pid for process in list(cluster.gateways.values())[: setup.gateways]],
@@ -220,6 +235,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--streams", type=int, default=16, help="per executor")
     parser.add_argument("--step", type=float, default=0.1, help="seconds of a simulated step")
+    parser.add_argument(
+        "--scheduler-core", type=int, help="core that the scheduler has for itself; all share all if omitted"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of a window")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="small and short: does everything run?")
@@ -230,8 +248,10 @@ def main() -> None:
     setups = []
     for mode in args.modes:
         for gateways in [0] if mode == "wire" else args.gateways:
-            setups += [Setup(mode, gateways, count, args.streams, args.step) for count in args.executors]
-            setups += [] if args.smoke else [Setup(mode, gateways, *_TOO_MUCH)]
+            setups += [
+                Setup(mode, gateways, count, args.streams, args.step, args.scheduler_core) for count in args.executors
+            ]
+            setups += [] if args.smoke else [Setup(mode, gateways, *_TOO_MUCH, args.scheduler_core)]
     rows = []
     for setup in setups:
         rows.append(uvloop.run(measure(setup, args.seconds, args.windows)))
