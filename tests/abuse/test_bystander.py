@@ -1,0 +1,28 @@
+"""The bystander itself: it sees nothing where nothing happens, and it sees what does."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.processes import GATEWAY
+from tests.abuse.bystander import serving_two_keys, unharmed
+
+
+def test_a_bystander_sees_a_gateway_that_stands_still_and_nothing_else(tmp_path: Path) -> None:
+    with serving_two_keys(tmp_path, "--simulate") as server:
+        with unharmed(server):
+            time.sleep(1)
+        (pid,) = server.pids(GATEWAY)
+
+        def stand_still() -> None:
+            with unharmed(server):
+                psutil.Process(pid).send_signal(signal.SIGSTOP)
+                time.sleep(1.5)
+                psutil.Process(pid).send_signal(signal.SIGCONT)
+                time.sleep(0.5)
+
+        with pytest.raises(AssertionError, match="s without a token"):
+            stand_still()
