@@ -40,6 +40,8 @@ _SPREAD, _SLACK = 1.25, 50.0
 """The two fastest of several runs agree if they differ by no more than this factor and these microseconds."""
 _TOLERANCE = 0.1
 """The share of a measured time by which the fitted costs may miss it."""
+_LEAST_TOKEN = 0.02
+"""The least share of the time of the largest chunk that its tokens take together: the rest is the step's."""
 _COPY_TIMEOUT = 60
 _MOST_COPIED = 64
 """Blocks of the longest list of copies that is tried."""
@@ -132,38 +134,56 @@ def measure_steps(timer: Timer, largest: int, room: int) -> StepCosts:
     """
     small, large = max(1, min(_SMALL, largest // 2)), min(_LARGE, largest)
     timer(0, small)  # warms up
-    few = _Fastest(lambda: timer(0, small))
-    _repeat([few])
+    one, few = _Fastest(lambda: timer(0, 1)), _Fastest(lambda: timer(0, small))
+    _repeat([one, few])
     if few.time * (large / small) > _LONGEST_RUN * 1e6 or large <= small:
-        return StepCosts(0.0, few.time / small)
+        return StepCosts(*_chunk_line(one.time, few.time, few.time, 1, small))
     many = _Fastest(lambda: timer(0, large))
     context = min(_CONTEXT, room - large - 1)
     if context < large:
-        _measure_until(lambda: _doubt_about_chunks(few, many, small, large), [few, many], "steps")
-        return StepCosts(*_line(few.time, many.time, small, large))
+        _measure_until(lambda: _doubt_about_chunks(one, few, many, small, large), [one, few, many], "steps")
+        return StepCosts(*_chunk_line(one.time, few.time, many.time, small, large))
     far_few, far_many = _Fastest(lambda: timer(context, small)), _Fastest(lambda: timer(context, large))
 
     def doubt() -> str:
         if far_few.time < (1 - _TOLERANCE) * few.time or far_many.time < (1 - _TOLERANCE) * many.time:
             return f"a chunk takes less time with a context of {context} tokens than without"
-        return _doubt_about_chunks(few, many, small, large)
+        return _doubt_about_chunks(one, few, many, small, large)
 
-    _measure_until(doubt, [few, many, far_few, far_many], "steps")
+    _measure_until(doubt, [one, few, many, far_few, far_many], "steps")
     # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
     per_few = max(0.0, far_few.time - few.time) / context
     per_many = max(0.0, far_many.time - many.time) / context
     attention = max(0.0, (per_many - per_few) / (large - small))
-    step, token = _line(few.time, many.time, small, large)
+    step, token = _chunk_line(one.time, few.time, many.time, small, large)
     return StepCosts(step, token, attention, max(0.0, per_few - attention * small))
 
 
-def _doubt_about_chunks(few: _Fastest, many: _Fastest, small: int, large: int) -> str:
+def _doubt_about_chunks(one: _Fastest, few: _Fastest, many: _Fastest, small: int, large: int) -> str:
     """Return why the times of chunks without context cannot be right; empty if they can."""
     if many.time <= few.time:
         return f"{large} tokens take {many.time:.0f} µs and {small} tokens {few.time:.0f} µs"
     if few.time * (1 + _TOLERANCE) < many.time * (small / large):
         return f"a token costs more among {large} than among {small}"
+    if one.time * (1 + _TOLERANCE) < few.time / small:
+        return f"a token costs more among {small} than alone"
     return ""
+
+
+def _chunk_line(one: float, few: float, many: float, small: int, large: int) -> tuple[float, float]:
+    """Return what a step costs and what each of its tokens does, in microseconds, neither ever nonsense.
+
+    ``one``, ``few``, ``many``: the times of chunks of one token, of ``small`` and of ``large`` ones. A chunk takes at
+    least as long as a smaller one, and no longer than its tokens would take in smaller chunks. A time beyond these
+    bounds was disturbed, and the bound is used in its place: another process on the same cores makes ``many`` ten times
+    as long more easily than ``one``, because it takes longer.
+    """
+    few = min(few, many, one * small)
+    many = min(many, few * large / small)
+    token = (many - few) / (large - small) if large > small else few / small
+    token = max(token, _LEAST_TOKEN * many / large)
+    step = few - token * small
+    return (step if step > 0 else max(0.0, min(one, few) - token)), token
 
 
 def _line(few: float, many: float, small: int, large: int) -> tuple[float, float]:
