@@ -4,12 +4,14 @@ It is a process of its own, because a test that makes large bodies would hold up
 
     python -m tests.abuse.bystander URL KEY
 
-It streams one completion after the other until its standard input ends. Then it writes a JSON object: the longest time
-in seconds without a token while it waited for one (``longest_gap``), how many ``tokens`` came, and its ``failures``.
+It streams one completion after the other. For each line on its standard input it writes what it has seen since the
+line before, as a JSON object: the longest time in seconds without a token while it waited for one (``longest_gap``),
+how many ``tokens`` came, and its ``failures``. It ends with its standard input.
 """
 
 import contextlib
 import http.client
+import itertools
 import json
 import subprocess
 import sys
@@ -27,7 +29,6 @@ from benchmarks.processes import EXECUTOR, Served, serving
 _TOKENS = 64
 _PATIENCE = 120.0
 _SETTLE_SECONDS = 20.0
-_WARM_UP_TOKENS = 2 * _TOKENS
 
 
 ABUSER, BYSTANDER = "sk-abuser", "sk-bystander"
@@ -53,29 +54,49 @@ class Seen:
     failures: tuple[str, ...] = ()
 
 
+class Bystander:
+    """The process. ``look``: what it has seen since the last look."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def look(self) -> Seen:
+        """What it has seen since the last look. A gap that has not ended counts as far as it has come."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("look\n")
+        self._process.stdin.flush()
+        found = json.loads(self._process.stdout.readline())
+        return Seen(found["longest_gap"], found["tokens"], tuple(found["failures"]))
+
+
 @contextlib.contextmanager
-def beside(server: Served, key: str) -> Iterator[Seen]:
-    """Stream with ``key`` while the body of the ``with`` statement runs; the result is filled in when it ends."""
+def streaming(server: Served, key: str) -> Iterator[Bystander]:
+    """A bystander that streams with ``key``, and has got its first tokens."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, server.url, key], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    seen = Seen()
     try:
         assert process.stdout.readline() == "streaming\n"
-        yield seen
+        yield Bystander(process)
     finally:
+        process.kill()
+        process.wait()
         process.stdin.close()
-        try:
-            text = process.stdout.read()
-            process.wait(_PATIENCE)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    found = json.loads(text)
-    seen.longest_gap, seen.tokens, seen.failures = found["longest_gap"], found["tokens"], tuple(found["failures"])
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def beside(server: Served, key: str) -> Iterator[Seen]:
+    """Stream with ``key`` while the body of the ``with`` statement runs; the result is filled in when it ends."""
+    with streaming(server, key) as bystander:
+        bystander.look()
+        seen = Seen()
+        yield seen
+        found = bystander.look()
+    seen.longest_gap, seen.tokens, seen.failures = found.longest_gap, found.tokens, found.failures
 
 
 @contextlib.contextmanager
@@ -113,61 +134,86 @@ def resident(server: Served) -> dict[str, float]:
 
 
 class _Watch:
-    """Counts tokens, and measures how long none comes."""
+    """Counts tokens, and measures how long none comes. Two threads use it."""
 
     def __init__(self) -> None:
-        self.seen = Seen()
-        self.failures: list[str] = []
+        self._lock = threading.Lock()
+        self._seen = Seen()
+        self._failures: list[str] = []
         self._last: float | None = None
 
-    def sent(self) -> None:
-        self._last = time.monotonic()
+    def waits(self) -> None:
+        """A request was sent."""
+        with self._lock:
+            self._last = time.monotonic()
 
-    def token(self) -> None:
-        now = time.monotonic()
-        if self._last is not None and self.seen.tokens >= _WARM_UP_TOKENS:
-            self.seen.longest_gap = max(self.seen.longest_gap, now - self._last)
-        self._last = now
-        self.seen.tokens += 1
-        if self.seen.tokens == _WARM_UP_TOKENS:
-            print("streaming", flush=True)
+    def token(self) -> int:
+        """A token has come; returns how many have."""
+        with self._lock:
+            self._gap(now := time.monotonic())
+            self._last = now
+            self._seen.tokens += 1
+            return self._seen.tokens
 
-    def stream(self, url: str, key: str, number: int) -> None:
-        """One completion, streamed."""
-        address = urlsplit(url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE)
-        body = {"prompt": f"# bystander {number}\n", "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        self.sent()
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            self.failures.append(f"{answer.status}: {answer.read()[:200]!r}")
-            time.sleep(0.1)
-            return
-        events = 0
-        for line in answer:
-            if line.startswith(b"data: {"):
-                events += 1
-                self.token()
-        if not events:
-            self.failures.append("a stream ended without a token")
-        connection.close()
+    def failed(self, what: str) -> None:
+        with self._lock:
+            self._failures.append(what)
+            self._last = None
+
+    def look(self) -> str:
+        """What was seen since the last look."""
+        with self._lock:
+            self._gap(time.monotonic())
+            seen, failures = self._seen, self._failures[:10]
+            self._seen, self._failures = Seen(), []
+        return json.dumps({"longest_gap": seen.longest_gap, "tokens": seen.tokens, "failures": failures})
+
+    def _gap(self, now: float) -> None:
+        if self._last is not None:
+            self._seen.longest_gap = max(self._seen.longest_gap, now - self._last)
+
+
+def _stream(url: str, key: str, number: int, watch: _Watch) -> None:
+    """One completion, streamed."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE)
+    body = {"prompt": f"# bystander {number}\n", "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    watch.waits()
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        watch.failed(f"{answer.status}: {answer.read()[:200]!r}")
+        time.sleep(0.1)
+        return
+    events = 0
+    for line in answer:
+        if line.startswith(b"data: {"):
+            events += 1
+            watch.token()
+    if not events:
+        watch.failed("a stream ended without a token")
+    connection.close()
 
 
 def _main() -> None:
     url, key = sys.argv[1:]
-    watch, ends, number = _Watch(), threading.Event(), 0
-    threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
-    while not ends.is_set():
-        try:
-            watch.stream(url, key, number)
-        except (OSError, http.client.HTTPException) as error:
-            watch.failures.append(repr(error))
-            time.sleep(0.1)
-        number += 1
-    seen = watch.seen
-    print(json.dumps({"longest_gap": seen.longest_gap, "tokens": seen.tokens, "failures": watch.failures[:10]}))
+    watch = _Watch()
+
+    def stream_on() -> None:
+        for number in itertools.count():
+            try:
+                _stream(url, key, number, watch)
+            except (OSError, http.client.HTTPException) as error:
+                watch.failed(repr(error))
+                time.sleep(0.1)
+
+    threading.Thread(target=stream_on, daemon=True).start()
+    while not json.loads(watch.look())["tokens"]:
+        time.sleep(0.1)
+    print("streaming", flush=True)
+    for _ in sys.stdin:
+        print(watch.look(), flush=True)
 
 
 if __name__ == "__main__":
