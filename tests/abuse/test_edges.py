@@ -87,7 +87,7 @@ def objects(draw: st.DrawFn, document: dict[str, Any], schema: dict[str, Any]) -
     """Objects of a schema, with what it requires and some of the rest."""
     properties = schema.get("properties", {})
     required = set(schema.get("required", ()))
-    names = required | draw(st.sets(st.sampled_from(sorted(properties)), max_size=6)) if properties else required
+    names = required | draw(st.sets(st.sampled_from(sorted(properties)), max_size=10)) if properties else required
     found = {name: draw(edges(document, properties[name])) for name in sorted(names)}
     if "model" in found:
         found["model"] = _MODEL
