@@ -34,9 +34,10 @@ HOST_MEMORY = "16MiB"
 _LOOPBACK = "127.0.0.1"
 
 
-def get(url: str, seconds: float = 10.0) -> Any:
-    """A JSON answer."""
-    with urllib.request.urlopen(url, timeout=seconds) as answer:
+def get(url: str, seconds: float = 10.0, key: str = "") -> Any:
+    """A JSON answer. ``key``: an API key, if the server has any."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=seconds) as answer:
         return json.load(answer)
 
 
@@ -129,7 +130,7 @@ class Cluster:
     ``..._options``: of every process of a kind. ``simulate``: executors invent their tokens, and a step takes so many
     seconds. ``address``: where the scheduler listens for executors. ``as_shipped``: what compose and the manifests
     start: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the host,
-    whose copies are verified here.
+    whose copies are verified here. ``api_key``: an operator's, where gateways are given API keys.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Cluster:
         simulate: float | None = None,
         address: str = _LOOPBACK,
         as_shipped: bool = False,
+        api_key: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -154,7 +156,7 @@ class Cluster:
         self.scheduler: Process
         self.gateways: dict[str, Process] = {}
         self.executors: list[Process] = []
-        self._model = model
+        self._model, self._api_key = model, api_key
         # Network namespaces of its own: nobody else can reach them.
         plaintext = () if address == _LOOPBACK else ("--plaintext",)
         security, costs = (self._make_keys(), self._host_memory()) if as_shipped else (plaintext, ("--no-profile",))
@@ -201,11 +203,11 @@ class Cluster:
 
     def get(self, path: str) -> Any:
         """A JSON answer of a gateway that is able to give one."""
-        return get(self.able() + path)
+        return get(self.able() + path, key=self._api_key)
 
     def scrape(self) -> list[Sample]:
         """All metrics."""
-        return scrape(self.able())
+        return scrape(self.able(), key=self._api_key)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples, of those that have these labels."""

@@ -13,9 +13,10 @@ class Sample(NamedTuple):
     value: float
 
 
-def scrape(url: str, seconds: float = 30.0) -> list[Sample]:
-    """All samples that a server's ``/metrics`` shows."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
+def scrape(url: str, seconds: float = 30.0, key: str = "") -> list[Sample]:
+    """All samples that a server's ``/metrics`` shows. ``key``: an operator's API key, if the server has any."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/metrics", headers=headers), timeout=seconds) as answer:
         return parse_metrics(answer.read().decode())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import statistics
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
@@ -121,16 +122,30 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     return {"median": round(statistics.median(values), 2), "worst": round(max(values), 2)}
 
 
-async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float, given_up: float) -> Report:
+Companion = Callable[[Cluster], Awaitable[None]]
+"""Does something else beside the streams, until it is cancelled."""
+
+
+async def chaos(
+    cluster: Cluster,
+    monkey: Monkey,
+    cases: list[Case],
+    seconds: float,
+    given_up: float,
+    *,
+    companions: Sequence[Companion] = (),
+    key: str = "none",
+) -> Report:
     """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left.
 
-    ``given_up``: seconds after which the scheduler gives up a silent process.
+    ``given_up``: seconds after which the scheduler gives up a silent process. ``companions``: run as long as the
+    streams. ``key``: the API key of the streams.
     """
     try:
         await asyncio.to_thread(cluster.start)
         monkey.start()
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
-        report = await _disturb(cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up))
+        report = await _disturb(cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up), companions, key)
         report.failures += await _settled(cluster)
         if report.blocks["spoiled"]:
             report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
@@ -139,16 +154,26 @@ async def chaos(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: fl
     return report
 
 
-async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds: float, timeline: Timeline) -> Report:
+async def _disturb(
+    cluster: Cluster,
+    monkey: Monkey,
+    cases: list[Case],
+    seconds: float,
+    timeline: Timeline,
+    companions: Sequence[Companion],
+    key: str,
+) -> Report:
     report = Report()
-    expected = await references(cluster.url, cases)
+    expected = await references(cluster.url, cases, key)
     outcomes: list[Outcome] = []
     until = monotonic() + seconds
-    watchers = (_watch_machine(cluster, report), _watch_blocks(cluster, report), timeline.watch(cluster))
-    watching = [asyncio.create_task(watcher) for watcher in watchers]
+    watchers = [_watch_machine(cluster, report), _watch_blocks(cluster, report), timeline.watch(cluster)]
+    watching = [asyncio.ensure_future(one) for one in (*watchers, *(companion(cluster) for companion in companions))]
     began = monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        clients = [(name, await stack.enter_async_context(client_of(url))) for name, url in cluster.urls.items()]
+        clients = [
+            (name, await stack.enter_async_context(client_of(url, key=key))) for name, url in cluster.urls.items()
+        ]
         streams = [
             asyncio.create_task(
                 _keep_asking(*clients[number % len(clients)], case, right, until, outcomes, monkey, report)
@@ -164,7 +189,9 @@ async def _disturb(cluster: Cluster, monkey: Monkey, cases: list[Case], seconds:
     report.seconds = monotonic() - began
     for task in watching:
         task.cancel()
-    await asyncio.gather(*watching, return_exceptions=True)
+    for done in await asyncio.gather(*watching, return_exceptions=True):
+        if isinstance(done, Exception):
+            report.failures.append(f"what runs beside the streams failed: {done!r}")
     report.failures += monkey.failures
     report.disturbances = monkey.done
     report.streams, report.tokens = len(outcomes), sum(outcome.completion_tokens for outcome in outcomes)

@@ -161,9 +161,9 @@ def _conversation(number: int, max_tokens: int) -> Case:
     )
 
 
-def client_of(url: str, retries: int = 0) -> openai.AsyncOpenAI:
-    """A client for many streams at once, patient enough for an executor to start."""
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=retries, timeout=CLIENT_SECONDS)
+def client_of(url: str, retries: int = 0, key: str = "none") -> openai.AsyncOpenAI:
+    """A client for many streams at once, patient enough for an executor to start. ``key``: its API key."""
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=retries, timeout=CLIENT_SECONDS)
 
 
 async def stream(client: openai.AsyncOpenAI, case: Case, outcome: Outcome) -> Outcome:
@@ -191,13 +191,13 @@ async def stream(client: openai.AsyncOpenAI, case: Case, outcome: Outcome) -> Ou
     return outcome
 
 
-async def references(url: str, cases: list[Case]) -> list[Outcome]:
-    """What an undisturbed server answers, ten at a time."""
+async def references(url: str, cases: list[Case], key: str = "none") -> list[Outcome]:
+    """What an undisturbed server answers, ten at a time. ``key``: the API key to ask with."""
     room = asyncio.Semaphore(10)
 
     async def one(client: openai.AsyncOpenAI, case: Case) -> Outcome:
         async with room:
             return await stream(client, case, Outcome(case))
 
-    async with client_of(url) as client:
+    async with client_of(url, key=key) as client:
         return list(await asyncio.gather(*(one(client, case) for case in cases)))

@@ -1,0 +1,112 @@
+"""What a stranger with an API key sends to do harm: each request is refused, or is served within the key's limits."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import aiohttp
+
+from benchmarks.processes import Cluster
+
+MODEL = "pagewise-demo"
+_SECONDS = 20.0
+_Body = Callable[[random.Random], bytes]
+
+
+def _json(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, **fields}).encode()
+
+
+def _many_outputs(rng: random.Random) -> bytes:
+    stops = [chr(97 + number) * 1000 + str(rng.random()) for number in range(16)]
+    return _json(prompt=["x"] * 32, n=128, max_tokens=16, stop=stops)
+
+
+def _token_lists(rng: random.Random) -> bytes:
+    ids = [rng.randrange(4096) for _ in range(100_000)]
+    return _json(prompt=["x"] * 60, max_tokens=4, allowed_token_ids=ids)
+
+
+def _many_messages(rng: random.Random) -> bytes:
+    message = {"role": rng.choice(["user", "assistant"]), "content": "y"}
+    return _json(messages=[message] * 50_000, max_tokens=4)
+
+
+BODIES: dict[str, tuple[str, _Body]] = {
+    "many outputs with long stop strings": ("/v1/completions", _many_outputs),
+    "token lists": ("/v1/completions", _token_lists),
+    "nested arrays": ("/v1/completions", lambda rng: b'{"prompt": [' + b"[]," * rng.randrange(10**5, 10**6) + b"[]]}"),
+    "a body over the limit": ("/v1/completions", lambda _: _json(prompt="z" * 20_000_000)),
+    "template arguments": (
+        "/v1/chat/completions",
+        lambda _: _json(
+            messages=[{"role": "user", "content": "y"}], chat_template_kwargs={str(n): n for n in range(200_000)}
+        ),
+    ),
+    "many messages": ("/v1/chat/completions", _many_messages),
+    "a long text to tokenize": ("/tokenize", lambda rng: _json(prompt=rng.choice(["a ", "é", "\n"]) * 1_000_000)),
+    "an unknown field with a long name": ("/v1/completions", lambda _: _json(prompt="x", **{"q" * 1_000_000: 1})),
+    "a priority before everybody's": ("/v1/completions", lambda _: _json(prompt="x", max_tokens=64, priority=-1000000)),
+    "no JSON": ("/v1/completions", lambda rng: rng.randbytes(100_000)),
+}
+"""Where each kind of request goes, and what makes its body."""
+
+
+class Abuser:
+    """Sends such requests with one API key, a few at a time, and now and then hangs up before the answer.
+
+    ``answers``: how many came, by kind and status; ``failures``: answers that say that a server failed.
+    """
+
+    def __init__(self, key: str, at_once: int = 3, seed: int = 0) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.failures: list[str] = []
+        self._key, self._at_once, self._rng = key, at_once, random.Random(seed)
+
+    async def run(self, cluster: Cluster) -> None:
+        """Send until cancelled."""
+        timeout = aiohttp.ClientTimeout(_SECONDS)
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, asyncio.TaskGroup() as tasks:
+            for _ in range(self._at_once):
+                tasks.create_task(self._client(cluster, session))
+            tasks.create_task(self._unfinished_bodies(cluster))
+
+    async def _client(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
+        while True:
+            kind = self._rng.choice(sorted(BODIES))
+            path, make = BODIES[kind]
+            url = self._rng.choice(list(cluster.urls.values())) + path
+            patience = self._rng.choice([0.3, _SECONDS])
+            try:
+                async with asyncio.timeout(patience), session.post(url, data=make(self._rng)) as answer:
+                    await answer.read()
+                    self.answers[kind, answer.status] += 1
+                    if answer.status == 500:
+                        self.failures.append(f"{kind}: {(await answer.text())[:300]}")
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                self.answers[kind, 0] += 1
+            await asyncio.sleep(self._rng.uniform(0.1, 1.0))
+
+    async def _unfinished_bodies(self, cluster: Cluster) -> None:
+        """Twenty at a time that stop in the middle, for some seconds."""
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
+            "Content-Type: application/json\r\nContent-Length: 3000000\r\n\r\n"
+        ).encode()
+        while True:
+            address = self._rng.choice(list(cluster.urls.values())).removeprefix("http://")
+            host, port = address.split(":")
+            writers = []
+            for _ in range(20):
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                except OSError:
+                    break
+                writer.write(head + b"x" * 1_000_000)
+                writers.append(writer)
+            await asyncio.sleep(self._rng.uniform(1.0, 8.0))
+            for writer in writers:
+                writer.transport.abort()

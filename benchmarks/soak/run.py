@@ -1,0 +1,148 @@
+"""Hours of honest and abusive clients while processes come and go: does anything grow, leak, or repeat itself?
+
+    python -m benchmarks.soak.run [--minutes 60] [--json FILE] [--logs FOLDER]
+
+Twenty streams of ten kinds run through two gateways with one API key, and every output is compared with its reference.
+A stranger with another key sends what does harm elsewhere. Executors are killed, frozen and drained all the time; the
+scheduler and the second gateway, a few times. What has to hold:
+
+- no stream fails but those of a gateway that was killed, and every output is right;
+- the memory of every process that lives long grows by less than 2% after the first tenth of its life;
+- file descriptors and threads end as they began, all blocks are accounted for, and nothing runs or waits at the end;
+- no warning is repeated more often than its bound allows, and the stranger never makes a server fail.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.disturbances import GATEWAY_OPTIONS, Monkey
+from benchmarks.chaos.harness import Report, chaos
+from benchmarks.chaos.workload import make_cases
+from benchmarks.processes import Cluster
+from benchmarks.record import record_file, write_record
+from benchmarks.soak.abuse import Abuser
+from benchmarks.soak.resources import Life, Resources, repeated
+
+MOST_GROWTH = 0.02
+_SLACK_MB = 3.0
+"""What a process may grow by beside that: pages that are touched for the first time late."""
+_SLACK_DESCRIPTORS = 16
+_TIMEOUT = 3.0
+_WARNINGS_PER_MINUTE = 6.0
+"""The bound of warnings that others can cause, and the line that says how many were left out."""
+_LEAST_WARNINGS = 20
+_HONEST, _ABUSER, _OPERATOR = "sk-honest", "sk-abuser", "sk-operator"
+
+
+def key_file(folder: Path) -> Path:
+    """The API keys of the three clients."""
+    path = folder / "api-keys"
+    path.write_text(
+        f"honest: {_HONEST}\n"
+        f"abuser: {_ABUSER} concurrent=4 requests-per-minute=600\n"
+        f"operator: {_OPERATOR} operator=yes\n"
+    )
+    path.chmod(0o600)
+    return path
+
+
+def grown(lives: list[Life]) -> list[str]:
+    """Which of these processes hold more at the end of their lives than near the beginning."""
+    found = []
+    for life in lives:
+        before = life.median(attrgetter("memory"), 0.1, 0.2)
+        if life.growth > MOST_GROWTH + _SLACK_MB / before:
+            found.append(
+                f"{life.name} ({life.pid}) grew by {life.growth:.1%} from {before:.0f} MB in {life.seconds:.0f} s"
+            )
+        for what in ("descriptors", "threads"):
+            first, last = (int(life.median(attrgetter(what), *part)) for part in ((0.1, 0.2), (0.9, 1.0)))
+            if last > first + _SLACK_DESCRIPTORS:
+                found.append(f"{life.name} ({life.pid}) has {last} {what}, {first} before")
+    return found
+
+
+def soak(folder: Path, minutes: float, streams: int) -> tuple[Report, dict[str, Any]]:
+    """Run it; the failures of all checks are in the report."""
+    seconds = 60.0 * minutes
+    cluster = Cluster(
+        folder,
+        gateways=2,
+        scheduler_options=(f"--executor-timeout={_TIMEOUT:g}", f"--gateway-timeout={_TIMEOUT:g}", "--step-timeout=10"),
+        gateway_options=(*GATEWAY_OPTIONS, f"--api-keys-file={key_file(folder)}"),
+        as_shipped=True,
+        api_key=_OPERATOR,
+    )
+    # The last life of the scheduler is to be long enough to show whether it grows.
+    monkey = Monkey(
+        cluster, max(5.0, seconds / 60), _TIMEOUT + 3, blocks=(600, 400, 300), every=(0.3 * seconds, 0.35 * seconds)
+    )
+    abuser, resources = Abuser(_ABUSER), Resources()
+    report = asyncio.run(
+        chaos(
+            cluster,
+            monkey,
+            make_cases(streams, 100),
+            seconds,
+            _TIMEOUT,
+            companions=(abuser.run, resources.watch),
+            key=_HONEST,
+        )
+    )
+    long_lives = resources.long(max(60.0, 0.2 * seconds))
+    report.failures += grown(long_lives) + abuser.failures
+    most = max(_LEAST_WARNINGS, _WARNINGS_PER_MINUTE * minutes)
+    warnings = repeated(folder)
+    report.failures += [
+        f"{name} says {count} times: {text}" for (name, text), count in warnings.items() if count > most
+    ]
+    numbers = {
+        "minutes": minutes,
+        **report.numbers(),
+        "abuse": {f"{kind}: {status}": count for (kind, status), count in sorted(abuser.answers.items())},
+        "growth": [
+            {
+                "process": life.name,
+                "seconds": round(life.seconds),
+                "mb": [
+                    round(life.median(attrgetter("memory"), *part), 1)
+                    for part in ((0.1, 0.2), (0.45, 0.55), (0.9, 1.0))
+                ],
+                "growth": round(life.growth, 4),
+                "descriptors": [
+                    int(life.median(attrgetter("descriptors"), *part)) for part in ((0.1, 0.2), (0.9, 1.0))
+                ],
+            }
+            for life in long_lives
+        ],
+        "warnings_repeated_most": [[name, text, count] for (name, text), count in warnings.most_common(5)],
+    }
+    return report, numbers
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--streams", type=int, default=20)
+    parser.add_argument("--logs", type=Path, help="folder for the logs of all processes")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        report, numbers = soak(folder, args.minutes, args.streams)
+    print(json.dumps(numbers, indent=1))
+    print("\n".join(report.failures[:50]), file=sys.stderr)
+    if args.json:
+        write_record(args.json, numbers, device="cpu")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
