@@ -7,9 +7,9 @@ defaults, so that minor versions understand each other; a change that cannot be 
 
 from msgspec import Struct
 
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
-PROTOCOL_MAJOR = 2
+PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST = 0, 1
@@ -265,6 +265,7 @@ class NewSequence(Piece, frozen=True):
         num_computed_tokens: how many of them have their K and V in ``blocks`` already.
         blocks: the block table so far (int32 bytes).
         root: hash with which its chain of block hashes begins.
+        constraints: index in ``StepPlan.constraints`` of what ``sampling`` leaves out; -1: it has none.
     """
 
     row: int
@@ -274,6 +275,7 @@ class NewSequence(Piece, frozen=True):
     blocks: bytes
     sampling: SamplingParams
     root: bytes = b""
+    constraints: int = -1
 
 
 class RemoteTier(Piece, frozen=True):
@@ -326,6 +328,7 @@ class StepPlan(Message, frozen=True):
             the block is added, before it takes the place of one with the same content.
         computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
         chunks: (row, n): compute the row's next n known tokens.
+        constraints: of the sequences in ``joined``, each once.
     """
 
     epoch: int
@@ -336,6 +339,7 @@ class StepPlan(Message, frozen=True):
     tables: bytes = b""
     computed: tuple[tuple[int, int], ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
+    constraints: tuple[TokenConstraints, ...] = ()
 
 
 class CancelCopies(Message, frozen=True):

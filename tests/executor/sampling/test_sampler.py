@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 import torch
+from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.philox import gumbel_noise, philox
@@ -14,12 +15,20 @@ from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTo
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.sampling import SamplingParams
 
+from tests.sampling import sampling_params
+
 VOCAB = 50
 
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
     device = torch.device("cpu")
-    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(VOCAB, device), compute_logprobs, device)
+    sampler = Sampler(
+        TorchTokenSampler(device),
+        TorchPenalties(VOCAB, device),
+        ConstraintTables(VOCAB, device),
+        compute_logprobs,
+        device,
+    )
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)
@@ -160,28 +169,34 @@ def test_a_token_that_was_sampled_counts_in_the_next_step(logits: torch.Tensor) 
 
 def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
     best = int(logits.argmax())
-    assert draw(sampler_for([SamplingParams(temperature=0, logit_bias={9: 100.0})]), logits, [0], [3]) == [9]
-    assert draw(sampler_for([SamplingParams(temperature=0, allowed_token_ids=(11, 12))]), logits, [0], [3])[0] in (
+    assert draw(sampler_for([sampling_params(temperature=0, logit_bias={9: 100.0})]), logits, [0], [3]) == [9]
+    assert draw(sampler_for([sampling_params(temperature=0, allowed=(11, 12))]), logits, [0], [3])[0] in (
         11,
         12,
     )
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
 
 
 def test_a_batch_of_everything_samples_what_each_row_samples_alone(logits: torch.Tensor, device: torch.device) -> None:
     """On the kernels all rows at once, and nothing waits for the device; in PyTorch one by one."""
     settings = [
         SamplingParams(temperature=0),
-        SamplingParams(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
-        SamplingParams(temperature=0.8, seed=2, allowed_token_ids=(7, 8, 8, 30), logit_bias={7: 1.0}),
+        sampling_params(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
+        sampling_params(temperature=0.8, seed=2, allowed=(7, 8, 8, 30), logit_bias={7: 1.0}),
         SamplingParams(temperature=1.0, seed=3, presence_penalty=0.7, frequency_penalty=0.3, logprobs=0),
         SamplingParams(temperature=0, repetition_penalty=1.9, stop_token_ids=(4, 6), min_tokens=2),
-        SamplingParams(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
+        sampling_params(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
     ]
     rows, known = [3, 0, 5, 1, 4, 2], np.array([1, 2, 3, 4], np.int32)
-    together = Sampler(TritonTokenSampler(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
+    together = Sampler(
+        TritonTokenSampler(6, device),
+        TritonPenalties(6, VOCAB, device),
+        ConstraintTables(VOCAB, device),
+        token_logprobs,
+        device,
+    )
     for row, setting in zip(rows, settings, strict=True):
         together.join(row, known, 3, setting)
     alone = [sampler_for([setting], [1, 2, 3, 4]) for setting in settings]
@@ -213,7 +228,7 @@ def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:
 
 
 def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
-    sampler = sampler_for([SamplingParams(temperature=0, logprobs=3, allowed_token_ids=(7,))])
+    sampler = sampler_for([sampling_params(temperature=0, logprobs=3, allowed=(7,))])
     _, wanted = sampler.sample(logits[None], [0], torch.tensor([3]))
     assert wanted is not None
     (entry,) = wanted.report()
