@@ -1,8 +1,10 @@
 """Sampling against plain oracles."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 from pagewise_kernels.logprobs import token_logprobs
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
 
 from tests.sampling import sampling_params
 
@@ -237,3 +239,55 @@ def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
     assert entry.logprob == pytest.approx(float(raw[7]))
     assert entry.rank == int((raw > raw[7]).sum()) + 1
     assert list(entry.top_ids) == raw.topk(3).indices.tolist()
+
+
+def test_constraints_of_a_large_vocabulary_are_those_token_by_token(device: torch.device) -> None:
+    """All rows of a request share one table, and the result is what a loop over tokens gives."""
+    vocab, rows = 70_001, 5
+    rng = np.random.default_rng(3)
+    allowed = tuple(rng.choice(vocab, 40_000, replace=False).tolist())
+    bias = {int(token): float(value) for token, value in zip(rng.choice(vocab, 900), rng.normal(size=900), strict=True)}
+    single, last = int(allowed[7]), int(allowed[9])
+    words = ((single,), (1, 2, 3, last), (9, 2, 3, int(allowed[11])), (3, int(allowed[12])))
+    tables = ConstraintTables(vocab, device)
+    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(vocab, device), tables, compute_logprobs, device)
+    shared = token_constraints(allowed, bias, words)
+    assert shared is not None
+    for row in range(rows):  # each comes in a plan of its own, which is decoded anew
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=TokenConstraints)
+        sampler.join(row, np.array([5, 1, 2, 3], np.int32), 2, SamplingParams(temperature=0, constraints=again))
+    assert len(tables) == 1
+    logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(2)).to(device)
+    expected = logits.cpu().clone()
+    for token, value in bias.items():
+        expected[:, token] += value
+    forbidden = torch.ones(vocab, dtype=torch.bool)
+    forbidden[list(allowed)] = False
+    forbidden[[single, last, int(allowed[12])]] = True
+    expected[:, forbidden] = float("-inf")
+    tokens, _ = sampler.sample(logits, list(range(rows)), torch.full((rows,), 4, device=device))
+    assert tokens.cpu().tolist() == expected.argmax(-1).tolist()
+    for row in range(rows):
+        sampler.leave(row)
+    assert len(tables) == 0
+
+
+def test_a_bad_word_is_noticed_however_its_beginning_came(logits: torch.Tensor) -> None:
+    order = logits.argsort(descending=True).tolist()
+    best, second = order[0], order[1]
+    words = ((best, best), (best, second, best), (7, 7, 7))
+    sampler = sampler_for([sampling_params(temperature=0, bad_words=words)])
+    sampled = [draw(sampler, logits, [0], [position])[0] for position in range(4)]
+    assert sampled[:2] == [best, second]
+    assert sampled[2] == second  # the best would complete the second word
+    resumed = sampler_for([sampling_params(temperature=0, bad_words=words)], [1, 2, 3, *sampled[:2]])
+    assert [draw(resumed, logits, [0], [position])[0] for position in range(2, 4)] == sampled[2:]
+
+
+def test_constraints_are_built_fast_enough_to_hold_up_no_step() -> None:
+    vocab, device = 200_000, torch.device("cpu")
+    constraints = token_constraints(range(0, vocab, 2), dict.fromkeys(range(1024), 1.0), [(1, 2, 3)] * 256)
+    assert constraints is not None
+    began = time.perf_counter()
+    ConstraintTables(vocab, device).of(constraints)
+    assert time.perf_counter() - began < 0.1  # it takes about 1 ms

@@ -43,6 +43,9 @@ class ConstraintTables:
         self._upload = Uploads(device)
         self._tables: WeakValueDictionary[TokenConstraints, ConstraintTable] = WeakValueDictionary()
 
+    def __len__(self) -> int:
+        return len(self._tables)
+
     def of(self, constraints: TokenConstraints) -> ConstraintTable:
         """Return the table of these constraints, the same one for equal constraints as long as somebody holds it."""
         if (table := self._tables.get(constraints)) is None:

@@ -39,9 +39,8 @@ class SamplingState:
     def needs_processing(self) -> bool:
         """Whether logits processors change the logits before the token sampler sees them."""
         p = self.params
-        return bool(
-            has_penalties(p) or self.table is not None or (p.stop_token_ids and p.min_tokens > self.num_output_tokens)
-        )
+        holds_back_stops = bool(p.stop_token_ids) and p.min_tokens > self.num_output_tokens
+        return has_penalties(p) or self.table is not None or holds_back_stops
 
     def forbidden_now(self) -> list[int]:
         """Return the tokens that must not be sampled next, beside those that never may."""
