@@ -1,5 +1,25 @@
 """Finds stop strings in text that arrives in pieces."""
 
+from functools import cached_property
+
+
+class StopStrings:
+    """The stop strings of a request, and the tables by which they are found; all outputs of the request share them.
+
+    The tables are built when the text of an output first contains a character that a stop string begins with, which is
+    after the request was admitted. ``include``: whether the stop string stays in the text.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self.stops = stops
+        self.include = include
+        self.first_characters = frozenset(stop[0] for stop in stops)
+
+    @cached_property
+    def failures(self) -> list[list[int]]:
+        """The failure function of each stop string."""
+        return [_failure_function(stop) for stop in self.stops]
+
 
 class StopMatcher:
     """Passes text on until a stop string is complete.
@@ -11,45 +31,45 @@ class StopMatcher:
     ``matched``: the stop string that was found; no text is returned after it.
     """
 
-    __slots__ = ("_failures", "_first_characters", "_held", "_include", "_states", "_stops", "matched")
+    __slots__ = ("_held", "_states", "_strings", "matched")
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+    def __init__(self, strings: StopStrings) -> None:
         self.matched: str | None = None
-        self._stops = stops
-        self._include = include
-        self._failures = [_failure_function(stop) for stop in stops]
-        self._first_characters = frozenset(stop[0] for stop in stops)
-        self._states = [0] * len(stops)
+        self._strings = strings
+        # How many characters of each stop string the text ends with; empty while nothing is held back.
+        self._states: list[int] = []
         self._held = ""
 
     def push(self, text: str) -> str:
         """Take text; return what is final. With ``include``, the returned text ends with the stop string."""
         if self.matched is not None:
             return ""
-        if not self._held and self._first_characters.isdisjoint(text):
-            return text
+        if not self._held:
+            if self._strings.first_characters.isdisjoint(text):
+                return text
+            self._states = [0] * len(self._strings.stops)
         buffer = self._held + text
         for position in range(len(self._held), len(buffer)):
             stop = self._advance(buffer[position])
             if stop is not None:
                 self.matched = stop
-                self._held = ""
+                self._held, self._states = "", []
                 end = position + 1
-                return buffer[: end if self._include else end - len(stop)]
+                return buffer[: end if self._strings.include else end - len(stop)]
         held = max(self._states)
         final, self._held = buffer[: len(buffer) - held], buffer[len(buffer) - held :]
         return final
 
     def finish(self) -> str:
         """Return the text that was held back. No more text comes."""
-        held, self._held = self._held, ""
-        self._states = [0] * len(self._stops)
+        held, self._held, self._states = self._held, "", []
         return held
 
     def _advance(self, character: str) -> str | None:
         complete = None
-        for i, stop in enumerate(self._stops):
-            state, failure = self._states[i], self._failures[i]
+        failures = self._strings.failures
+        for i, stop in enumerate(self._strings.stops):
+            state, failure = self._states[i], failures[i]
             while state and stop[state] != character:
                 state = failure[state - 1]
             if stop[state] == character:
