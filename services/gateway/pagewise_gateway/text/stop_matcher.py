@@ -13,7 +13,9 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self.stops = stops
         self.include = include
-        self.first_characters = frozenset(stop[0] for stop in stops)
+        self.by_first_character: dict[str, list[int]] = {}
+        for number, stop in enumerate(stops):
+            self.by_first_character.setdefault(stop[0], []).append(number)
 
     @cached_property
     def failures(self) -> list[list[int]]:
@@ -36,40 +38,45 @@ class StopMatcher:
     def __init__(self, strings: StopStrings) -> None:
         self.matched: str | None = None
         self._strings = strings
-        # How many characters of each stop string the text ends with; empty while nothing is held back.
-        self._states: list[int] = []
+        # With how many characters of a stop string the text ends, by its number, if there are any.
+        self._states: dict[int, int] = {}
         self._held = ""
 
     def push(self, text: str) -> str:
         """Take text; return what is final. With ``include``, the returned text ends with the stop string."""
         if self.matched is not None:
             return ""
-        if not self._held:
-            if self._strings.first_characters.isdisjoint(text):
-                return text
-            self._states = [0] * len(self._strings.stops)
+        if not self._held and self._strings.by_first_character.keys().isdisjoint(text):
+            return text
         buffer = self._held + text
         for position in range(len(self._held), len(buffer)):
             stop = self._advance(buffer[position])
             if stop is not None:
                 self.matched = stop
-                self._held, self._states = "", []
+                self._held = ""
+                self._states.clear()
                 end = position + 1
                 return buffer[: end if self._strings.include else end - len(stop)]
-        held = max(self._states)
+        held = max(self._states.values(), default=0)
         final, self._held = buffer[: len(buffer) - held], buffer[len(buffer) - held :]
         return final
 
     def finish(self) -> str:
         """Return the text that was held back. No more text comes."""
-        held, self._held, self._states = self._held, "", []
+        held, self._held = self._held, ""
+        self._states.clear()
         return held
 
     def _advance(self, character: str) -> str | None:
+        begun, begins = self._states, self._strings.by_first_character.get(character, ())
+        if not (begun or begins):
+            return None
         complete = None
-        failures = self._strings.failures
-        for i, stop in enumerate(self._strings.stops):
-            state, failure = self._states[i], failures[i]
+        stops, failures = self._strings.stops, self._strings.failures
+        self._states = states = {}
+        for i in {*begun, *begins}:
+            stop, failure = stops[i], failures[i]
+            state = begun.get(i, 0)
             while state and stop[state] != character:
                 state = failure[state - 1]
             if stop[state] == character:
@@ -78,7 +85,8 @@ class StopMatcher:
                 if complete is None or len(stop) > len(complete):
                     complete = stop
                 state = failure[state - 1]
-            self._states[i] = state
+            if state:
+                states[i] = state
         return complete
 
 
