@@ -17,6 +17,14 @@ MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
 """Bytes of a frame from an executor or a gateway to the scheduler."""
 MAX_FRAME_FROM_SCHEDULER = 256 * 1024 * 1024
 """Bytes of a frame from the scheduler to an executor or a gateway."""
+MAX_SUBMIT_BYTES = 48 * 1024 * 1024
+"""Bytes of a request of a gateway; its client is told if a request is larger."""
+MAX_DECODED_BYTES = 1024 * 1024 * 1024
+"""Bytes of the objects that a frame to the scheduler may become."""
+MAX_TIERS = 128
+"""Tiers that an executor may name."""
+MAX_PROMPTS = 1 << 16
+"""Prompts of one request, and outputs of one prompt."""
 MAX_JOINED_BYTES = 16 * 1024 * 1024
 """Once the sequences that join in a plan take so many bytes, no other one joins in it."""
 MAX_SEQUENCE_BYTES = 64 * 1024 * 1024

@@ -5,8 +5,11 @@ defaults, so that minor versions understand each other; a change that cannot be 
 ``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
 """
 
-from msgspec import Struct
+from typing import Annotated
 
+from msgspec import Meta, Struct
+
+from pagewise_shared.protocol.limits import MAX_ROWS, MAX_TIERS
 from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 PROTOCOL_MAJOR = 3
@@ -92,7 +95,7 @@ class Hello(Message, frozen=True):
     max_num_batched_tokens: int = 0
     device: str = ""
     dtype: str = ""
-    tiers: tuple[LowerTier, ...] = ()
+    tiers: Annotated[tuple[LowerTier, ...], Meta(max_length=MAX_TIERS)] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
@@ -116,10 +119,10 @@ class NamedBlocks(Piece, frozen=True):
 class Inventory(Piece, frozen=True):
     """Full blocks whose content an executor knows, of each tier that has some."""
 
-    tiers: tuple[NamedBlocks, ...] = ()
+    tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
-class TokenLogprobs(Piece, frozen=True):
+class TokenLogprobs(Piece, frozen=True, gc=False):
     """Log-probabilities for one token of a row.
 
     They are log-softmax of the raw logits in float32, before penalties and temperature.
@@ -165,8 +168,8 @@ class StepResult(Message, frozen=True):
     epoch: int
     step: int
     tokens: bytes = b""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
     elapsed_us: int = 0
     error: StepError | None = None
 

@@ -140,7 +140,7 @@ class Output:
         Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
         """
         if not self.prompt.given.max_tokens:
-            return StreamProgress(finished=self.finished)
+            return StreamProgress(b"", self.finished)
         return StreamProgress(self.tokens.tobytes(), self.finished)
 
     def _detokenizer(self) -> IncrementalDetokenizer:
