@@ -1,11 +1,86 @@
 """Sampling parameters, as they travel from the HTTP surface to the executor."""
 
-from typing import Literal
+from array import array
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives that a client may ask for per token."""
+MAX_STOP_IDS = 1024
+"""Maximum number of tokens that end a sequence: those of a request, and those of the model."""
+MAX_LOGIT_BIASES = 1024
+"""Maximum number of tokens with a bias."""
+MAX_BAD_SEQUENCES = 256
+"""Maximum number of token sequences that may not be completed: two for each bad word of a request."""
+MAX_BAD_TOKENS = 16_384
+"""Maximum number of tokens in them together."""
+MAX_ALLOWED_BYTES = 2 * 1024 * 1024
+"""Maximum size of the bitmap of allowed tokens, whatever the vocabulary."""
+
+_INT32_BYTES = 4
+
+
+class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a request forbids or favours in the vocabulary. All its sequences share it, and it may be large.
+
+    Fields:
+        allowed: bitmap of the vocabulary; token t may be sampled if bit t % 8 of byte t // 8 is set. It ends with the
+            last allowed token. Empty: every token may be sampled.
+        biased, biases: tokens (int32 bytes) and what is added to their logits (float32 bytes).
+        bad_words: token sequences (int32 bytes) that may not be completed.
+    """
+
+    allowed: bytes = b""
+    biased: bytes = b""
+    biases: bytes = b""
+    bad_words: Annotated[tuple[bytes, ...], Meta(max_length=MAX_BAD_SEQUENCES)] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in a frame, less a few bytes per field."""
+        return len(self.allowed) + len(self.biased) + len(self.biases) + sum(len(word) + 5 for word in self.bad_words)
+
+    def flaw(self, vocab_size: int) -> str | None:
+        """Return what is wrong with the values for a vocabulary of this size (0: it is not known); None: nothing."""
+        if len(self.allowed) > MAX_ALLOWED_BYTES or (self.allowed and not self.allowed[-1]):
+            return f"a bitmap of allowed tokens of {len(self.allowed)} bytes, or one that ends with none"
+        last_allowed = 8 * (len(self.allowed) - 1) + self.allowed[-1].bit_length() - 1 if self.allowed else -1
+        if len(self.biased) != len(self.biases) or len(self.biased) > _INT32_BYTES * MAX_LOGIT_BIASES:
+            return f"{len(self.biases)} bytes of biases for {len(self.biased)} bytes of tokens"
+        if sum(map(len, self.bad_words)) > _INT32_BYTES * MAX_BAD_TOKENS or not all(self.bad_words):
+            return f"bad words of more than {MAX_BAD_TOKENS} tokens together, or of none"
+        if any(len(packed) % _INT32_BYTES for packed in (self.biased, *self.bad_words)):
+            return "tokens that are not a whole number of int32 values"
+        tokens = array("i", self.biased + b"".join(self.bad_words))
+        if vocab_size and max(last_allowed, max(tokens, default=-1)) >= vocab_size:
+            return f"a constraint on a token outside the vocabulary of {vocab_size}"
+        if tokens and min(tokens) < 0:
+            return "a constraint on a token below 0"
+        if not all(map(isfinite, array("f", self.biases))):
+            return "a bias that is not a finite number"
+        return None
+
+
+def token_constraints(
+    allowed: Iterable[int] = (), logit_bias: Mapping[int, float] | None = None, bad_words: Iterable[Iterable[int]] = ()
+) -> TokenConstraints | None:
+    """Return what forbids all tokens but ``allowed`` (none given: every token is), adds ``logit_bias`` to logits, and
+    forbids the last token of each of ``bad_words`` behind the others; None if that is nothing."""
+    tokens = set(allowed)
+    bitmap = bytearray(max(tokens, default=-1) // 8 + 1)
+    for token in tokens:
+        bitmap[token >> 3] |= 1 << (token & 7)
+    bias = sorted((logit_bias or {}).items())
+    constraints = TokenConstraints(
+        allowed=bytes(bitmap),
+        biased=array("i", [token for token, _ in bias]).tobytes(),
+        biases=array("f", [value for _, value in bias]).tobytes(),
+        bad_words=tuple(array("i", word).tobytes() for word in bad_words),
+    )
+    return constraints if constraints != TokenConstraints() else None
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -23,11 +98,10 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
         repetition_penalty: over prompt and output tokens (CTRL's definition); 1 switches it off.
         min_tokens: output tokens before any of ``stop_token_ids`` may be sampled.
         stop_token_ids: tokens that end the sequence (end-of-sequence ids included unless ignored).
-        logit_bias: added to the logits, by token id.
-        allowed_token_ids: if not empty, no other token may be sampled.
-        bad_words: token sequences that may not be completed.
         logprobs: number of alternatives to report per output token (0: only the sampled one); None: nothing.
         prompt_logprobs: the same for prompt tokens.
+        constraints: what is forbidden or favoured in the vocabulary. In a plan it is None, and the sequence names one
+            of the plan's ``constraints``.
     """
 
     temperature: float = 1.0
@@ -39,12 +113,10 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraints: TokenConstraints | None = None
 
 
 class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):

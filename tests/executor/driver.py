@@ -12,7 +12,8 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode
-from pagewise_shared.sampling import SamplingParams
+
+from tests.sampling import sampling_params
 
 
 def run_requests(
@@ -80,5 +81,5 @@ def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> No
 
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:
-    params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    params = sampling_params(**({"temperature": 0.0} | sampling))
     return Request(name, array("i", tokens), max_tokens, params, n=n)

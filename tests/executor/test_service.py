@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -36,7 +37,7 @@ from pagewise_shared.protocol import (
     encode,
     pack_int32s,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 
 class Scheduler:
@@ -162,9 +163,16 @@ async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) 
         {"joined": (new(repetition_penalty=0.0),)},
         {"joined": (new(top_k=-1),)},
         {"joined": (new(logprobs=2**40),)},
-        {"joined": (new(bad_words=((),)),)},
+        {"constraints": (TokenConstraints(bad_words=(b"",)),)},
+        {"constraints": (TokenConstraints(bad_words=(b"abc",)),)},
+        {"constraints": (TokenConstraints(allowed=bytes(2**19)),)},
+        {"constraints": (TokenConstraints(biased=pack_int32s([-1]), biases=bytes(4)),)},
+        {"constraints": (TokenConstraints(biased=pack_int32s([1]), biases=b"\0\0\xc0\x7f"),)},
+        {"constraints": (TokenConstraints(biased=pack_int32s([1]), biases=b""),)},
+        {"joined": (msgspec.structs.replace(new(), constraints=0),)},
+        {"joined": (msgspec.structs.replace(new(), constraints=-2),)},
+        {"joined": (new(constraints=TokenConstraints()),)},
         {"joined": (new(stop_token_ids=(-1,)),)},
-        {"joined": (new(logit_bias={2**40: 1.0}),)},
     ],
 )
 async def test_an_invalid_plan_fails_its_epoch_until_the_next_welcome(

@@ -17,7 +17,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, NewSequence, StepPlan, Welcome, pack_int32s
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
 
 from tests import model_builders
 from tests.fuzz import messages
@@ -52,9 +52,17 @@ SAMPLING = st.one_of(
         min_tokens=st.integers(0, 3),
         repetition_penalty=st.sampled_from([1.0, 1.5]),
         stop_token_ids=st.lists(ints(0, VOCAB), max_size=2).map(tuple),
-        bad_words=st.lists(st.lists(ints(0, VOCAB), max_size=2).map(tuple), max_size=2).map(tuple),
     ),
     messages.of(SamplingParams),
+)
+CONSTRAINTS = st.one_of(
+    st.builds(
+        token_constraints,
+        st.lists(st.integers(0, VOCAB), min_size=1, max_size=3),
+        st.dictionaries(st.integers(-1, VOCAB), st.floats(-100, 100), max_size=2),
+        st.lists(st.lists(st.integers(-1, VOCAB), max_size=2), max_size=2),
+    ),
+    messages.of(TokenConstraints),
 )
 JOINED = st.builds(
     NewSequence,
@@ -64,6 +72,7 @@ JOINED = st.builds(
     num_computed_tokens=ints(0, 4),
     blocks=packed(ints(0, BLOCKS), 4),
     sampling=SAMPLING,
+    constraints=st.sampled_from([-1, -1, 0, 1, -2]),
 )
 COMPUTED = st.lists(st.tuples(ROW, ints(0, MAX_LEN)), max_size=1).map(tuple)
 TIERS = {DEVICE: BLOCKS, HOST: HOST_BLOCKS}
@@ -80,6 +89,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "copies": st.lists(COPIES, max_size=3).map(tuple),
     "computed": COMPUTED,
     "joined": st.lists(JOINED, max_size=2).map(tuple),
+    "constraints": st.lists(CONSTRAINTS, min_size=1, max_size=2).map(tuple),
     "tables": st.lists(st.tuples(ROW, ints(0, 4), ints(0, BLOCKS)), max_size=2)
     .filter(lambda triples: all(-(2**31) <= value < 2**31 for triple in triples for value in triple))
     .map(lambda triples: pack_int32s(chain.from_iterable(triples))),
@@ -102,6 +112,8 @@ GOOD = st.one_of(JOIN, JOIN, *[st.just(StepPlan(1, 1))] * 3)
 def nearly_good(draw: st.DrawFn) -> StepPlan:
     plan = draw(GOOD)
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=2, unique=True))
+    if "joined" in names and draw(st.booleans()):  # what sequences share comes with them
+        names.append("constraints")
     return msgspec.structs.replace(plan, **{name: draw(FIELDS[name]) for name in names})
 
 

@@ -27,7 +27,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 PLAN = StepPlan(
     epoch=3,
@@ -40,13 +40,20 @@ PLAN = StepPlan(
             num_prompt_tokens=2,
             num_computed_tokens=0,
             blocks=pack_int32s([8]),
-            sampling=SamplingParams(
-                temperature=0.5, seed=2**64 - 1, logit_bias={3: -1.5}, bad_words=((1, 2), (3,)), logprobs=0
-            ),
+            sampling=SamplingParams(temperature=0.5, seed=2**64 - 1, logprobs=0),
+            constraints=0,
         ),
     ),
     tables=pack_int32s([1, 2, 4]),
     chunks=((1, 3),),
+    constraints=(
+        TokenConstraints(
+            allowed=b"\x0b",
+            biased=pack_int32s([3]),
+            biases=b"\0\0\x80\x3f",
+            bad_words=(pack_int32s([1, 2]), pack_int32s([3])),
+        ),
+    ),
 )
 RESULT = StepResult(epoch=3, step=9, tokens=pack_int32s([1]), logprobs=(TokenLogprobs(0, 1, -0.5, 1, (1,), (-0.5,)),))
 

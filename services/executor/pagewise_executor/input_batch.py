@@ -15,7 +15,15 @@ from pagewise_shared.protocol import DEVICE, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.plan_checks import ANY_TOKEN, InvalidPlanError, check_sampling, check_tokens, checked_copies
+from pagewise_executor.plan_checks import (
+    ANY_TOKEN,
+    InvalidPlanError,
+    check_constraints,
+    check_sampling,
+    check_tokens,
+    checked_copies,
+    with_constraints,
+)
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -124,8 +132,9 @@ class InputBatch:
             if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} leaves but holds no sequence")
             self.remove(row)
+        check_constraints(plan.constraints, self.vocab_size)
         for new in plan.joined:
-            self._join(new)
+            self._join(new, with_constraints(new, plan.constraints))
         self._change_tables(_int32s(plan.tables))
         if self._changed:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
@@ -177,7 +186,7 @@ class InputBatch:
         blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
-    def _join(self, new: NewSequence) -> None:
+    def _join(self, new: NewSequence, sampling: SamplingParams) -> None:
         if not 0 <= new.row < self._num_rows:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
         if new.row in self.sequences:
@@ -189,8 +198,8 @@ class InputBatch:
                 f"at most {self.max_model_len} fit"
             )
         check_tokens(tokens, new.num_prompt_tokens, self.vocab_size)
-        check_sampling(new.sampling, self.vocab_size)
-        self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, new.sampling, new.root)
+        check_sampling(sampling, self.vocab_size)
+        self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, sampling, new.root)
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)

@@ -27,6 +27,7 @@ from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import (
     ComputeLogprobs,
     LogprobsTensors,
@@ -141,8 +142,8 @@ class ModelRunner:
         del self._pool
         for module in loaded.attention:
             del module.paged_layer
-        # Decode graphs have memory of their own and keep their logits; sampling takes copies of these.
-        peak += 3 * config.max_num_seqs * loaded.vocab_size * 4
+        # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
+        peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config)
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
@@ -196,7 +197,13 @@ class ModelRunner:
             self._block_hashes.clear()
         self._attention.reset(self._batch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
-        self._sampler = Sampler(self._token_sampler, self._penalties, self._compute_logprobs, self._device)
+        self._sampler = Sampler(
+            self._token_sampler,
+            self._penalties,
+            ConstraintTables(self.info.vocab_size, self._device),
+            self._compute_logprobs,
+            self._device,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:

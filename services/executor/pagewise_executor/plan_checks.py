@@ -4,14 +4,15 @@ They come before anything is indexed with these values, because on a GPU an inde
 only the step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import DEVICE, BlockCopies, StepPlan
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.protocol import DEVICE, BlockCopies, NewSequence, StepPlan
+from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 from pagewise_executor.block_copies import CopyJob, Pairs
 
@@ -44,15 +45,10 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidPlanError: a token is outside the vocabulary, or a number is not finite or out of range.
     """
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
-    for word in params.bad_words:
-        _check_ids("bad_words", word, vocab_size)
-    if not all(params.bad_words):
-        raise InvalidPlanError("a bad word has no tokens")
+    if not all(0 <= token < vocab_size for token in params.stop_token_ids):
+        raise InvalidPlanError(f"stop_token_ids: a token is outside the vocabulary of {vocab_size}")
     numbers = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty)
-    if not all(map(isfinite, (*numbers, params.repetition_penalty, *params.logit_bias.values()))):
+    if not all(map(isfinite, (*numbers, params.repetition_penalty))):
         raise InvalidPlanError("a sampling parameter is not a finite number")
     if min(params.temperature, params.top_p, params.min_p) < 0 or params.repetition_penalty <= 0:
         raise InvalidPlanError("a sampling parameter is negative that must not be")
@@ -60,6 +56,30 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidPlanError(f"top_k is {params.top_k}, out of range")
     if not all(0 <= (count or 0) <= _MOST_ALTERNATIVES for count in (params.logprobs, params.prompt_logprobs)):
         raise InvalidPlanError(f"a number of log-probabilities is not from 0 to {_MOST_ALTERNATIVES}")
+
+
+def with_constraints(new: NewSequence, constraints: Sequence[TokenConstraints]) -> SamplingParams:
+    """Return the sampling parameters of a sequence with its token constraints, which are among those of its plan.
+
+    Raises:
+        InvalidPlanError: the plan has no such constraints, or the sequence brings its own.
+    """
+    if new.sampling.constraints is not None or not -1 <= new.constraints < len(constraints):
+        raise InvalidPlanError(f"row {new.row} has constraints {new.constraints} of {len(constraints)}, or its own")
+    if new.constraints < 0:
+        return new.sampling
+    return msgspec.structs.replace(new.sampling, constraints=constraints[new.constraints])
+
+
+def check_constraints(constraints: Iterable[TokenConstraints], vocab_size: int) -> None:
+    """Check the token constraints of a plan.
+
+    Raises:
+        InvalidPlanError: something in one of them cannot be.
+    """
+    for one in constraints:
+        if (flaw := one.flaw(vocab_size)) is not None:
+            raise InvalidPlanError(flaw)
 
 
 def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
@@ -98,8 +118,3 @@ def _pairs(copies: BlockCopies) -> Pairs:
 def _check_blocks(blocks: npt.NDArray[np.int32], tier: int, num_blocks: int) -> None:
     if len(blocks) and not (blocks.min() >= 0 and blocks.max() < num_blocks):
         raise InvalidPlanError(f"copies go outside tier {tier}, which has {num_blocks} blocks")
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    if not all(0 <= token < vocab_size for token in ids):
-        raise InvalidPlanError(f"{name}: a token is outside the vocabulary of {vocab_size}")

@@ -33,13 +33,13 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     encode,
 )
+from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
 from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
 
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 * 1024 * 1024
 _SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
 _LONGEST_HEARTBEAT_MS = 60_000
@@ -113,7 +113,7 @@ class ExecutorService:
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, handler, signal.Signals(number).name)
         context = zmq.asyncio.Context()
-        self._socket = make_dealer(context, self._keys, MAX_FRAME_BYTES)
+        self._socket = make_dealer(context, self._keys, MAX_FRAME_FROM_SCHEDULER)
         connections = Connections(self._socket)
         self._socket.connect(self._endpoint)
         worker = self._worker

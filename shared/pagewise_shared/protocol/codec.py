@@ -10,6 +10,7 @@ import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
+from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER, MAX_SUBMIT_BYTES
 from pagewise_shared.protocol.messages import (
     TIER_NAMES,
     Blocks,
@@ -25,6 +26,20 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the wire format is little-endian int32; this machine is big-endian")
 
 T = TypeVar("T")
+
+_SMALL_FRAME = 1024 * 1024
+_MOST_BYTES = {
+    b"hello": MAX_FRAME_TO_SCHEDULER,
+    b"submit": MAX_SUBMIT_BYTES,
+    b"stepresult": 24 * 1024 * 1024,
+    b"copied": MAX_FRAME_TO_SCHEDULER // 2,
+    b"metricssnapshot": 8 * 1024 * 1024,
+}
+"""How long frames to the scheduler may be, by tag; others may be as long as a small frame.
+
+A frame becomes objects of several times its size. The more so for a type, the less may come of it, so that none takes
+more than ``MAX_DECODED_BYTES``.
+"""
 
 _encoder = msgspec.msgpack.Encoder()
 # mypy takes a union of types for no type.
@@ -46,6 +61,7 @@ def decode_from_executor(frame: bytes | memoryview) -> FromExecutor:
     Raises:
         ProtocolError: the frame is not one of the messages an executor may send.
     """
+    _check_length(frame)
     return _decode(_from_executor, frame)
 
 
@@ -73,6 +89,7 @@ def decode_from_gateway(frame: bytes | memoryview) -> FromGateway:
     Raises:
         ProtocolError: the frame is not one of the messages a gateway may send.
     """
+    _check_length(frame)
     return _decode(_from_gateway, frame)
 
 
@@ -83,6 +100,17 @@ def decode_to_gateway(frame: bytes | memoryview) -> ToGateway:
         ProtocolError: the frame is not one of the messages a scheduler may send to a gateway.
     """
     return _decode(_to_gateway, frame)
+
+
+def _check_length(frame: bytes | memoryview) -> None:
+    """Refuse a frame to the scheduler that is longer than messages of its type are, before anything is made of it."""
+    if len(frame) <= _SMALL_FRAME:
+        return
+    # An array of up to 15 elements has one byte before them, a longer one has three. A tag is a short string.
+    start = 1 if frame[0] & 0xF0 == 0x90 else 3
+    tag = bytes(frame[start + 1 : start + 1 + (frame[start] & 0x1F)])
+    if len(frame) > _MOST_BYTES.get(tag, _SMALL_FRAME):
+        raise ProtocolError(f"a frame of {len(frame)} bytes is longer than messages of its type may be")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:

@@ -7,8 +7,11 @@ in ascending order under one epoch. The outputs of a prompt have consecutive num
 each other, so output ``j`` of prompt ``i`` is stream ``submit.stream + i * n + j``.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from pagewise_shared.protocol.limits import MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -57,13 +60,13 @@ class KeyLimits(Piece, frozen=True):
     tokens_per_minute: int | None = None
 
 
-class StreamProgress(Piece, frozen=True):
+class StreamProgress(Piece, frozen=True, gc=False):
     """What a gateway has already received of an output, when it submits a request to another scheduler.
 
     ``tokens``: its output tokens so far (int32 bytes). ``finished``: it takes no more tokens.
     """
 
-    tokens: bytes = b""
+    tokens: bytes
     finished: bool = False
 
 
@@ -78,7 +81,7 @@ class PromptToGenerate(Piece, frozen=True):
 
     tokens: bytes
     max_tokens: int
-    progress: tuple[StreamProgress, ...] = ()
+    progress: Annotated[tuple[StreamProgress, ...], Meta(max_length=MAX_PROMPTS)] = ()
 
 
 class Submit(Message, frozen=True):
@@ -104,7 +107,7 @@ class Submit(Message, frozen=True):
     epoch: int
     stream: int
     request_id: str
-    prompts: tuple[PromptToGenerate, ...]
+    prompts: Annotated[tuple[PromptToGenerate, ...], Meta(max_length=MAX_PROMPTS)]
     sampling: SamplingParams
     n: int = 1
     best_of: int = 0

@@ -5,11 +5,14 @@ defaults, so that minor versions understand each other; a change that cannot be 
 ``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
 """
 
-from msgspec import Struct
+from typing import Annotated
 
-from pagewise_shared.sampling import SamplingParams
+from msgspec import Meta, Struct
 
-PROTOCOL_MAJOR = 2
+from pagewise_shared.protocol.limits import MAX_ROWS, MAX_TIERS
+from pagewise_shared.sampling import SamplingParams, TokenConstraints
+
+PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST = 0, 1
@@ -92,7 +95,7 @@ class Hello(Message, frozen=True):
     max_num_batched_tokens: int = 0
     device: str = ""
     dtype: str = ""
-    tiers: tuple[LowerTier, ...] = ()
+    tiers: Annotated[tuple[LowerTier, ...], Meta(max_length=MAX_TIERS)] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
@@ -116,10 +119,10 @@ class NamedBlocks(Piece, frozen=True):
 class Inventory(Piece, frozen=True):
     """Full blocks whose content an executor knows, of each tier that has some."""
 
-    tiers: tuple[NamedBlocks, ...] = ()
+    tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
-class TokenLogprobs(Piece, frozen=True):
+class TokenLogprobs(Piece, frozen=True, gc=False):
     """Log-probabilities for one token of a row.
 
     They are log-softmax of the raw logits in float32, before penalties and temperature.
@@ -165,8 +168,8 @@ class StepResult(Message, frozen=True):
     epoch: int
     step: int
     tokens: bytes = b""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
     elapsed_us: int = 0
     error: StepError | None = None
 
@@ -265,6 +268,7 @@ class NewSequence(Piece, frozen=True):
         num_computed_tokens: how many of them have their K and V in ``blocks`` already.
         blocks: the block table so far (int32 bytes).
         root: hash with which its chain of block hashes begins.
+        constraints: index in ``StepPlan.constraints`` of what ``sampling`` leaves out; -1: it has none.
     """
 
     row: int
@@ -274,6 +278,7 @@ class NewSequence(Piece, frozen=True):
     blocks: bytes
     sampling: SamplingParams
     root: bytes = b""
+    constraints: int = -1
 
 
 class RemoteTier(Piece, frozen=True):
@@ -326,6 +331,7 @@ class StepPlan(Message, frozen=True):
             the block is added, before it takes the place of one with the same content.
         computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
         chunks: (row, n): compute the row's next n known tokens.
+        constraints: of the sequences in ``joined``, each once.
     """
 
     epoch: int
@@ -336,6 +342,7 @@ class StepPlan(Message, frozen=True):
     tables: bytes = b""
     computed: tuple[tuple[int, int], ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
+    constraints: tuple[TokenConstraints, ...] = ()
 
 
 class CancelCopies(Message, frozen=True):

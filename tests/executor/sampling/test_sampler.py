@@ -1,25 +1,36 @@
 """Sampling against plain oracles."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 from pagewise_kernels.logprobs import token_logprobs
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
+
+from tests.sampling import sampling_params
 
 VOCAB = 50
 
 
 def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, prompt: int = 3) -> Sampler:
     device = torch.device("cpu")
-    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(VOCAB, device), compute_logprobs, device)
+    sampler = Sampler(
+        TorchTokenSampler(device),
+        TorchPenalties(VOCAB, device),
+        ConstraintTables(VOCAB, device),
+        compute_logprobs,
+        device,
+    )
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
         sampler.join(row, known, prompt, one)
@@ -160,28 +171,34 @@ def test_a_token_that_was_sampled_counts_in_the_next_step(logits: torch.Tensor) 
 
 def test_bias_masks_and_bad_words(logits: torch.Tensor) -> None:
     best = int(logits.argmax())
-    assert draw(sampler_for([SamplingParams(temperature=0, logit_bias={9: 100.0})]), logits, [0], [3]) == [9]
-    assert draw(sampler_for([SamplingParams(temperature=0, allowed_token_ids=(11, 12))]), logits, [0], [3])[0] in (
+    assert draw(sampler_for([sampling_params(temperature=0, logit_bias={9: 100.0})]), logits, [0], [3]) == [9]
+    assert draw(sampler_for([sampling_params(temperature=0, allowed=(11, 12))]), logits, [0], [3])[0] in (
         11,
         12,
     )
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
-    assert draw(sampler_for([SamplingParams(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((best,),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((2, 3, best),))]), logits, [0], [3]) != [best]
+    assert draw(sampler_for([sampling_params(temperature=0, bad_words=((3, 2, best),))]), logits, [0], [3]) == [best]
 
 
 def test_a_batch_of_everything_samples_what_each_row_samples_alone(logits: torch.Tensor, device: torch.device) -> None:
     """On the kernels all rows at once, and nothing waits for the device; in PyTorch one by one."""
     settings = [
         SamplingParams(temperature=0),
-        SamplingParams(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
-        SamplingParams(temperature=0.8, seed=2, allowed_token_ids=(7, 8, 8, 30), logit_bias={7: 1.0}),
+        sampling_params(temperature=1.0, seed=1, logit_bias={5: 2.0, 9: -3.5}, logprobs=2),
+        sampling_params(temperature=0.8, seed=2, allowed=(7, 8, 8, 30), logit_bias={7: 1.0}),
         SamplingParams(temperature=1.0, seed=3, presence_penalty=0.7, frequency_penalty=0.3, logprobs=0),
         SamplingParams(temperature=0, repetition_penalty=1.9, stop_token_ids=(4, 6), min_tokens=2),
-        SamplingParams(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
+        sampling_params(temperature=1.0, seed=4, bad_words=((3,), (17,)), top_k=12, top_p=0.8, min_p=0.02),
     ]
     rows, known = [3, 0, 5, 1, 4, 2], np.array([1, 2, 3, 4], np.int32)
-    together = Sampler(TritonTokenSampler(6, device), TritonPenalties(6, VOCAB, device), token_logprobs, device)
+    together = Sampler(
+        TritonTokenSampler(6, device),
+        TritonPenalties(6, VOCAB, device),
+        ConstraintTables(VOCAB, device),
+        token_logprobs,
+        device,
+    )
     for row, setting in zip(rows, settings, strict=True):
         together.join(row, known, 3, setting)
     alone = [sampler_for([setting], [1, 2, 3, 4]) for setting in settings]
@@ -213,7 +230,7 @@ def test_min_tokens_holds_stop_tokens_back(logits: torch.Tensor) -> None:
 
 
 def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
-    sampler = sampler_for([SamplingParams(temperature=0, logprobs=3, allowed_token_ids=(7,))])
+    sampler = sampler_for([sampling_params(temperature=0, logprobs=3, allowed=(7,))])
     _, wanted = sampler.sample(logits[None], [0], torch.tensor([3]))
     assert wanted is not None
     (entry,) = wanted.report()
@@ -222,3 +239,55 @@ def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
     assert entry.logprob == pytest.approx(float(raw[7]))
     assert entry.rank == int((raw > raw[7]).sum()) + 1
     assert list(entry.top_ids) == raw.topk(3).indices.tolist()
+
+
+def test_constraints_of_a_large_vocabulary_are_those_token_by_token(device: torch.device) -> None:
+    """All rows of a request share one table, and the result is what a loop over tokens gives."""
+    vocab, rows = 70_001, 5
+    rng = np.random.default_rng(3)
+    allowed = tuple(rng.choice(vocab, 40_000, replace=False).tolist())
+    bias = {int(token): float(value) for token, value in zip(rng.choice(vocab, 900), rng.normal(size=900), strict=True)}
+    single, last = int(allowed[7]), int(allowed[9])
+    words = ((single,), (1, 2, 3, last), (9, 2, 3, int(allowed[11])), (3, int(allowed[12])))
+    tables = ConstraintTables(vocab, device)
+    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(vocab, device), tables, compute_logprobs, device)
+    shared = token_constraints(allowed, bias, words)
+    assert shared is not None
+    for row in range(rows):  # each comes in a plan of its own, which is decoded anew
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(shared), type=TokenConstraints)
+        sampler.join(row, np.array([5, 1, 2, 3], np.int32), 2, SamplingParams(temperature=0, constraints=again))
+    assert len(tables) == 1
+    logits = torch.randn((rows, vocab), generator=torch.Generator().manual_seed(2)).to(device)
+    expected = logits.cpu().clone()
+    for token, value in bias.items():
+        expected[:, token] += value
+    forbidden = torch.ones(vocab, dtype=torch.bool)
+    forbidden[list(allowed)] = False
+    forbidden[[single, last, int(allowed[12])]] = True
+    expected[:, forbidden] = float("-inf")
+    tokens, _ = sampler.sample(logits, list(range(rows)), torch.full((rows,), 4, device=device))
+    assert tokens.cpu().tolist() == expected.argmax(-1).tolist()
+    for row in range(rows):
+        sampler.leave(row)
+    assert len(tables) == 0
+
+
+def test_a_bad_word_is_noticed_however_its_beginning_came(logits: torch.Tensor) -> None:
+    order = logits.argsort(descending=True).tolist()
+    best, second = order[0], order[1]
+    words = ((best, best), (best, second, best), (7, 7, 7))
+    sampler = sampler_for([sampling_params(temperature=0, bad_words=words)])
+    sampled = [draw(sampler, logits, [0], [position])[0] for position in range(4)]
+    assert sampled[:2] == [best, second]
+    assert sampled[2] == second  # the best would complete the second word
+    resumed = sampler_for([sampling_params(temperature=0, bad_words=words)], [1, 2, 3, *sampled[:2]])
+    assert [draw(resumed, logits, [0], [position])[0] for position in range(2, 4)] == sampled[2:]
+
+
+def test_constraints_are_built_fast_enough_to_hold_up_no_step() -> None:
+    vocab, device = 200_000, torch.device("cpu")
+    constraints = token_constraints(range(0, vocab, 2), dict.fromkeys(range(1024), 1.0), [(1, 2, 3)] * 256)
+    assert constraints is not None
+    began = time.perf_counter()
+    ConstraintTables(vocab, device).of(constraints)
+    assert time.perf_counter() - began < 0.1  # it takes about 1 ms

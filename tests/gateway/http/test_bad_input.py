@@ -122,6 +122,8 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [400]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 401}, "allowed_token_ids"),
+    ({"bad_words": ["\U0001f98a" * 1024] * 5}, "bad_words"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),

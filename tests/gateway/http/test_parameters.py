@@ -1,9 +1,11 @@
 """What each parameter becomes, and what comes back for it."""
 
+from array import array
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from pagewise_shared.protocol import pack_int32s, unpack_int32s
 from pagewise_shared.sampling import BeamParams
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -69,9 +71,13 @@ async def test_sampling_parameters_arrive() -> None:
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
         assert sampling.seed == 2**64 - 1
         assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
-        assert (sampling.min_tokens, sampling.stop_token_ids, sampling.allowed_token_ids) == (2, (0, 7, 8), (5, 6))
-        assert sampling.logit_bias == {5: -100.0, 6: 1.5}
-        assert tuple(TOKENIZER.encode("fox")) in sampling.bad_words
+        assert (sampling.min_tokens, sampling.stop_token_ids) == (2, (0, 7, 8))
+        constraints = sampling.constraints
+        assert constraints is not None
+        assert constraints.allowed == bytes([(1 << 5) | (1 << 6)])
+        assert unpack_int32s(constraints.biased).tolist() == [5, 6]
+        assert array("f", constraints.biases).tolist() == [-100.0, 1.5]
+        assert pack_int32s(TOKENIZER.encode("fox")) in constraints.bad_words
         assert (sampling.logprobs, sampling.prompt_logprobs) == (4, None)
         assert (request.prompts[0].max_tokens, request.n, request.priority) == (9, 3, -3)
 

@@ -102,7 +102,7 @@ async def test_one_message_for_all_prompts_of_a_request() -> None:
 
 
 async def test_a_request_that_no_frame_can_hold_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewise_gateway.link.scheduler_link.MOST_SUBMITTED_BYTES", 2000)
+    monkeypatch.setattr("pagewise_gateway.link.scheduler_link.MAX_SUBMIT_BYTES", 2000)
     async with serving(FakeScheduler(max_model_len=4096)) as server:
         status, body = await server.post("/v1/completions", {"prompt": [5] * 1000, "max_tokens": 2})
         assert status == 400

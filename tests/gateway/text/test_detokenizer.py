@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
+from pagewise_gateway.text.stop_matcher import StopMatcher, StopStrings
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 from tests.gateway.text import tokenizer_builders as builders
@@ -107,7 +108,7 @@ def model_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, s
     include=st.booleans(),
 )
 def test_stop_strings(data: st.DataObject, text: str, stops: list[str], include: bool) -> None:
-    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=tuple(stops), include_stop_str_in_output=include)
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=StopStrings(tuple(stops), include))
     expected, stop = model_stop(text, tuple(stops), include)
     out = ""
     for piece in cut(data, BYTE_LEVEL.encode(text)):
@@ -119,7 +120,7 @@ def test_stop_strings(data: st.DataObject, text: str, stops: list[str], include:
 
 
 def test_text_is_not_held_back_without_need() -> None:
-    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=("###",))
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=StopStrings(("###",)))
     assert detokenizer.push(BYTE_LEVEL.encode("fox #")) == "fox "
     assert detokenizer.push(BYTE_LEVEL.encode("1")) == "#1"
     first, *rest = BYTE_LEVEL.encode("🙂")
@@ -130,7 +131,7 @@ def test_text_is_not_held_back_without_need() -> None:
 
 def test_stop_strings_are_ignored_in_the_first_min_tokens() -> None:
     ids = BYTE_LEVEL.encode("abab")
-    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=("a",), min_tokens=2)
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [5], stop=StopStrings(("a",)), min_tokens=2)
     assert detokenizer.push(ids[:1]) == "a"
     assert detokenizer.push(ids[1:]) == "b"
     assert detokenizer.stopped_by == "a"
@@ -147,8 +148,24 @@ def test_leading_space_belongs_to_the_text_unless_nothing_is_before_it() -> None
 def test_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
     """Ten thousand tokens that never complete a character, or have no text at all: still microseconds each."""
     broken = BYTE_LEVEL.encode("🙂")[0] if tokenizer is BYTE_LEVEL else 1
-    detokenizer = IncrementalDetokenizer(tokenizer, [5] * 1000, stop=("a" * 500 + "b", "c"))
+    detokenizer = IncrementalDetokenizer(tokenizer, [5] * 1000, stop=StopStrings(("a" * 500 + "b", "c")))
     started = time.process_time()
     for _ in range(10_000):
         detokenizer.push([broken])
     assert (time.process_time() - started) / 10_000 < 200e-6
+
+
+def test_outputs_share_the_tables_of_their_stop_strings_which_are_made_when_they_are_needed() -> None:
+    strings = StopStrings(("needle", "nee"))
+    outputs = [StopMatcher(strings) for _ in range(3)]
+    assert [matcher.push("hay, ") for matcher in outputs] == ["hay, "] * 3
+    assert "failures" not in vars(strings)
+    assert [matcher.push(text) for matcher, text in zip(outputs, ("n", "hay", "needle"), strict=True)] == [
+        "",
+        "hay",
+        "",
+    ]
+    assert [matcher.matched for matcher in outputs] == [None, None, "nee"]
+    assert "failures" in vars(strings)
+    assert outputs[0].push("ever") == "never"
+    assert [matcher.finish() for matcher in outputs] == ["", "", ""]

@@ -272,7 +272,7 @@ class PlayedGateway:
         known = [
             unpack_int32s(progress.tokens[: len(progress.tokens) // 4 * 4]).tolist()
             for prompt in submit.prompts
-            for progress in (prompt.progress or [StreamProgress()] * submit.n)
+            for progress in (prompt.progress or [StreamProgress(b"")] * submit.n)
         ]
         request = PlayedRequest(submit.stream, submit, known if outputs else [[]])
         for index, progress in enumerate(one for prompt in submit.prompts for one in prompt.progress):

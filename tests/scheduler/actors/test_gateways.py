@@ -416,7 +416,7 @@ async def test_what_is_chosen_at_the_end_starts_over(tmp_path: Path, best_of: in
         fields = {"sampling": sampling, "best_of": best_of, "beam": beam}
         first = await stack.gateway.submit([1, 2, 3], **fields)  # type: ignore[arg-type]
         await first.result()
-        prompts = (PromptToGenerate(int32s(1, 2, 3), 8, (StreamProgress(),)),)
+        prompts = (PromptToGenerate(int32s(1, 2, 3), 8, (StreamProgress(b""),)),)
         again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, sampling, best_of=best_of, beam=beam))
         assert await again.result() == first.tokens
 

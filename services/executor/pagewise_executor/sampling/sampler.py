@@ -7,49 +7,47 @@ that were sampled last. All rows of a step share a few uploaded arrays, because 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.input_batch import Int32s
+from pagewise_executor.sampling.constraint_tables import ConstraintTable, ConstraintTables
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors, gather_logprobs
 from pagewise_executor.sampling.penalties import Penalties, has_penalties
 from pagewise_executor.sampling.token_sampler import TokenSampler
 from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
+_TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
 class SamplingState:
     """The sampler's state of one sequence.
 
-    ``history``: all its tokens; kept only if it has bad words of several tokens.
+    ``table``: of its token constraints, if it has any. ``history``: all its tokens (int32 bytes); kept only if it has
+    bad words of several tokens.
     """
 
     params: SamplingParams
     num_output_tokens: int
-    history: list[int] | None = None
+    table: ConstraintTable | None = None
+    history: bytearray | None = None
 
     @property
     def needs_processing(self) -> bool:
         """Whether logits processors change the logits before the token sampler sees them."""
         p = self.params
-        return bool(
-            has_penalties(p)
-            or p.logit_bias
-            or p.allowed_token_ids
-            or p.bad_words
-            or (p.stop_token_ids and p.min_tokens > self.num_output_tokens)
-        )
+        holds_back_stops = bool(p.stop_token_ids) and p.min_tokens > self.num_output_tokens
+        return has_penalties(p) or self.table is not None or holds_back_stops
 
-    def forbidden(self) -> list[int]:
-        """Return the tokens that must not be sampled next."""
+    def forbidden_now(self) -> list[int]:
+        """Return the tokens that must not be sampled next, beside those that never may."""
         p = self.params
         found = list(p.stop_token_ids) if p.min_tokens > self.num_output_tokens else []
-        for word in p.bad_words:
-            prefix = len(word) - 1
-            if prefix == 0 or (self.history is not None and self.history[-prefix:] == list(word[:-1])):
-                found.append(word[-1])
+        if self.table is not None and self.history is not None:
+            found += self.table.completing(self.history)
         return found
 
 
@@ -57,10 +55,16 @@ class Sampler:
     """Samples the tokens of all rows of one executor, from logits on ``device``."""
 
     def __init__(
-        self, token_sampler: TokenSampler, penalties: Penalties, compute: ComputeLogprobs, device: torch.device
+        self,
+        token_sampler: TokenSampler,
+        penalties: Penalties,
+        tables: ConstraintTables,
+        compute: ComputeLogprobs,
+        device: torch.device,
     ) -> None:
         self._upload = Uploads(device)
         self._token_sampler, self._penalties, self._compute_logprobs = token_sampler, penalties, compute
+        self._tables = tables
         self._rows: dict[int, SamplingState] = {}
         self._plain: set[int] = set()
         self._simple: set[int] = set()
@@ -70,8 +74,10 @@ class Sampler:
         state = SamplingState(params, len(tokens) - num_prompt_tokens)
         if has_penalties(params):
             self._penalties.join(row, tokens, num_prompt_tokens, params)
-        if any(len(word) > 1 for word in params.bad_words):
-            state.history = tokens.tolist()
+        if params.constraints is not None:
+            state.table = self._tables.of(params.constraints)
+            if state.table.bad_words:
+                state.history = bytearray(tokens.tobytes())
         self._rows[row] = state
         self._token_sampler.join(row, params)
         simple = params.logprobs is None and not state.needs_processing
@@ -123,33 +129,35 @@ class Sampler:
     def _process(self, logits: torch.Tensor, states: list[SamplingState]) -> None:
         """Apply bias and masks, in place, to contiguous logits [n, vocab]."""
         size = logits.shape[1]
-        biased: list[int] = []
-        biases: list[float] = []
+        biased: list[npt.NDArray[np.int64]] = []
+        biases: list[npt.NDArray[np.float32]] = []
+        masks: dict[ConstraintTable, int] = {}
         limited: list[int] = []
-        allowed: list[int] = []
+        mask_of: list[int] = []
         forbidden: list[int] = []
         for number, state in enumerate(states):
-            first, p = number * size, state.params
-            biased += [first + token for token in p.logit_bias or ()]
-            biases += (p.logit_bias or {}).values()
-            if p.allowed_token_ids:
-                limited.append(number)
-                allowed += [first + token for token in p.allowed_token_ids]
-            forbidden += [first + token for token in state.forbidden()]
-        lists = [biased, limited, allowed, forbidden]
-        if not any(lists):
-            return
-        packed = self._upload(np.concatenate([np.array(each, np.int64) for each in lists]))
-        at_biased, of_limited, at_allowed, at_forbidden = torch.split(packed, [len(each) for each in lists])
-        flat = logits.view(-1)
+            first, table = number * size, state.table
+            if table is not None:
+                if len(table.biased):
+                    biased.append(table.biased + first)
+                    biases.append(table.biases)
+                if table.forbidden is not None:
+                    limited.append(number)
+                    mask_of.append(masks.setdefault(table, len(masks)))
+            forbidden += [first + token for token in state.forbidden_now()]
         if biased:
-            flat.index_add_(0, at_biased, self._upload(np.array(biases, np.float32)))
+            logits.view(-1).index_add_(0, self._upload(np.concatenate(biased)), self._upload(np.concatenate(biases)))
+        if not (limited or forbidden):
+            return
+        packed = self._upload(np.array(limited + mask_of + forbidden, np.int64))
+        of_limited, of_masks, at_forbidden = torch.split(packed, [len(limited), len(mask_of), len(forbidden)])
         if limited:
-            kept = flat.index_select(0, at_allowed)
-            logits.index_fill_(0, of_limited, _NEGATIVE)
-            flat.index_copy_(0, at_allowed, kept)
+            # Rows of one request share a mask, so there are seldom many different ones.
+            stacked = torch.stack([table.forbidden for table in masks if table.forbidden is not None])
+            masked = logits.index_select(0, of_limited).masked_fill_(stacked.index_select(0, of_masks), _NEGATIVE)
+            logits.index_copy_(0, of_limited, masked)
         if forbidden:
-            flat.index_fill_(0, at_forbidden, _NEGATIVE)
+            logits.view(-1).index_fill_(0, at_forbidden, _NEGATIVE)
 
     def _update(self, states: list[SamplingState], tokens: torch.Tensor) -> None:
         """Note that ``tokens`` were sampled for these sequences."""
@@ -159,4 +167,4 @@ class Sampler:
         if followed:
             sampled = tokens.tolist()
             for i, history in followed:
-                history.append(sampled[i])
+                history += sampled[i].to_bytes(_TOKEN_BYTES, "little")

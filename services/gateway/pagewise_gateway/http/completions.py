@@ -113,12 +113,7 @@ class _Choice:
         self._service, self._body, self._prompt = service, body, prompt
         self._generation, self._index = generation, index
         self._skip_special = body.skip_special_tokens is not False
-        context = () if body.echo else prompt.tokens
-        self._logprobs = (
-            CompletionLogprobsBuilder(service.tokenizer, context, self._skip_special)
-            if body.logprobs is not None
-            else None
-        )
+        self._logprobs: CompletionLogprobsBuilder | None = None  # made when it is needed: there may be many choices
 
     def part(self, delta: SequenceDelta) -> CompletionChoice | None:
         """Return what a delta adds to the choice; None if there is nothing to send yet."""
@@ -128,10 +123,13 @@ class _Choice:
             text = self._prompt_text() + text
             entries = self._generation.prompt_logprobs(self._index) + entries
             first = self._prompt.tokens[0]
-        elif not (text or delta.finish_reason or self._logprobs or body.return_token_ids):
+        elif not (text or delta.finish_reason or body.logprobs is not None or body.return_token_ids):
             return None
         choice = CompletionChoice(delta.index, text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
-        if self._logprobs is not None:
+        if body.logprobs is not None:
+            if self._logprobs is None:
+                context = () if body.echo else self._prompt.tokens
+                self._logprobs = CompletionLogprobsBuilder(self._service.tokenizer, context, self._skip_special)
             choice.logprobs = self._logprobs.add(entries, first)
         if body.return_token_ids:
             choice.token_ids = delta.token_ids

@@ -4,7 +4,7 @@ import secrets
 from array import array
 from dataclasses import dataclass
 
-from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.errors import (
@@ -153,11 +153,13 @@ def sampling_params(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_ids,
-        logit_bias=_logit_bias(body.logit_bias or {}, capacity),
-        allowed_token_ids=_token_ids("allowed_token_ids", body.allowed_token_ids, capacity),
-        bad_words=_bad_words(body.bad_words or [], tokenizer),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        constraints=token_constraints(
+            _allowed_token_ids(body.allowed_token_ids or [], capacity),
+            _logit_bias(body.logit_bias or {}, capacity),
+            _bad_words(body.bad_words or [], tokenizer),
+        ),
     )
 
 
@@ -232,6 +234,15 @@ def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[in
     return tuple(ids or ())
 
 
+def _allowed_token_ids(ids: list[int], capacity: Capacity) -> tuple[int, ...]:
+    if len(ids) > capacity.vocab_size:
+        raise InvalidRequestError(
+            f"allowed_token_ids: {len(ids)} token ids are more than the vocabulary has, which is {capacity.vocab_size}",
+            "allowed_token_ids",
+        )
+    return _token_ids("allowed_token_ids", ids, capacity)
+
+
 def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
@@ -249,11 +260,21 @@ def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...],
 
     As in vLLM, the second form counts only if it has as many tokens and another first one. Otherwise it would ban the
     space itself.
+
+    Raises:
+        InvalidRequestError: they have too many tokens.
     """
     found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
     for word in words:
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        num_tokens += len(plain) + len(spaced)
+        if num_tokens > MAX_BAD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: with and without a space before each, they have more than {MAX_BAD_TOKENS} tokens",
+                "bad_words",
+            )
         if plain:
             found[plain] = None
             if len(spaced) == len(plain) and spaced[0] != plain[0]:

@@ -7,13 +7,12 @@ on the model (its length, its vocabulary) is checked in ``params`` and ``prompts
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from pagewise_shared.sampling import MAX_LOGPROBS
+from pagewise_shared.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
-MAX_LOGIT_BIASES = 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]

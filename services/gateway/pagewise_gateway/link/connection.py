@@ -29,13 +29,13 @@ from pagewise_shared.protocol import (
     decode_to_gateway,
     encode,
 )
+from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
 from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
 
 from pagewise_gateway.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 * 1024 * 1024
 SILENCE_SECONDS = 5.0
 """A scheduler from which nothing has been received for this long is considered to hang."""
 _LONGEST_HEARTBEAT_MS = 60_000
@@ -118,7 +118,7 @@ class SchedulerConnection:
             ConfigError: the scheduler asks for a key, and this gateway has none.
         """
         context = zmq.asyncio.Context()
-        self._socket = make_dealer(context, self._keys, MAX_FRAME_BYTES)
+        self._socket = make_dealer(context, self._keys, MAX_FRAME_FROM_SCHEDULER)
         connections = Connections(self._socket)
         self._socket.connect(self._endpoint)
         tasks = [

@@ -15,6 +15,7 @@ from pagewise_gateway.generation import (
 )
 from pagewise_gateway.link.output import LivePrompt, Output
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.text.stop_matcher import StopStrings
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class LiveRequest:
 
     Fields:
         prompts, outputs: of the request; output j of prompt i has the index i * n + j.
+        stop_strings: of the request, if it has any; its outputs share them.
         stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
         refusal: why it was not accepted when it was last submitted again.
@@ -47,6 +49,7 @@ class LiveRequest:
         on_end: Callable[["LiveRequest"], None],
     ) -> None:
         self.request = request
+        self.stop_strings = StopStrings(request.stop, request.include_stop_str_in_output) if request.stop else None
         self.stream: int | None = None
         self.submissions = 0
         self.submission_time = self.waiting_since = monotonic()

@@ -1,6 +1,7 @@
 """The state of an output: its tokens, its text, and what its client has not read yet."""
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import FinishReason, Started, StreamProgress, TokenLogprobs
@@ -35,6 +36,7 @@ class Output:
         "_push",
         "_stops",
         "_text",
+        "_tokenizer",
         "_told",
         "finished",
         "hidden",
@@ -44,24 +46,18 @@ class Output:
     )
 
     def __init__(self, prompt: "LivePrompt", index: int, tokenizer: Tokenizer) -> None:
-        request = prompt.live.request
         self.index = index
         self.prompt = prompt
         self.tokens = array("i")
         self.finished = False
         self.hidden = -1
         self._live = prompt.live
-        self._text = IncrementalDetokenizer(
-            tokenizer,
-            prompt.given.tokens,
-            skip_special_tokens=request.skip_special_tokens,
-            stop=request.stop,
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            min_tokens=request.sampling.min_tokens,
-        )
-        self._push = self._text.push_one
-        self._stops = bool(request.stop)
-        self._hides_stop = not request.include_stop_str_in_output
+        self._tokenizer = tokenizer
+        # Made with the first token: a request may have thousands of outputs, and may not be admitted.
+        self._text: IncrementalDetokenizer | None = None
+        self._push: Callable[[int], str]
+        self._stops = bool(prompt.live.request.stop)
+        self._hides_stop = not prompt.live.request.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
         self._last_time = 0.0
         # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
@@ -90,7 +86,7 @@ class Output:
         else:
             self._pending = True
             self._live.changed(self)
-        return self._stops and self._text.stopped_by is not None
+        return self._stops and self._text is not None and self._text.stopped_by is not None
 
     def take_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the last token."""
@@ -103,11 +99,12 @@ class Output:
 
     def finish(self, reason: FinishReason, stop_token: int, now: float) -> None:
         """The output has ended. ``stop_token``: the token that ended it, or -1."""
-        rest = self._text.finish()
+        text = self._detokenizer()
+        rest = text.finish()
         if rest:
             self._parts.append(rest)
         stop_reason: str | int | None = None
-        stopped_by = self._text.stopped_by
+        stopped_by = text.stopped_by
         if stop_token >= 0 and stop_token not in self._end_of_sequence:
             stop_reason = stop_token
         if stopped_by is not None and (
@@ -143,10 +140,24 @@ class Output:
         Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
         """
         if not self.prompt.given.max_tokens:
-            return StreamProgress(finished=self.finished)
+            return StreamProgress(b"", self.finished)
         return StreamProgress(self.tokens.tobytes(), self.finished)
 
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        if self._text is None:
+            request = self._live.request
+            self._text = IncrementalDetokenizer(
+                self._tokenizer,
+                self.prompt.given.tokens,
+                skip_special_tokens=request.skip_special_tokens,
+                stop=self._live.stop_strings,
+                min_tokens=request.sampling.min_tokens,
+            )
+            self._push = self._text.push_one
+        return self._text
+
     def _first(self, now: float) -> None:
+        self._detokenizer()
         self.prompt.first_token(now)
         if not self._live.request.chooses:  # their tokens all arrive at the end, without a latency between them
             self._last_time = now

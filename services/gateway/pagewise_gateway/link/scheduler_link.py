@@ -23,6 +23,7 @@ from pagewise_shared.protocol import (
     RequestRefused,
     encode,
 )
+from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
 from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest
 from pagewise_gateway.link.connection import SchedulerConnection
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
 """How often this gateway's metrics are sent to the scheduler."""
-MOST_SUBMITTED_BYTES = 48 * 1024 * 1024
-"""The largest request; the scheduler's socket takes frames of 64 MiB."""
 QUERY_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 5.0
 
@@ -249,12 +248,12 @@ class SchedulerLink:
         live.submissions += 1
         live.submission_time = now = monotonic()
         frame = encode(submission(live, epoch, now))
-        if len(frame) <= MOST_SUBMITTED_BYTES:
+        if len(frame) <= MAX_SUBMIT_BYTES:
             self._connection.send_frame(frame)
             return
         # The scheduler's socket would cut the connection, under all other requests too, and again with every new one.
         self._table.remove(live)
-        text = f"the request takes {len(frame)} bytes on its way to the scheduler, at most {MOST_SUBMITTED_BYTES} may"
+        text = f"the request takes {len(frame)} bytes on its way to the scheduler, at most {MAX_SUBMIT_BYTES} may"
         if live.submissions == 1:
             live.refuse(AdmissionError("never_fits", text))
         else:

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Callable, Sequence
 
-from pagewise_gateway.text.stop_matcher import StopMatcher
+from pagewise_gateway.text.stop_matcher import StopMatcher, StopStrings
 from pagewise_gateway.text.token_bytes import TokenBytes
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
     Characters whose bytes are incomplete are held back, and so is text that may become a stop string. A character
     that the prompt's last token leaves incomplete belongs to the output.
 
-    ``stopped_by``: the stop string that was found; no text is returned after it.
+    ``stop``: the stop strings, if there are any. ``stopped_by``: the one that was found; no text is returned after it.
     ``min_tokens``: the text of that many first tokens is not searched for stop strings.
     """
 
@@ -34,8 +34,7 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
-        stop: tuple[str, ...] = (),
-        include_stop_str_in_output: bool = False,
+        stop: StopStrings | None = None,
         min_tokens: int = 0,
     ) -> None:
         self._decoder: _ByteDecoder | _WindowDecoder
@@ -43,7 +42,7 @@ class IncrementalDetokenizer:
             self._decoder = _ByteDecoder(tokenizer, tokenizer.token_bytes, prompt_token_ids, skip_special_tokens)
         else:
             self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._matcher = StopMatcher(stop, include_stop_str_in_output) if stop else None
+        self._matcher = StopMatcher(stop) if stop else None
         self._unchecked = min_tokens if stop else 0
         # Called for every token that is served. Without stop strings it is the decoder's own method, without a layer.
         self.push_one: Callable[[int], str] = self._push_one if stop else self._decoder.push_one

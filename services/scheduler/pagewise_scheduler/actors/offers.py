@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 from pagewise_shared.protocol import DEVICE, TIER_NAMES, Hello, LowerTier, tier_name
+from pagewise_shared.protocol.limits import MAX_DEVICE_BLOCKS, MAX_ROWS
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
@@ -35,10 +36,10 @@ def flaw_of_offer(hello: Hello) -> str | None:
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
     for name, most in (
         ("block_size", _MAX_BLOCK_SIZE),
-        ("num_blocks", MAX_FLEET_BLOCKS),
+        ("num_blocks", MAX_DEVICE_BLOCKS),
         ("max_model_len", _MAX_INT32),
         ("vocab_size", _MAX_INT32),
-        ("max_num_seqs", _MAX_INT32),
+        ("max_num_seqs", MAX_ROWS),
         ("max_num_batched_tokens", _MAX_INT32),
         ("bytes_per_block", _MAX_INT64),
     ):

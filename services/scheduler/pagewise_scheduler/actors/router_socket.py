@@ -16,13 +16,12 @@ from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Message, encode
+from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
 
 from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""
@@ -85,7 +84,7 @@ class RouterSocket:
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitored)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_TO_SCHEDULER)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
         self._socket.setsockopt(zmq.RCVHWM, queued_frames)

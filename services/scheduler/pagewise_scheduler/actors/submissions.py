@@ -64,6 +64,8 @@ def check(submit: Submit, vocab_size: int) -> None:
     if abs(submit.priority) > _MAX_PRIORITY:
         raise ImpossibleError(f"priority {submit.priority}")
     _check_limits(submit.limits)
+    if (constraints := submit.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
+        raise ImpossibleError(flaw)
     for prompt in submit.prompts:
         _check_prompt(prompt, submit.n, vocab_size)
 

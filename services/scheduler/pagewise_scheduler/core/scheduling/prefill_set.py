@@ -5,6 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
@@ -57,7 +58,7 @@ class PrefillSet:
 
     def rejoin(self, sequence: Sequence) -> bool:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
-        if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs:
+        if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
         sequence.status = SequenceStatus.PREFILL
         sequence.row = self._free_rows.pop()
@@ -120,7 +121,12 @@ class PrefillSet:
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
         oldest = in_flight[0].step if in_flight else None
         share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
-        while budget > 0 and self._free_rows and num_decoding + len(self._members) < self._limits.max_num_seqs:
+        while (
+            budget > 0
+            and self._free_rows
+            and num_decoding + len(self._members) < self._limits.max_num_seqs
+            and not self._plan_is_full
+        ):
             room = self._kv.num_available - owed - self._watermark(num_decoding + len(self._members))
             start = self._admission.next(room, oldest)
             if start is None:
@@ -155,6 +161,11 @@ class PrefillSet:
         self._plan.join(sequence, prefix.num_tokens, self._root(sequence))
         self._note(sequence, prefix, now)
         return size
+
+    @property
+    def _plan_is_full(self) -> bool:
+        """Whether what joins in the next plan takes so many bytes that the rest has to join later."""
+        return self._plan.joined_bytes >= MAX_JOINED_BYTES
 
     def _root(self, sequence: Sequence) -> BlockHash:
         return self._kv.pool.tree.root_hash(sequence.request.cache_salt)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
+from pagewise_shared.protocol.limits import longest_sequence
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -55,7 +56,7 @@ class Scheduler:
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
     ) -> None:
-        self.epoch, self.max_model_len = epoch, max_model_len
+        self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         self.kv, self.recoveries = make_memory(
             num_blocks=num_blocks,
             block_size=block_size,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import chain
 
+import msgspec
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import (
     BlockCopies,
@@ -12,6 +13,8 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
+from pagewise_shared.protocol.limits import SEQUENCE_OVERHEAD_BYTES
+from pagewise_shared.sampling import TokenConstraints
 
 from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.requests.request import Request, Sequence
@@ -101,9 +104,13 @@ class StepOutput:
 
 
 class PlanBuilder:
-    """Collects the changes that the next plan carries. ``copies``: between blocks of this executor."""
+    """Collects the changes that the next plan carries.
 
-    __slots__ = ("_chunks", "_computed", "_joined", "_left", "_tables", "copies")
+    ``copies``: between blocks of this executor. ``joined_bytes``: what the sequences that join take in the plan, with
+    their constraints.
+    """
+
+    __slots__ = ("_chunks", "_computed", "_constraints", "_joined", "_left", "_tables", "copies", "joined_bytes")
 
     def __init__(self) -> None:
         self.copies = PendingCopies()
@@ -117,6 +124,8 @@ class PlanBuilder:
         self._tables: list[tuple[int, int, int]] = []
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
+        self._constraints: dict[TokenConstraints, int] = {}
+        self.joined_bytes = 0
 
     def leave(self, row: int) -> None:
         """The row's sequence is gone; kept for the next plan if none is sent now."""
@@ -125,6 +134,10 @@ class PlanBuilder:
             self._left.append(row)
         else:  # nobody has been told of it yet
             self._joined.remove(joined)
+            self.joined_bytes -= len(joined.tokens) + len(joined.blocks) + SEQUENCE_OVERHEAD_BYTES
+            if not self._joined:
+                self._constraints.clear()
+                self.joined_bytes = 0
             self.copies.give_up(unpack_int32s(joined.blocks))
         if self._tables:
             self._tables = [change for change in self._tables if change[0] != row]
@@ -143,15 +156,25 @@ class PlanBuilder:
 
     def join(self, sequence: Sequence, num_computed_tokens: int, root: BlockHash) -> None:
         """The sequence takes its row, with the blocks it holds now. ``root``: where its block hashes begin."""
+        sampling, constraints = sequence.sampling, -1
+        if (shared := sampling.constraints) is not None:
+            sampling = msgspec.structs.replace(sampling, constraints=None)
+            if shared not in self._constraints:
+                self._constraints[shared] = len(self._constraints)
+                self.joined_bytes += shared.num_bytes
+            constraints = self._constraints[shared]
+        tokens, blocks = sequence.token_bytes(), pack_int32s(sequence.table.blocks)
+        self.joined_bytes += len(tokens) + len(blocks) + SEQUENCE_OVERHEAD_BYTES
         self._joined.append(
             NewSequence(
                 row=sequence.row,
-                tokens=sequence.token_bytes(),
+                tokens=tokens,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=num_computed_tokens,
-                blocks=pack_int32s(sequence.table.blocks),
-                sampling=sequence.sampling,
+                blocks=blocks,
+                sampling=sampling,
                 root=root,
+                constraints=constraints,
             )
         )
 
@@ -176,6 +199,7 @@ class PlanBuilder:
             tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
             computed=tuple(self._computed),
             chunks=tuple(self._chunks),
+            constraints=tuple(self._constraints),
         )
         self.clear()
         return plan

@@ -1,0 +1,62 @@
+"""The largest frames, and what keeps every legal plan within them.
+
+A plan consists of sequences that join and of changes to those that run. The scheduler stops letting sequences join once
+they take ``MAX_JOINED_BYTES``, but one always may, so the greatest sequence has a bound of its own. The changes are
+bounded by the blocks and rows of the executor. ``greatest_plan`` adds all of that up.
+"""
+
+from pagewise_shared.sampling import (
+    MAX_ALLOWED_BYTES,
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_IDS,
+)
+
+MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
+"""Bytes of a frame from an executor or a gateway to the scheduler."""
+MAX_FRAME_FROM_SCHEDULER = 256 * 1024 * 1024
+"""Bytes of a frame from the scheduler to an executor or a gateway."""
+MAX_SUBMIT_BYTES = 48 * 1024 * 1024
+"""Bytes of a request of a gateway; its client is told if a request is larger."""
+MAX_DECODED_BYTES = 1024 * 1024 * 1024
+"""Bytes of the objects that a frame to the scheduler may become."""
+MAX_TIERS = 128
+"""Tiers that an executor may name."""
+MAX_PROMPTS = 1 << 16
+"""Prompts of one request, and outputs of one prompt."""
+MAX_JOINED_BYTES = 16 * 1024 * 1024
+"""Once the sequences that join in a plan take so many bytes, no other one joins in it."""
+MAX_SEQUENCE_BYTES = 64 * 1024 * 1024
+"""Bytes of the tokens and the block table of one sequence: this bounds the length of sequences."""
+MAX_DEVICE_BLOCKS = 1 << 22
+"""Blocks in the device pool of one executor."""
+MAX_ROWS = 1 << 16
+"""Sequences that run on one executor at a time."""
+
+SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
+"""The most that a sequence takes beside its tokens, its blocks and its constraints."""
+MAX_CONSTRAINTS_BYTES = MAX_ALLOWED_BYTES + 8 * MAX_LOGIT_BIASES + 4 * MAX_BAD_TOKENS + 5 * MAX_BAD_SEQUENCES + 32
+"""The most that the token constraints of one request take."""
+
+_TOKEN_BYTES = _BLOCK_BYTES = 4
+_TABLE_BYTES = 12
+_COPY_BYTES = 8
+_ROW_BYTES = 32
+
+
+def longest_sequence(block_size: int) -> int:
+    """Return how many tokens a sequence may have for its tokens and blocks to stay within ``MAX_SEQUENCE_BYTES``."""
+    blocks = MAX_SEQUENCE_BYTES // (_TOKEN_BYTES * block_size + _BLOCK_BYTES)
+    return blocks * block_size
+
+
+def greatest_plan() -> int:
+    """Return a bound on the bytes of any plan.
+
+    A block of the device is added to at most one block table per plan, and gives way to another one in at most one. It
+    is copied to at most once, and copied from once when what it held is kept in the tier below. A row leaves, has
+    computed something, and computes a chunk at most once.
+    """
+    joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_CONSTRAINTS_BYTES
+    return joined + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES

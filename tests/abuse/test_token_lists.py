@@ -1,0 +1,56 @@
+"""Lists of tokens that were once sent with every sequence, beside another key's stream.
+
+A real model: the executor makes masks and tables of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tests.abuse.abuser import at_once, post
+from tests.abuse.bystander import serving_two_keys, unharmed
+
+COMPLETIONS = "/v1/completions"
+VOCABULARY = 4096
+
+
+def body(prompts: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": [f"# prompt {number}\n" for number in range(prompts)],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def test_a_list_longer_than_the_vocabulary_is_refused_and_hurts_nobody(tmp_path: Path) -> None:
+    # 5 MB of body, as it was found.
+    abuse = body(120, allowed_token_ids=[5000 % VOCABULARY] * 1_000_000)
+    with serving_two_keys(tmp_path) as server, unharmed(server):
+        for _ in range(3):
+            status, answer = post(server.url, COMPLETIONS, abuse)
+            assert status == 400
+            assert answer["error"]["param"] == "allowed_token_ids"
+            assert "1000000 token ids are more than the vocabulary has, which is 4096" in answer["error"]["message"]
+
+
+LEGAL: list[dict[str, Any]] = [
+    {"allowed_token_ids": list(range(VOCABULARY))},
+    {"logit_bias": {str(token): -1.5 for token in range(1024)}},
+    {"bad_words": [f"word {number}" for number in range(128)]},
+    {"stop_token_ids": list(range(2000, 2128)), "min_tokens": 4},
+    {
+        "allowed_token_ids": list(range(5, VOCABULARY)),
+        "logit_bias": {str(token): 1.0 for token in range(1024)},
+        "bad_words": ["a" * number for number in range(1, 101)],
+    },
+]
+
+
+def test_the_longest_lists_that_are_legal_hurt_nobody(tmp_path: Path) -> None:
+    with serving_two_keys(tmp_path) as server:
+        at_once(server.url, COMPLETIONS, body(120, n=4), 2)  # steps as large as those that follow have been run once
+        with unharmed(server):
+            for fields in LEGAL:
+                answers = at_once(server.url, COMPLETIONS, body(120, n=4, **fields), 2)
+                assert [status for status, _ in answers] == [200, 200], answers
+                assert all(len(answer["choices"]) == 480 for _, answer in answers)
