@@ -110,10 +110,10 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     metrics.http_requests_in_progress.inc()
     try:
         response = await handler(request)
-    except APIError as error:
-        response = error.response()
-    except GenerationError as error:
-        response = failure(error).response()
+    except (APIError, GenerationError) as error:
+        response = (error if isinstance(error, APIError) else failure(error)).response()
+        # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
+        error.__traceback__ = error.__context__ = None
     except web.HTTPException as error:
         response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,12 +54,14 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:
         return parse_request(body, request_type), intake
-    # Parsing holds the GIL, so a thread would not help: others get to run between two large bodies.
-    async with service.parsing.turn(client.name):
-        parsed = parse_request(body, request_type)
-        del body
-        await asyncio.sleep(0)
-    return parsed, intake
+    # Parsing holds the GIL, so a thread would not help. Large bodies take at most half of the event loop's time: the
+    # next one is parsed when as much time has passed again.
+    await service.parsing.take(client.name)
+    began = monotonic()
+    try:
+        return parse_request(body, request_type), intake
+    finally:
+        asyncio.get_running_loop().call_later(monotonic() - began, service.parsing.pass_on)
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:
@@ -108,8 +111,13 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
     known = frozenset(request_type.__struct_fields__)
     try:
         wanted = drop_unsupported(fields, known)
-        with_integers(wanted, request_type)
-        return msgspec.convert(wanted, request_type)
+        try:
+            return msgspec.convert(wanted, request_type)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            with_integers(wanted, request_type)
+            return msgspec.convert(wanted, request_type)
     except msgspec.ValidationError as error:
         raise explain(error, fields) from None
     except RecursionError:

@@ -5,6 +5,7 @@ template is written for it, and because it does not load torch, as ``AutoTokeniz
 """
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _THREADS = 2
 _LARGE_CHARACTERS = 262_144
 """Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
+_TRIMMED_CHARACTERS = 65_536
+"""After a longer text free memory is given back: the library takes 300 bytes for a token, which the allocator keeps."""
 _LONG_DECODE = 4096
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
 _RESERVED_TEMPLATE_NAMES = {
     "conversations",
     "messages",
@@ -175,7 +180,8 @@ class Tokenizer:
                 taken.append(queue)
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-            work = asyncio.get_running_loop().run_in_executor(self._threads, function)
+            job = function if size <= _TRIMMED_CHARACTERS else _then_trim(function)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, job)
         except BaseException:
             for queue in taken:
                 queue.pass_on()
@@ -189,6 +195,17 @@ class Tokenizer:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
+
+
+def _then_trim(function: Callable[[], T]) -> Callable[[], T]:
+    def run() -> T:
+        try:
+            return function()
+        finally:
+            if _malloc_trim is not None:
+                _malloc_trim(0)
+
+    return run
 
 
 class _TokenizerFile(msgspec.Struct):

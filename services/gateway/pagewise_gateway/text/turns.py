@@ -2,8 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class Turns:
@@ -16,17 +14,8 @@ class Turns:
         self._free = most
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
-    @asynccontextmanager
-    async def turn(self, key: str) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts until the context is left. ``key``: name of the client's API key."""
-        await self.take(key)
-        try:
-            yield
-        finally:
-            self.pass_on()
-
     async def take(self, key: str) -> None:
-        """Wait for a turn, which lasts until ``pass_on`` is called."""
+        """Wait for a turn, which lasts until ``pass_on`` is called. ``key``: name of the client's API key."""
         if self._free:
             self._free -= 1
             return
