@@ -158,7 +158,8 @@ async def render_metrics(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """The OpenAPI document of this application."""
-    return _json(document(package_version(), request.app[Service.KEY].limits.model_name))
+    service = request.app[Service.KEY]
+    return _json(document(package_version(), service.limits.model_name, request.client_max_size, service.body_memory))
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
 from pagewise_gateway.http.schema import (
     ALWAYS_TOKENIZED_CHARACTERS,
     CHARACTERS_PER_TOKEN,
+    MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS_BYTES,
     ChatMessage,
     ChatRequest,
@@ -20,7 +21,6 @@ from pagewise_gateway.http.schema import (
 )
 from pagewise_gateway.text.errors import ChatTemplateError
 
-MAX_PROMPTS = 2048
 _FEW_PIECES = 32
 """Conversations of so many messages and parts are rendered on the event loop."""
 

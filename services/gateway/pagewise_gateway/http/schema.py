@@ -14,6 +14,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIASES = 1024
+MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
@@ -34,7 +35,9 @@ Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 PromptType = Annotated[
     str | list[str | TokenId | list[TokenId]],
-    Meta(description="A text, token ids, or a list of texts or of lists of token ids."),
+    Meta(
+        description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
+    ),
 ]
 
 
