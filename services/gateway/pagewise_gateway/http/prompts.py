@@ -65,6 +65,12 @@ async def encode_prompt(
         if not tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
         return tokens
+    if body.truncate_prompt_tokens is None and len(prompt) > capacity.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {capacity.max_model_len} tokens. However, your prompt resulted in "
+            f"{len(prompt)} tokens. Please reduce its length.",
+            "prompt",
+        )
     if (largest := max(prompt)) >= capacity.vocab_size:
         raise InvalidRequestError(
             f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
