@@ -203,7 +203,7 @@ class Gateways(Sessions[Gateway]):
     def _refuse(self, gateway: Gateway, submit: Submit, refused: RequestRefused) -> None:
         gateway.outputs.refused.append(refused)
         counted = gateway.submissions.get(submit.counted_as)
-        if counted is not None and not counted.prompts:
+        if counted is not None and not counted.prompts and counted.usage.name == submit.key:
             self._end(gateway, counted)
 
     def _admitted(self, gateway: Gateway, submit: Submit) -> tuple[Submission, list[Request]]:
