@@ -165,7 +165,7 @@ class MediaTypeError(APIError):
 
 
 class OverloadedError(APIError):
-    """The queue is full, or the API key is over one of its limits. ``retry_after``: seconds."""
+    """The queue is full, the API key is over one of its limits, or bodies take too much memory. ``retry_after``: s."""
 
     status = 429
     type = "rate_limit_error"
