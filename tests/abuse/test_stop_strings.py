@@ -18,14 +18,14 @@ MOST = {
 def test_the_longest_stop_strings_of_the_most_outputs_hurt_nobody(tmp_path: Path) -> None:
     with serving_two_keys(tmp_path, "--simulate") as server, unharmed(server):
         for _ in range(2):
-            status, answer = post(server.url, COMPLETIONS, MOST)
-            assert status == 200, answer
-            assert len(answer["choices"]) == 32 * 128
+            answer = post(server, COMPLETIONS, MOST)
+            assert answer.status == 200, answer.body
+            assert len(answer.body["choices"]) == 32 * 128
 
 
 def test_refused_requests_with_them_cost_nothing(tmp_path: Path) -> None:
     with serving_two_keys(tmp_path, "--simulate", abuser="concurrent=1") as server, unharmed(server):
-        answers = at_once(server.url, COMPLETIONS, MOST, 8)
-        assert {status for status, _ in answers} == {200, 429}
-        refused = next(answer for status, answer in answers if status == 429)
-        assert "abuser" in refused["error"]["message"] or "concurrent" in refused["error"]["message"], refused
+        answers = at_once(server, COMPLETIONS, MOST, 8)
+        assert {answer.status for answer in answers} == {200, 429}
+        refused = next(answer.message for answer in answers if answer.status == 429)
+        assert "abuser" in refused or "concurrent" in refused, refused

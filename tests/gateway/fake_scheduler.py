@@ -264,6 +264,9 @@ class FakeScheduler:
             await self._send(identity, Outputs(member.epoch, refused=(refused,)))
             return
         self.submits.append(submit)
+        if submit.counted_as >= 0:
+            counted = member.runs.pop(submit.counted_as)
+            assert not counted.submit.prompts
         run = Run(submit, streams_of(submit))
         member.runs[submit.stream] = run
         if not submit.prompts:

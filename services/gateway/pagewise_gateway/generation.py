@@ -40,8 +40,8 @@ class Prompt:
 class GenerationRequest:
     """A request to generate n sequences from each of its prompts.
 
-    A request without prompts stands for work that the gateway does itself, such as tokenizing: it only counts against
-    the limits of its API key.
+    A request without prompts only counts against the limits of its API key. It stands for work that the gateway does
+    itself, such as tokenizing, or for a request whose body has not been read yet.
 
     Fields:
         request_id: unique among live requests, unlike the X-Request-Id that a client may send.

@@ -20,7 +20,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 Drop = Literal["undecodable", "stale_epoch", "impossible"]
 """Why a frame from the scheduler was dropped."""
 
-Refusal = Literal["no_scheduler", "no_executor", "shutting_down"]
+Refusal = Literal["no_scheduler", "no_executor", "shutting_down", "body_memory", "key_body_memory"]
 """Why requests are refused that no scheduler has seen."""
 
 # Creation times would double the number of series.
@@ -97,6 +97,9 @@ class Metrics:
     def _bind_http(self) -> None:
         self.http_requests_in_progress = self._gauge("http_requests_in_progress", "HTTP requests being answered.")
         self.http_connections = self._gauge("http_connections", "Connections of clients.")
+        self.http_body_bytes = self._gauge(
+            "http_body_bytes", "Bytes of HTTP request bodies that are being read, parsed or tokenized."
+        )
         self.http_connections_refused = self._counter(
             "http_connections_refused", "Connections refused because of --max-connections."
         )

@@ -249,7 +249,11 @@ class Metrics:
         self._requests_refused = self._raw_counter(
             "requests_refused", "Requests that were not accepted, by reason.", ("reason",)
         )
-        self._key_requests = self._raw_counter("key_requests", "Accepted requests, by name of the API key.", ("key",))
+        self._key_requests = self._raw_counter(
+            "key_requests",
+            "Accepted requests, by name of the API key; if it has limits, also those that were refused for their body.",
+            ("key",),
+        )
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
         for reason in REFUSALS:
             self.requests_refused(reason)

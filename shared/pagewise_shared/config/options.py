@@ -51,6 +51,7 @@ GROUPS = {
         "keepalive_timeout",
         "write_timeout",
         "max_body_bytes",
+        "max_body_memory",
         "max_n",
     ),
     "API keys": (
@@ -220,7 +221,22 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     key_tokens_per_minute: Annotated[
         Positive | None, _help("maximum tokens per minute per API key, prompts and outputs (default: no limit)", "N")
     ] = None
-    max_body_bytes: Annotated[Positive, _help("maximum size of an HTTP request body, in bytes", "N")] = 16 * 1024 * 1024
+    max_body_bytes: Annotated[
+        Positive,
+        _help(
+            "maximum size of an HTTP request body, in bytes; 4 MiB hold a million tokens of English text",
+            "N",
+            "A list of token ids takes up to seven bytes for each: 600,000 of them fit.",
+        ),
+    ] = 4 * 1024 * 1024
+    max_body_memory: Annotated[
+        Positive,
+        _help(
+            "maximum bytes of bodies that a gateway reads, parses and tokenizes at the same time",
+            "N",
+            "Each API key may use a quarter of them (at least `--max-body-bytes`). Beyond that the answer is 429.",
+        ),
+    ] = 64 * 1024 * 1024
     max_n: Annotated[Positive, _help("maximum number of outputs (n) of one request", "N")] = 128
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways", "ENDPOINT")] = (
         "tcp://127.0.0.1:5758"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.options import GROUPS
+from pagewise_shared.config.options import GROUPS, GatewayConfig
 from pagewise_shared.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Struct)
@@ -102,7 +102,11 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for name in ("kv_memory", "host_memory", "host_bandwidth"):
         if values.get(name) is not None:
             parse_size(values[name])
-    return _compose(config_type, values)
+    config = _compose(config_type, values)
+    for part in (config, getattr(config, "gateway", None)):
+        if isinstance(part, GatewayConfig) and part.max_body_bytes > part.max_body_memory:
+            raise ConfigError("--max-body-bytes is more than --max-body-memory: no body of that size could be read")
+    return config
 
 
 def options_of(config_type: type[Struct]) -> dict[str, Option]:

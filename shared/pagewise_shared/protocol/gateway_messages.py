@@ -87,8 +87,9 @@ class PromptToGenerate(Piece, frozen=True):
 class Submit(Message, frozen=True):
     """One request of a client: taken as a whole, or refused as a whole (``RequestRefused``).
 
-    A request without prompts is work of the gateway itself (tokenizing): it counts against the limits of its key until
-    the gateway aborts it, and is answered by ``Started`` or ``RequestRefused``.
+    A request without prompts only counts against the limits of its key until the gateway aborts it, and is answered by
+    ``Started`` or ``RequestRefused``. It stands for work of the gateway itself (tokenizing), or for a request whose
+    body the gateway has not read yet; the request that is in that body takes its place (``counted_as``).
 
     Fields:
         epoch: of the scheduler's welcome, as in every message from here on.
@@ -102,6 +103,8 @@ class Submit(Message, frozen=True):
         age_us: microseconds since the client's request arrived at the gateway.
         resumed: another scheduler has accepted it before. It is accepted again, whatever waits and whatever its key has
             used, and goes on behind the progress of its prompts.
+        counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
+            over its place, and is not counted again; -1: it was not counted yet.
     """
 
     epoch: int
@@ -118,6 +121,7 @@ class Submit(Message, frozen=True):
     limits: KeyLimits = KeyLimits()
     age_us: int = 0
     resumed: bool = False
+    counted_as: int = -1
 
 
 class Abort(Message, frozen=True):

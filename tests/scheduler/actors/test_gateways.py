@@ -514,6 +514,53 @@ async def test_what_a_key_has_used_in_a_minute(tmp_path: Path, limits: KeyLimits
         await (await stack.gateway.submit([1], key="k", limits=KeyLimits())).result()
 
 
+async def test_a_request_takes_the_place_of_what_it_was_counted_as(tmp_path: Path) -> None:
+    limits = KeyLimits(concurrent=1, requests_per_minute=2)
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        for _ in range(2):
+            counted = await stack.gateway.submit(key="k", limits=limits)
+            await counted.until(lambda counted=counted: counted.started)
+            request = await stack.gateway.submit_as(
+                Submit(0, 0, "r", prompts_of([[1, 2]], 9), GREEDY, key="k", limits=limits, counted_as=counted.stream)
+            )
+            assert [len(tokens) for tokens in await request.result()] == [9]
+            await stack.gateway.abort(counted)  # it is not there any more
+        with pytest.raises(RefusedRequestError, match="requests per minute"):
+            await (await stack.gateway.submit([1], key="k", limits=limits)).result()
+        assert stack.metric("key_requests_total", key="k") == 2
+        await (await stack.gateway.submit([1], key="other", limits=KeyLimits(concurrent=1))).result()
+
+
+async def test_a_request_that_cannot_take_a_place_is_refused_and_gives_its_own_back(tmp_path: Path) -> None:
+    limits = KeyLimits(concurrent=1)
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        running_one = await stack.gateway.submit([1], key="other", max_tokens=100)
+        counted = await stack.gateway.submit(key="k", limits=limits)
+        await counted.until(lambda: counted.started)
+        for key, stream in (("k", 12345), ("k", running_one.stream), ("thief", counted.stream)):
+            submit = Submit(0, 0, "r", prompts_of([[1]], 9), GREEDY, key=key, limits=limits, counted_as=stream)
+            with pytest.raises(RefusedRequestError, match="counted as stream"):
+                await (await stack.gateway.submit_as(submit)).result()
+        await stack.gateway.abort(counted)
+        await (await stack.gateway.submit([2], key="k", limits=limits)).result()
+        await running_one.result()
+
+
+@pytest.mark.parametrize("prompt", [[1] * 300, [5000]], ids=["does not fit", "cannot be"])
+async def test_a_refused_request_does_not_keep_its_place(tmp_path: Path, prompt: list[int]) -> None:
+    limits = KeyLimits(concurrent=1)
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        counted = await stack.gateway.submit(key="k", limits=limits)
+        await counted.until(lambda: counted.started)
+        submit = Submit(0, 0, "r", prompts_of([prompt], 9), GREEDY, key="k", limits=limits, counted_as=counted.stream)
+        with pytest.raises(RefusedRequestError):
+            await (await stack.gateway.submit_as(submit)).result()
+        await (await stack.gateway.submit([2], key="k", limits=limits)).result()
+
+
 # ---- queries -------------------------------------------------------------------------------------------
 
 

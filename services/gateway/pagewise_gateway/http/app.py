@@ -4,27 +4,27 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from pagewise_shared.config import GatewayConfig
-from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.version import package_version
 
-from pagewise_gateway.generation import GenerationError, GenerationRequest
+from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check
+from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
+from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import encode_chat
+from pagewise_gateway.http.prompts import check_tokenizable, encode_chat
 from pagewise_gateway.http.refused_requests import RefusedRequests
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
@@ -34,10 +34,16 @@ from pagewise_gateway.http.responses import (
     TokenizeResponse,
     Version,
 )
-from pagewise_gateway.http.schema import DetokenizeRequest, TokenizeRequest
+from pagewise_gateway.http.schema import (
+    ALWAYS_DETOKENIZED_TOKENS,
+    DETOKENIZED_CONTEXTS,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
+from pagewise_gateway.text.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +70,8 @@ def create_app(
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
-    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout)
+    memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
+    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout, memory, Turns(1))
     app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -103,10 +110,10 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     metrics.http_requests_in_progress.inc()
     try:
         response = await handler(request)
-    except APIError as error:
-        response = error.response()
-    except GenerationError as error:
-        response = failure(error).response()
+    except (APIError, GenerationError) as error:
+        response = (error if isinstance(error, APIError) else failure(error)).response()
+        # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
+        error.__traceback__ = error.__context__ = None
     except web.HTTPException as error:
         response = from_http_exception(error, f"{request.method} {request.path}").response()
         if "Allow" in error.headers:
@@ -121,6 +128,8 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}").response()
     finally:
         metrics.http_requests_in_progress.dec()
+        if (intake := request.get(Intake.KEY)) is not None:
+            intake.close()
     if response.status >= 400:
         request.app[_REFUSED].add()
     if not response.prepared:
@@ -149,7 +158,8 @@ async def render_metrics(request: web.Request) -> web.Response:
 
 async def openapi(request: web.Request) -> web.Response:
     """The OpenAPI document of this application."""
-    return _json(document(package_version(), request.app[Service.KEY].limits.model_name))
+    service = request.app[Service.KEY]
+    return _json(document(package_version(), service.limits.model_name, request.client_max_size, service.body_memory))
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -166,57 +176,46 @@ async def get_model(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """Tokens of a prompt or of messages."""
-    service = request.app[Service.KEY]
-    body = await read_request(request, TokenizeRequest)
+    service, key = request.app[Service.KEY], request[CLIENT].name
+    body, _ = await read_request(request, TokenizeRequest)
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give a prompt or messages", "prompt")
-    async with _counted(request):
-        if body.prompt is None:
-            tokens = await encode_chat(service, body, None)
-        else:
-            tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-        strings: list[str] | None = None
-        if body.return_token_strs:
-            strings = await service.tokenizer.off_loop(lambda: [service.tokenizer.token(token) for token in tokens])
+    capacity = service.link.capacity()
+    if body.prompt is None:
+        tokens = await encode_chat(service, body, capacity, key)
+    else:
+        check_tokenizable(body.prompt, capacity, "prompt")
+        tokens = await service.encode(body.prompt, body.add_special_tokens is not False, key)
+    strings: list[str] | None = None
+    if body.return_token_strs:
+        name = service.tokenizer.token
+
+        def named() -> list[str]:
+            names = {token: name(token) for token in set(tokens)}  # one string for all tokens of an id
+            return [names[token] for token in tokens]
+
+        strings = await service.tokenizer.off_loop(named, key)
     return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Text of tokens, special tokens included."""
     service = request.app[Service.KEY]
-    body = await read_request(request, DetokenizeRequest)
+    body, _ = await read_request(request, DetokenizeRequest)
     check_model(body.model, service.limits)
     capacity = service.link.capacity()
+    most = max(ALWAYS_DETOKENIZED_TOKENS, DETOKENIZED_CONTEXTS * (capacity.max_model_len if capacity else 0))
+    if len(body.tokens) > most:
+        raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many, the limit is {most}", "tokens")
     vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)
     if (largest := max(body.tokens, default=0)) >= vocab_size:
         raise InvalidRequestError(f"tokens: token id {largest} is outside the vocabulary of {vocab_size}", "tokens")
-    async with _counted(request):
-        decode = service.tokenizer.decode
-        text = await service.tokenizer.off_loop(lambda: decode(body.tokens, skip_special_tokens=False))
-    return _json(DetokenizeResponse(text))
-
-
-@asynccontextmanager
-async def _counted(request: web.Request) -> AsyncIterator[None]:
-    """Count work that the gateway does itself against the limits of the request's API key, if it has any.
-
-    Raises:
-        GenerationError: the key is over one of its limits.
-    """
-    client = request[CLIENT]
-    if not client.limited:
-        yield
-        return
-    generation = GenerationRequest(
-        request[REQUEST_ID], (), SamplingParams(), arrival_time=time.monotonic(), key=client.name, limits=client.limits
+    decode = service.tokenizer.decode
+    text = await service.tokenizer.off_loop(
+        lambda: decode(body.tokens, skip_special_tokens=False), request[CLIENT].name, len(body.tokens)
     )
-    live = request.app[Service.KEY].link.submit(generation)
-    try:
-        await live.next()
-        yield
-    finally:
-        live.abort()
+    return _json(DetokenizeResponse(text))
 
 
 def _model(service: Service) -> Model:

@@ -38,7 +38,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
-    body = await read_request(request, ChatRequest)
+    body, intake = await read_request(request, ChatRequest)
     n = check_common(body, service.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -54,10 +54,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted: int | None = getattr(body, given)
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"{given} must be at least 1", given)
-    tokens = truncated(await encode_chat(service, body, capacity), body, wanted, capacity)
+    tokens = truncated(await encode_chat(service, body, capacity, request[CLIENT].name), body, wanted, capacity)
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
-    with Generation(service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+    body.messages = []
+    intake.memory.release()
+    with Generation(
+        service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT], intake.counted
+    ) as generation:
         return await _Chat(f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation).respond(request)
 
 

@@ -33,7 +33,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         GenerationError: the request was not accepted, or failed before the response began.
     """
     service = request.app[Service.KEY]
-    body = await read_request(request, CompletionRequest)
+    body, intake = await read_request(request, CompletionRequest)
     n = check_common(body, service.limits)
     given = check_prompts(body)
     check_num_sequences(len(given), body, n)
@@ -49,11 +49,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     for one in given:
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
-        whole = await encode_prompt(service, one, body, capacity)
+        whole = await encode_prompt(service, one, body, capacity, request[CLIENT].name)
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
-    with Generation(service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT]) as generation:
+    given.clear()
+    body.prompt = ""  # token ids take up to ten times as much in lists as in ``prompts``
+    intake.memory.release()
+    with Generation(
+        service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT], intake.counted
+    ) as generation:
         return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
 
 

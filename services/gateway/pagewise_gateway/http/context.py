@@ -6,11 +6,13 @@ from typing import ClassVar
 
 from aiohttp import web
 
+from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
+from pagewise_gateway.text.turns import Turns
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Our own id of a request. It is unique; the log and the id of the response contain it."""
@@ -21,13 +23,17 @@ CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
 CLIENT = web.RequestKey("client", Client)
 """The client that sent the request."""
 
-_SHORT_CHARACTERS = 2_000
+SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 
 
 @dataclass(slots=True, frozen=True)
 class Service:
-    """What request handlers use. ``write_timeout``: seconds that a client may take to read what was written."""
+    """What request handlers use.
+
+    ``write_timeout``: seconds that a client may take to read what was written. ``parsing``: turns at parsing large
+    bodies.
+    """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
 
@@ -36,13 +42,21 @@ class Service:
     metrics: Metrics
     limits: Limits
     write_timeout: float
+    body_memory: BodyMemory
+    parsing: Turns
 
-    async def encode(self, text: str, add_special_tokens: bool) -> "array[int]":
-        """Return the token ids (int32) of a text. A long text is tokenized on another thread."""
-        if len(text) <= _SHORT_CHARACTERS:
+    async def encode(self, text: str, add_special_tokens: bool, key: str) -> "array[int]":
+        """Return the token ids (int32) of a text. A long text is tokenized on another thread.
+
+        ``key``: name of the API key for which this is done.
+        """
+        if len(text) <= SHORT_CHARACTERS:
             return array("i", self.tokenizer.encode(text, add_special_tokens))
-        ids = await self.tokenizer.off_loop(lambda: self.tokenizer.encode(text, add_special_tokens))
-        return array("i", ids)
+
+        def encoded() -> "array[int]":
+            return array("i", self.tokenizer.encode(text, add_special_tokens))
+
+        return await self.tokenizer.off_loop(encoded, key, len(text))
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

@@ -25,6 +25,10 @@ from msgspec import Struct
 
 from pagewise_gateway.generation import AdmissionError, GenerationError, NoExecutorError
 
+MAX_MESSAGE_CHARACTERS = 1024
+"""Longer messages are cut in the middle: they quote what the client sent, and name the limit at their end."""
+_MAX_PARAM_CHARACTERS = 256
+
 RETRY_AFTER_SECONDS = 2
 """Default of Retry-After: about as long as an executor takes to come back."""
 
@@ -54,8 +58,8 @@ class APIError(Exception):
     retry_after: int | None = None
 
     def __init__(self, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(shortened(message, MAX_MESSAGE_CHARACTERS))
+        self.param = None if param is None else shortened(param, _MAX_PARAM_CHARACTERS)
         if retry_after is not None:
             self.retry_after = max(1, retry_after)
 
@@ -69,6 +73,14 @@ class APIError(Exception):
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
         return web.Response(body=self.body(), status=self.status, content_type="application/json", headers=headers)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the text if it has at most ``most`` characters, else its beginning and its end."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
 class InvalidRequestError(APIError):
@@ -153,7 +165,7 @@ class MediaTypeError(APIError):
 
 
 class OverloadedError(APIError):
-    """The queue is full, or the API key is over one of its limits. ``retry_after``: seconds."""
+    """The queue is full, the API key is over one of its limits, or bodies take too much memory. ``retry_after``: s."""
 
     status = 429
     type = "rate_limit_error"

@@ -29,9 +29,12 @@ class Generation:
         n: int,
         request_id: str,
         client: Client,
+        counted: LiveRequest | None = None,
     ) -> None:
+        """``counted``: what the request is counted as already, if its API key has limits."""
         self.n = n
         self._link = link
+        self._counted = counted
         self._request = GenerationRequest(
             request_id=request_id,
             prompts=tuple(prompts),
@@ -53,7 +56,7 @@ class Generation:
         self._live: LiveRequest
 
     def __enter__(self) -> "Generation":
-        self._live = self._link.submit(self._request)
+        self._live = self._link.submit(self._request, self._counted)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import msgspec
 
+from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.parsing import BODY_SECONDS
 from pagewise_gateway.http.responses import (
     ChatChunk,
     ChatResponse,
@@ -19,6 +21,7 @@ from pagewise_gateway.http.responses import (
     Version,
 )
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
 # Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
 _POSTS: dict[str, tuple[str, type, type, type | None]] = {
@@ -44,21 +47,28 @@ _ERRORS = {
     400: "The request is wrong; param names the field.",
     401: "The API key is missing or not valid.",
     404: "No such model.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
+    408: f"The body did not arrive within {BODY_SECONDS:g} s.",
+    413: "The body is larger than {max_body_bytes} bytes.",
     415: "The body is not declared as JSON.",
-    429: "The queue is full, or the API key is over one of its limits; Retry-After says when to try again.",
+    429: "The queue is full, the API key is over one of its limits, or bodies take too much memory at the same time "
+    "({memory} bytes, those of one API key {share}); Retry-After says when to try again.",
     500: "The server failed.",
     503: "No scheduler answers, or no executor is ready.",
 }
+_BODY = (
+    "At most {max_body_bytes} bytes of JSON, with at most "
+    f"{MAX_CONTAINERS} arrays and objects, {MAX_STRINGS} strings (names of fields included) and {MAX_VALUES} values. "
+    "Integers may be written as 10.0 or 1e1."
+)
 _REF = "#/components/schemas/{name}"
 
 
-def document(version: str, model_name: str) -> dict[str, Any]:
-    """Return the document as plain JSON values."""
+def document(version: str, model_name: str, max_body_bytes: int, memory: BodyMemory) -> dict[str, Any]:
+    """Return the document as plain JSON values. ``max_body_bytes``, ``memory``: what bodies may take."""
+    limits = {"max_body_bytes": max_body_bytes, "memory": memory.total, "share": memory.share}
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
     _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
-    paths: dict[str, Any] = {path: {"post": _post(path)} for path in _POSTS}
+    paths: dict[str, Any] = {path: {"post": _post(path, limits)} for path in _POSTS}
     paths |= {path: {"get": _get(path)} for path in _GETS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
     text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -76,7 +86,7 @@ def document(version: str, model_name: str) -> dict[str, Any]:
     }
 
 
-def _post(path: str) -> dict[str, Any]:
+def _post(path: str, limits: dict[str, int]) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
     responses = _good(_ref(answer))
     if event is not None:
@@ -85,8 +95,12 @@ def _post(path: str) -> dict[str, Any]:
         data = {"anyOf": [{"const": "[DONE]"}, chunk]}
         item = {"type": "object", "required": ["data"], "properties": {"data": data}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    responses |= {str(status): _error(text) for status, text in _ERRORS.items()}
-    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    responses |= {str(status): _error(text.format_map(limits)) for status, text in _ERRORS.items()}
+    body = {
+        "required": True,
+        "description": _BODY.format_map(limits),
+        "content": {"application/json": {"schema": _ref(request)}},
+    }
     return _operation(summary, responses) | {"requestBody": body}
 
 

@@ -2,19 +2,26 @@
 
 import asyncio
 import re
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import (
+    MAX_MESSAGE_CHARACTERS,
     BodyTimeoutError,
     BodyTooLargeError,
     InvalidRequestError,
     MediaTypeError,
     UnknownParameterError,
+    shortened,
 )
+from pagewise_gateway.http.intake import Intake
+from pagewise_gateway.http.integers import with_integers
+from pagewise_gateway.http.structure import check_structure
 from pagewise_gateway.http.unsupported import drop_unsupported
 
 RequestT = TypeVar("RequestT", bound=Struct)
@@ -22,18 +29,45 @@ RequestT = TypeVar("RequestT", bound=Struct)
 BODY_SECONDS = 60.0
 """How long a client may take to send its body."""
 
+_SMALL_BODY_BYTES = 65_536
+"""Bodies of up to this size are parsed at once; larger ones one after the other."""
+
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 
-async def read_request(request: web.Request, request_type: type[RequestT]) -> RequestT:
-    """Read and check the body.
+async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
+    """Count the request against the limits of its API key, then read and check its body.
+
+    Returns the request and what is held for it, until ``Intake.close`` or until it is answered.
 
     Raises:
+        GenerationError: the API key is over one of its limits.
+        OverloadedError: bodies take too much memory.
         MediaTypeError, BodyTooLargeError, BodyTimeoutError: the body cannot be read.
         InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
+    service, client = request.app[Service.KEY], request[CLIENT]
+    intake = request[Intake.KEY] = Intake(client, request[REQUEST_ID], service.body_memory)
+    await intake.count(service.link)
+    body = await _read(request, intake)
+    if len(body) <= _SMALL_BODY_BYTES:
+        return parse_request(body, request_type), intake
+    # Parsing holds the GIL, so a thread would not help. Large bodies take at most half of the event loop's time: the
+    # next one is parsed when as much time has passed again.
+    await service.parsing.take(client.name)
+    began = monotonic()
+    try:
+        parsed = parse_request(body, request_type)
+    finally:
+        asyncio.get_running_loop().call_later(monotonic() - began, service.parsing.pass_on)
+    await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
+    return parsed, intake
+
+
+async def _read(request: web.Request, intake: Intake) -> bytearray:
+    """Read the body. The memory for it is taken before its bytes arrive, as far as its length is known."""
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise MediaTypeError(f"the body is declared as {content_type}: send Content-Type: application/json")
@@ -41,40 +75,51 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> Re
     if request.content_length is not None and request.content_length > limit:
         raise BodyTooLargeError(f"the body has {request.content_length} bytes, the limit is {limit}")
     try:
+        intake.memory.grow_to(request.content_length or 0)
+        body = bytearray()
         async with asyncio.timeout(BODY_SECONDS):
-            body = await request.read()
+            while chunk := await request.content.readany():
+                if len(body) + len(chunk) > limit:
+                    raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+                intake.memory.grow_to(len(body) + len(chunk))  # beyond its length, if it was compressed
+                body += chunk
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit") from None
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split())
         raise InvalidRequestError(f"the body cannot be read: {reason}") from None
-    return parse_request(body, request_type)
+    return body
 
 
-def parse_request(body: bytes, request_type: type[RequestT]) -> RequestT:
+def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
     """Return the request in these bytes.
 
     Raises:
         InvalidRequestError: as in ``read_request``.
     """
+    check_structure(body)
     try:
-        text = body.decode()  # JSON is UTF-8; the JSON decoder checks that inside strings only
-        fields = msgspec.json.decode(text)
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid UTF-8 (byte {error.start})") from None
+        fields = msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise InvalidRequestError("the body is not valid UTF-8") from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except msgspec.MsgspecError as error:
-        hint = " (JSON has no NaN and no Infinity)" if "NaN" in text or "Infinity" in text else ""
+        hint = " (JSON has no NaN and no Infinity)" if b"NaN" in body or b"Infinity" in body else ""
         reason = str(error).replace(" - at `$[...]`", "")
         raise InvalidRequestError(f"the body is not valid JSON: {reason}{hint}") from None
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")
     known = frozenset(request_type.__struct_fields__)
     try:
-        return msgspec.convert(drop_unsupported(fields, known), request_type)
+        wanted = drop_unsupported(fields, known)
+        try:
+            return msgspec.convert(wanted, request_type)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            with_integers(wanted, request_type)
+            return msgspec.convert(wanted, request_type)
     except msgspec.ValidationError as error:
         raise explain(error, fields) from None
     except RecursionError:
@@ -83,7 +128,7 @@ def parse_request(body: bytes, request_type: type[RequestT]) -> RequestT:
 
 def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRequestError:
     """Return the error in terms of the fields that the client sent."""
-    text = str(error)
+    text = shortened(str(error), 4 * MAX_MESSAGE_CHARACTERS)
     path_match = _PATH.search(text)
     path = path_match[1].replace("[...]", "") if path_match else ""
     text = _PATH.sub("", text)

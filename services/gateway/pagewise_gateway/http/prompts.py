@@ -1,14 +1,28 @@
 """Turns prompts and conversations into token ids."""
 
 from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from pagewise_gateway.generation import Capacity
-from pagewise_gateway.http.context import Service
+from pagewise_gateway.http.context import SHORT_CHARACTERS, Service
 from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
-from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from pagewise_gateway.http.schema import (
+    ALWAYS_TOKENIZED_CHARACTERS,
+    CHARACTERS_PER_TOKEN,
+    MAX_PROMPTS,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from pagewise_gateway.text.errors import ChatTemplateError
 
-MAX_PROMPTS = 2048
+_FEW_PIECES = 32
+"""Conversations of so many messages and parts are rendered on the event loop."""
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -20,9 +34,9 @@ def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         prompts: list[str | list[int]] = [prompt]
-    elif prompt and all(isinstance(item, int) for item in prompt):
+    elif (kinds := set(map(type, prompt))) == {int}:
         prompts = [prompt]  # type: ignore[list-item]
-    elif any(isinstance(item, int) for item in prompt):
+    elif int in kinds:
         raise InvalidRequestError("prompt: token ids and prompts are mixed in one list", "prompt")
     else:
         prompts = prompt  # type: ignore[assignment]
@@ -34,9 +48,9 @@ def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 async def encode_prompt(
-    service: Service, prompt: str | list[int], body: CompletionRequest, capacity: Capacity
+    service: Service, prompt: str | list[int], body: CompletionRequest, capacity: Capacity, key: str
 ) -> "array[int]":
-    """Return the token ids (int32) of one of the request's prompts.
+    """Return the token ids (int32) of one of the request's prompts. ``key``: name of the API key.
 
     Raises:
         InvalidRequestError: the prompt has no tokens, or ids outside the vocabulary.
@@ -45,20 +59,31 @@ async def encode_prompt(
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
             check_text_length(service, prompt, capacity, "prompt")
-        tokens = await service.encode(prompt, body.add_special_tokens is not False)
+        else:
+            check_tokenizable(prompt, capacity, "prompt")
+        tokens = await service.encode(prompt, body.add_special_tokens is not False, key)
         if not tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
         return tokens
-    for token in prompt:
-        if token >= capacity.vocab_size:
-            raise InvalidRequestError(
-                f"prompt: token id {token} is outside the vocabulary of {capacity.vocab_size}", "prompt"
-            )
+    if body.truncate_prompt_tokens is None and len(prompt) > capacity.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {capacity.max_model_len} tokens. However, your prompt resulted in "
+            f"{len(prompt)} tokens. Please reduce its length.",
+            "prompt",
+        )
+    if (largest := max(prompt)) >= capacity.vocab_size:
+        raise InvalidRequestError(
+            f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
+        )
     return array("i", prompt)
 
 
-async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None) -> "array[int]":
+async def encode_chat(
+    service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None, key: str
+) -> "array[int]":
     """Return the token ids (int32) of a conversation, rendered with the model's chat template.
+
+    ``key``: name of the API key. A long conversation is rendered and tokenized on another thread.
 
     Raises:
         InvalidRequestError: the conversation cannot be rendered, or has no tokens.
@@ -68,25 +93,31 @@ async def encode_chat(service: Service, body: ChatRequest | TokenizeRequest, cap
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
         )
-    messages = [
-        {"role": message.role, "content": _content(message.content)}
-        | ({"name": message.name} if message.name is not None else {})
-        for message in body.messages or ()
-    ]
+    _check_kwargs(body.chat_template_kwargs)
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    try:
+    characters, pieces = _size(body.messages or ())
+
+    def encoded() -> "array[int]":
         text = service.tokenizer.render_chat(
-            messages,
+            [_message(message) for message in body.messages or ()],
             add_generation_prompt=add_prompt,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,
         )
+        if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
+            check_tokenizable(text, capacity, "messages")
+        elif capacity is not None:
+            check_text_length(service, text, capacity, "messages")
+        # Chat templates contain the special tokens.
+        return array("i", service.tokenizer.encode(text, bool(body.add_special_tokens)))
+
+    try:
+        if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:
+            tokens = encoded()
+        else:
+            tokens = await service.tokenizer.off_loop(encoded, key, characters)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
-    if capacity is not None and isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None:
-        check_text_length(service, text, capacity, "messages")
-    # Chat templates contain the special tokens.
-    tokens = await service.encode(text, bool(body.add_special_tokens))
     if not tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
     return tokens
@@ -106,7 +137,47 @@ def check_text_length(service: Service, text: str, capacity: Capacity, param: st
         )
 
 
-def _content(content: object) -> object:
-    if isinstance(content, list):
-        return [{"type": "text", "text": part.text} for part in content]
-    return content
+def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
+    """Refuse a text that is too long to be tokenized only to be counted or truncated.
+
+    ``capacity``: None if no executor has joined yet.
+
+    Raises:
+        ContextLengthError: the text is that long.
+    """
+    context = capacity.max_model_len if capacity is not None else 0
+    most = max(ALWAYS_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * context)
+    if len(text) > most:
+        raise ContextLengthError(
+            f"{param}: a text of {len(text)} characters is too long to be tokenized here; the limit is {most}, for a "
+            f"maximum context length of {context} tokens",
+            param,
+        )
+
+
+def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
+    if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequestError(
+            f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",
+            "chat_template_kwargs",
+        )
+
+
+def _size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """How many characters a conversation has, and how many messages and parts."""
+    characters, pieces = 0, len(messages)
+    for message in messages:
+        if isinstance(message.content, str):
+            characters += len(message.content)
+        else:
+            pieces += len(message.content)
+            characters += sum(len(part.text) for part in message.content)
+    return characters, pieces
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    content: object = message.content
+    if isinstance(message.content, list):
+        content = [{"type": "text", "text": part.text} for part in message.content]
+    fields = {"role": message.role, "content": content}
+    return fields if message.name is None else fields | {"name": message.name}

@@ -13,6 +13,19 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
+MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 1024
+MAX_TEMPLATE_KWARGS_BYTES = 65_536
+
+CHARACTERS_PER_TOKEN = 16
+ALWAYS_TOKENIZED_CHARACTERS = 65_536
+DETOKENIZED_CONTEXTS = 4
+ALWAYS_DETOKENIZED_TOKENS = 65_536
+LONGEST_TEXT = (
+    f"The text may have {CHARACTERS_PER_TOKEN} characters for each token of the model's context length, "
+    f"but always {ALWAYS_TOKENIZED_CHARACTERS}."
+)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -21,7 +34,9 @@ Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 PromptType = Annotated[
     str | list[str | TokenId | list[TokenId]],
-    Meta(description="A text, token ids, or a list of texts or of lists of token ids."),
+    Meta(
+        description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
+    ),
 ]
 
 
@@ -77,7 +92,14 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, description="Keep only that many last tokens of the prompt; -1: what fits.")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=-1,
+                description=f"Keep only that many last tokens of the prompt; -1: what fits. {LONGEST_TEXT}",
+            ),
+        ]
+        | None
     ) = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier.")] | None = None
@@ -115,11 +137,15 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)]
     name: str | None = None
 
 
-Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    Meta(description=f"Variables of the chat template, at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON."),
+]
 
 
 class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
@@ -131,24 +157,30 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Alternatives | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /tokenize``: a prompt or messages."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str, Meta(description=LONGEST_TEXT)] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /detokenize``."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[
+        list[TokenId],
+        Meta(
+            description=f"At most {DETOKENIZED_CONTEXTS} times the model's context length, but always "
+            f"{ALWAYS_DETOKENIZED_TOKENS}."
+        ),
+    ]
     model: str | None = None

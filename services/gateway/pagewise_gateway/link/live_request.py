@@ -34,6 +34,7 @@ class LiveRequest:
         stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
         refusal: why it was not accepted when it was last submitted again.
+        counted_as: the request without prompts whose place it takes when it is submitted, if there is one.
         ended: whether nothing comes any more. ``on_end`` is called once then.
 
     A frame from the scheduler brings tokens of many outputs, but its client should be woken once. So ``on_news`` is
@@ -54,6 +55,7 @@ class LiveRequest:
         self.submissions = 0
         self.submission_time = self.waiting_since = monotonic()
         self.refusal: AdmissionError | None = None
+        self.counted_as: LiveRequest | None = None
         self.ended = False
         self.prompts: list[LivePrompt] = []
         self.outputs: list[Output] = []

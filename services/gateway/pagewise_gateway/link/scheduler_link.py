@@ -133,8 +133,10 @@ class SchedulerLink:
         self._metrics.requests_refused("no_executor").inc()
         raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
 
-    def submit(self, request: GenerationRequest) -> LiveRequest:
+    def submit(self, request: GenerationRequest, counted_as: LiveRequest | None = None) -> LiveRequest:
         """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
+
+        ``counted_as``: the request without prompts that it was counted as. It ends when this one takes its place.
 
         Raises:
             AdmissionError: this gateway accepts no more requests.
@@ -143,6 +145,7 @@ class SchedulerLink:
             self._metrics.requests_refused("shutting_down").inc()
             raise AdmissionError("unavailable", "the gateway is shutting down")
         live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
+        live.counted_as = counted_as
         self._live[live] = None
         self._idle.clear()
         if self._connection.epoch is not None:
@@ -250,6 +253,10 @@ class SchedulerLink:
         frame = encode(submission(live, epoch, now))
         if len(frame) <= MAX_SUBMIT_BYTES:
             self._connection.send_frame(frame)
+            if (counted := live.counted_as) is not None:
+                live.counted_as = None
+                self._table.remove(counted)  # without a number it ends without an Abort: the scheduler has replaced it
+                counted.abort()
             return
         # The scheduler's socket would cut the connection, under all other requests too, and again with every new one.
         self._table.remove(live)

@@ -29,6 +29,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         limits=request.limits,
         age_us=max(0, int((now - request.arrival_time) * 1e6)),
         resumed=again,
+        counted_as=-1 if live.counted_as is None or live.counted_as.stream is None else live.counted_as.stream,
     )
 
 

@@ -5,6 +5,7 @@ template is written for it, and because it does not load torch, as ``AutoTokeniz
 """
 
 import asyncio
+import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +17,19 @@ from pagewise_shared.errors import ModelError
 
 from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
 from pagewise_gateway.text.token_bytes import TokenBytes
+from pagewise_gateway.text.turns import Turns
 
 T = TypeVar("T")
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _THREADS = 2
+_LARGE_CHARACTERS = 262_144
+"""Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
+_TRIMMED_CHARACTERS = 65_536
+"""After a longer text free memory is given back: the library takes 300 bytes for a token, which the allocator keeps."""
+_LONG_DECODE = 4096
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
 _RESERVED_TEMPLATE_NAMES = {
     "conversations",
     "messages",
@@ -68,6 +77,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._special_tokens = special_tokens or {}
         self._threads: ThreadPoolExecutor | None = None
+        self._turns, self._large_turns = Turns(_THREADS), Turns(_THREADS - 1)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -102,6 +112,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
+        if len(token_ids) > _LONG_DECODE:  # ``decode`` holds the GIL, 0.2 s for a million tokens
+            return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
@@ -154,17 +166,46 @@ class Tokenizer:
             raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
         return rendered[0]
 
-    async def off_loop(self, function: Callable[[], T]) -> T:
-        """Run ``function``, which tokenizes, on one of a few threads, so that the event loop is not blocked."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+    async def off_loop(self, function: Callable[[], T], key: str = "", size: int = 0) -> T:
+        """Run ``function``, which tokenizes, on one of a few threads, so that the event loop is not blocked.
+
+        The threads are shared fairly between the API keys (``key``: the name of one). ``size``: characters of the text;
+        long texts leave a thread to shorter ones.
+        """
+        queues = [self._turns] if size <= _LARGE_CHARACTERS else [self._large_turns, self._turns]
+        taken: list[Turns] = []
+        try:
+            for queue in queues:
+                await queue.take(key)
+                taken.append(queue)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+            job = function if size <= _TRIMMED_CHARACTERS else _then_trim(function)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        except BaseException:
+            for queue in taken:
+                queue.pass_on()
+            raise
+        for queue in taken:  # if the client goes away, the thread goes on: its turn lasts until it is done
+            work.add_done_callback(lambda _, queue=queue: queue.pass_on())  # type: ignore[misc]
+        return await asyncio.shield(work)
 
     def close(self) -> None:
         """Stop the threads. They are started again if they are needed."""
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
+
+
+def _then_trim(function: Callable[[], T]) -> Callable[[], T]:
+    def run() -> T:
+        try:
+            return function()
+        finally:
+            if _malloc_trim is not None:
+                _malloc_trim(0)
+
+    return run
 
 
 class _TokenizerFile(msgspec.Struct):

@@ -194,22 +194,35 @@ class Gateways(Sessions[Gateway]):
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
             refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}")
-            gateway.outputs.refused.append(refused)
+            self._refuse(gateway, submit, refused)
         except AdmissionError as error:
-            refused = RequestRefused(submit.stream, error.kind, str(error), error.retry_after)
-            gateway.outputs.refused.append(refused)
+            self._refuse(gateway, submit, RequestRefused(submit.stream, error.kind, str(error), error.retry_after))
         else:
             self._begin(gateway, submission, requests, submit)
+
+    def _refuse(self, gateway: Gateway, submit: Submit, refused: RequestRefused) -> None:
+        gateway.outputs.refused.append(refused)
+        counted = gateway.submissions.get(submit.counted_as)
+        if counted is not None and not counted.prompts and counted.usage.name == submit.key:
+            self._end(gateway, counted)
 
     def _admitted(self, gateway: Gateway, submit: Submit) -> tuple[Submission, list[Request]]:
         """What a request is counted as, and the core's requests for its prompts.
 
         Raises:
             AdmissionError: it is not taken.
+            ImpossibleError: it was counted as something that is not there.
         """
         now, resumed = clock(), submit.resumed
+        began = now
         usage = self._usages.of(submit.key, submit.limits, now)
-        if resumed:
+        if submit.counted_as >= 0:
+            counted = gateway.submissions.get(submit.counted_as)
+            if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
+                raise ImpossibleError(f"a request that is counted as stream {submit.counted_as}, which does not count")
+            del gateway.submissions[submit.counted_as]
+            began = counted.began
+        elif resumed:
             usage.resume()
         else:
             usage.begin(now)
@@ -220,7 +233,7 @@ class Gateways(Sessions[Gateway]):
             except AdmissionError:
                 usage.cancel()
                 raise
-        return Submission(submit.stream, usage, now), requests
+        return Submission(submit.stream, usage, began), requests
 
     def _unique(self, submit: Submit) -> str:
         """The name of a request, made unique among those that live: gateways do not know each other's."""

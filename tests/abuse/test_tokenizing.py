@@ -1,0 +1,86 @@
+"""Texts that take long to tokenize: the threads that do it are shared fairly, and what they are given is bounded."""
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.processes import Served
+from tests.abuse.abuser import MIB, post
+from tests.abuse.bystander import BYSTANDER, serving_two_keys, unharmed
+
+COMPLETION = "/v1/completions"
+LIMIT = 131_072
+"""Characters that the simulated model's context of 8,192 tokens allows: sixteen for each."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate", abuser="concurrent=64") as server:
+        assert post(server, COMPLETION, b'{"prompt": "fox"}').status == 200
+        yield server
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def text(characters: int) -> str:
+    return ("the quick brown fox jumps over the lazy dog " * (characters // 44 + 1))[:characters]
+
+
+def charged(server: Served) -> float:
+    return server.metric("key_requests_total", key="abuser")
+
+
+def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(server: Served) -> None:
+    before = charged(server)
+    huge, large = text(15_000_000), text(4 * MIB - 200)
+    message = [{"role": "user", "content": large}]
+    with unharmed(server), ThreadPoolExecutor(4) as pool:
+        for status, limit, path, sent in (
+            (413, "4194304", "/tokenize", body(prompt=huge)),
+            (413, "4194304", "/tokenize", body(prompt=huge, return_token_strs=True)),
+            (400, str(LIMIT), "/tokenize", body(prompt=large)),
+            (400, str(LIMIT), "/tokenize", body(prompt=large, return_token_strs=True)),
+            (400, str(LIMIT), "/tokenize", body(messages=message)),
+            (400, str(LIMIT), COMPLETION, body(prompt=large, truncate_prompt_tokens=10)),
+            (400, str(LIMIT), "/v1/chat/completions", body(messages=message, truncate_prompt_tokens=-1)),
+        ):
+            for answer in pool.map(lambda _, path=path, sent=sent: post(server, path, sent), range(4)):
+                assert (answer.status, limit in answer.message) == (status, True), answer.message
+    assert charged(server) == before + 4 * 7
+
+
+def test_texts_of_the_greatest_length_from_many_connections(server: Served) -> None:
+    """Another key's text waits for one of them, not for all."""
+    waits: list[float] = []
+    ends = threading.Event()
+    own = body(prompt=text(10_000))
+
+    def bystander() -> None:
+        while not ends.is_set():
+            began = time.monotonic()
+            assert post(server, "/tokenize", own, BYSTANDER).status == 200
+            waits.append(time.monotonic() - began)
+            time.sleep(0.05)
+
+    before = charged(server)
+    longest = [
+        ("/tokenize", body(prompt=text(LIMIT))),
+        ("/tokenize", body(prompt=text(LIMIT), return_token_strs=True)),
+        (COMPLETION, body(prompt=text(LIMIT), truncate_prompt_tokens=16, max_tokens=1)),
+    ]
+    with unharmed(server), ThreadPoolExecutor(33) as pool:
+        watching = pool.submit(bystander)
+        answers = list(pool.map(lambda number: post(server, *longest[number % 3]), range(96)))
+        ends.set()
+        watching.result()
+    assert {answer.status for answer in answers} == {200}
+    assert len(waits) >= 3
+    assert statistics.median(waits) < 1.0, waits
+    assert charged(server) == before + 96
