@@ -99,6 +99,7 @@ class Submit(Message, frozen=True):
         age_us: microseconds since the client's request arrived at the gateway.
         resumed: another scheduler has accepted it before. It is accepted again, whatever waits and whatever its key has
             used, and goes on behind the progress of its prompts.
+        client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
     """
 
     epoch: int
@@ -115,6 +116,7 @@ class Submit(Message, frozen=True):
     limits: KeyLimits = KeyLimits()
     age_us: int = 0
     resumed: bool = False
+    client_request_id: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -160,7 +162,11 @@ class Query(Message, frozen=True):
     """Ask for a report: answered by ``QueryAnswer`` with the same ``number``.
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
-    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds).
+    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds, by our id or
+    its client's).
+
+    ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and neither "metrics"
+    nor "memory". Empty: everything.
     """
 
     epoch: int
@@ -168,6 +174,7 @@ class Query(Message, frozen=True):
     kind: Literal["metrics", "memory", "request"]
     argument: str = ""
     limit: int = 0
+    key: str = ""
 
 
 FromGateway = GatewayHello | Submit | Abort | FinishStream | MetricsSnapshot | Query | Heartbeat | Goodbye

@@ -15,7 +15,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError, GenerationRequest
-from pagewise_gateway.http.access import access_check
+from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
@@ -79,7 +79,7 @@ def create_app(
             web.get("/version", version),
             web.get("/metrics", render_metrics),
             web.get("/debug/memory", debug_memory),
-            web.get("/debug/requests/{request_id}", debug_request),
+            web.get("/debug/requests/{request_id:.+}", debug_request),
             web.get("/openapi.json", openapi),
         ]
     )
@@ -143,6 +143,7 @@ async def version(_: web.Request) -> web.Response:
 
 async def render_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics of all processes, which the scheduler collects."""
+    check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
     body = await request.app[Service.KEY].link.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 

@@ -25,6 +25,11 @@ _SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 
 
+def client_request_id(request: web.Request) -> str:
+    """Return the X-Request-Id that the client sent, or an empty string if it sent no valid one."""
+    return "" if request[CLIENT_REQUEST_ID] == request[REQUEST_ID] else request[CLIENT_REQUEST_ID]
+
+
 @dataclass(slots=True, frozen=True)
 class Service:
     """What request handlers use. ``write_timeout``: seconds that a client may take to read what was written."""

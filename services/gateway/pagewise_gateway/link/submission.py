@@ -29,6 +29,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         limits=request.limits,
         age_us=max(0, int((now - request.arrival_time) * 1e6)),
         resumed=again,
+        client_request_id=request.client_request_id,
     )
 
 
