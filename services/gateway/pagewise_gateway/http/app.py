@@ -18,7 +18,7 @@ from pagewise_gateway.generation import GenerationError, GenerationRequest
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
-from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_gateway.http.openapi import document
@@ -41,7 +41,7 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
 

@@ -18,6 +18,9 @@ REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
 """The X-Request-Id of the response: the client's own if it sent a valid one, else ours."""
 
+MAX_CLIENT_REQUEST_ID = 128
+"""Characters of a valid X-Request-Id. Another one is not returned, and nothing is found by it."""
+
 CLIENT = web.RequestKey("client", Client)
 """The client that sent the request."""
 

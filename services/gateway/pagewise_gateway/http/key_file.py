@@ -36,7 +36,10 @@ _LIMITS = {
 }
 _RIGHTS = (*_LIMITS, "priority", "share", "operator")
 _LEAST_PRIORITY = -(2**31)
-_MOST_KEYS = 10_000
+LOWEST_PRIORITY = 0
+"""The lowest priority that a client may ask for whose line grants none."""
+MOST_KEYS = 10_000
+"""How many keys there may be."""
 _SECRET = secrets.token_bytes(32)
 
 
@@ -51,7 +54,7 @@ class Rights(Struct, frozen=True):
     """
 
     limits: KeyLimits = KeyLimits()
-    priority: int | None = 0
+    priority: int | None = LOWEST_PRIORITY
     share: str = ""
     operator: bool = False
 
@@ -91,8 +94,8 @@ def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None
         name, digest = match["name"], digest_of(match["key"])
         if digest in table.names:
             raise ConfigError(f"{where}: the key of {name} is there already")
-        if len(table.names) >= _MOST_KEYS:
-            raise ConfigError(f"{where}: more than {_MOST_KEYS} keys")
+        if len(table.names) >= MOST_KEYS:
+            raise ConfigError(f"{where}: more than {MOST_KEYS} keys")
         table.names[digest] = name
         table.rights.setdefault(name, Rights(usual))
         if match["rights"]:
