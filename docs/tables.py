@@ -1,4 +1,4 @@
-"""The tables of options and metrics in the documents, made from the code.
+"""The tables of options, metrics and limits in the documents, made from the code.
 
     python -m docs.tables [--check]
 
@@ -30,7 +30,7 @@ from pagewise_shared.config import (
 from pagewise_shared.config.options import GROUPS
 from prometheus_client import CollectorRegistry
 
-DOCUMENTS = (Path(__file__).parent / "operations.md",)
+DOCUMENTS = (Path(__file__).parent / "operations.md", Path(__file__).parents[1] / "SECURITY.md")
 
 COMMANDS: dict[str, type[Struct]] = {
     "serve": ServeConfig,
@@ -43,6 +43,36 @@ COMMANDS: dict[str, type[Struct]] = {
 
 METRIC_MODULES = {"scheduler": "pagewise_scheduler.metrics", "gateway": "pagewise_gateway.metrics"}
 """Where the class ``Metrics`` of each kind of process is, whose ``registry`` holds them."""
+
+LIMITS = (
+    ("requests of an API key at once", "", "key_concurrent"),
+    ("requests of an API key per minute", "", "key_requests_per_minute"),
+    ("tokens of an API key per minute, prompts and outputs", "", "key_tokens_per_minute"),
+    ("lowest priority that an API key may ask for", "", "pagewise_gateway.http.key_file:LOWEST_PRIORITY"),
+    ("API keys", "", "pagewise_gateway.http.key_file:MOST_KEYS"),
+    ("HTTP connections", "each gateway", "max_connections"),
+    ("seconds for the head of a request, and without one", "each connection", "keepalive_timeout"),
+    ("seconds in which a client reads nothing", "each connection", "write_timeout"),
+    ("tokens or alternatives that are not read", "each prompt", "pagewise_gateway.link.live_request:MOST_UNREAD"),
+    ("prompts", "each request", "pagewise_gateway.http.prompts:MAX_PROMPTS"),
+    ("outputs (`n`, `best_of`)", "each prompt", "max_n"),
+    ("sequences", "each request", "pagewise_gateway.http.params:MAX_SEQUENCES"),
+    ("log-probabilities", "each token", "pagewise_shared.sampling:MAX_LOGPROBS"),
+    ("characters of a client's `X-Request-Id`", "each request", "pagewise_gateway.http.context:MAX_CLIENT_REQUEST_ID"),
+    ("entries of `/debug/requests/{id}`, unless for an operator", "", "pagewise_gateway.http.debug:MOST_OF_OWN"),
+    ("tokens of a sequence", "", "max_model_len"),
+    ("waiting sequences", "all together", "max_waiting"),
+    ("prompt tokens that wait", "all together", "max_waiting_tokens"),
+    ("running sequences", "each executor", "max_num_seqs"),
+    ("gateways", "", "pagewise_scheduler.actors.gateways:MAX_GATEWAYS"),
+    ("executors", "", "pagewise_scheduler.actors.offers:MAX_EXECUTORS"),
+    ("bytes of a frame to the scheduler", "", "pagewise_scheduler.actors.router_socket:MAX_FRAME_BYTES"),
+    ("bytes of a request on its way to the scheduler", "", "pagewise_gateway.link.scheduler_link:MOST_SUBMITTED_BYTES"),
+    ("seconds without a heartbeat", "each executor", "executor_timeout"),
+    ("seconds without a heartbeat", "each gateway", "gateway_timeout"),
+    ("seconds of a step", "each executor", "step_timeout"),
+)
+"""What is limited, for whom, and where the limit stands: an option of a service, or a constant."""
 
 _ALL = "all"
 _PREFIX = "pagewise_"
@@ -170,6 +200,22 @@ def _registered(registry: CollectorRegistry) -> Iterator[Metric]:
             yield Metric(name, family.type, family.documentation, labels, values)
 
 
+def limits_table() -> str:
+    """What is limited, with the defaults of the options and the constants that limit it."""
+    options = {option.name: option for option, _ in _options()}
+    rows = []
+    for what, whose, source in LIMITS:
+        module, _, constant = source.partition(":")
+        if constant:
+            value, set_by = f"{getattr(importlib.import_module(module), constant):,}", ""
+        else:
+            default = options[source].default
+            value = f"{default:,g}" if isinstance(default, float) else f"{default:,}" if default is not None else ""
+            value, set_by = value or _default(options[source]), f"`{options[source].flag}`"
+        rows.append(_row(what, whose, value, set_by))
+    return _table(("limit", "of", "default", "option"), rows)
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -178,7 +224,7 @@ def _table(heads: tuple[str, ...], rows: list[str]) -> str:
     return "\n".join([_row(*heads), "|" + "---|" * len(heads), *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"options": options_table, "metrics": metrics_table}
+TABLES: dict[str, Callable[[], str]] = {"options": options_table, "metrics": metrics_table, "limits": limits_table}
 
 
 def written(text: str) -> str:

@@ -17,7 +17,17 @@ RECIPES = {
     if "docs/recipes/" in section
 }
 DIFFS = sorted(ROOT.glob("docs/recipes/*.diff"))
-COPIED = ("shared", "kernels", "services", "tests", "docs", "pyproject.toml", "compose.yaml", "CONTRIBUTING.md")
+COPIED = (
+    "shared",
+    "kernels",
+    "services",
+    "tests",
+    "docs",
+    "pyproject.toml",
+    "compose.yaml",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 ROOMS = ("", "shared", "kernels", "services/scheduler", "services/gateway", "services/executor", "services/cli")
 
 OPERATIONS = "tests/architecture/test_operations.py"

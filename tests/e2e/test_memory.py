@@ -1,6 +1,7 @@
 """KV memory as its users see it: a host tier behind real processes, its metrics, /debug, vmstat and pmap."""
 
 import json
+import re
 import subprocess
 import sys
 import urllib.error
@@ -113,6 +114,21 @@ def test_a_running_request_shows_what_it_shares(server: Served) -> None:
     assert len(report["sequences"]) == 3
     assert any(block["references"] > 1 for sequence in report["sequences"] for block in sequence.get("blocks", []))
     assert "sequence 2: " in shown
+
+
+def test_pmap_knows_a_client_s_own_id_and_tells_times(server: Served) -> None:
+    body = json.dumps({"model": "pagewise-demo", "prompt": PROMPTS[2], "max_tokens": 4}).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": "batch/7 of 9".replace(" ", "-")}
+    for _ in range(2):
+        with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/completions", body, headers)) as answer:
+            newest = json.loads(answer.read())["id"]
+    shown = command(server, "pmap", "batch/7-of-9")
+    assert shown.returncode == 0, shown.stderr
+    first, times, where, cached = shown.stdout.splitlines()[:4]
+    assert first == f"request {newest.removeprefix('cmpl-')}  client's id batch/7-of-9"
+    assert re.fullmatch(r"  arrived \d+\.\d{3} s ago, \d+\.\d ms in the queue, first token after \d+\.\d ms", times)
+    assert re.fullmatch(r"  placed on \S+ \d+\.\d{3} s ago", where)
+    assert cached.startswith("  cached tokens: ")
 
 
 def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Served) -> None:

@@ -96,7 +96,7 @@ class FakeScheduler:
         silent: nothing is answered, and nothing generated. paused: nothing is generated.
         heartbeat_ms: as in the welcome.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
-        reports: what queries are answered, by kind and argument.
+        reports: what queries are answered, by kind and argument. queries: what was asked for.
         keys: public and secret key, if connections are encrypted.
     """
 
@@ -120,6 +120,7 @@ class FakeScheduler:
     goodbyes: list[str] = field(default_factory=list)
     snapshots: dict[str, MetricsSnapshot] = field(default_factory=dict)
     reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
+    queries: list[Query] = field(default_factory=list)
     members: dict[bytes, Member] = field(default_factory=dict)
     keys: tuple[bytes, bytes] | None = None
     endpoint: str = ""
@@ -253,6 +254,7 @@ class FakeScheduler:
                 del self.members[identity]
 
     def _report(self, query: Query) -> bytes | None:
+        self.queries.append(query)
         if query.kind == "metrics":
             return b"".join(render(snapshot.families) for snapshot in self.snapshots.values())
         return self.reports.get((query.kind, query.argument))

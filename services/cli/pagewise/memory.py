@@ -62,7 +62,10 @@ def pmap(arguments: Sequence[str]) -> int:
         description="Print which blocks a request holds and shares, which it lost, and how they were recovered. The "
         "last requests that have ended are known too.",
     )
-    parser.add_argument("request", help="id of the request, as in the response (cmpl-... or chatcmpl-...)")
+    parser.add_argument(
+        "request",
+        help="id of the request: that of the response (cmpl-... or chatcmpl-...), or the X-Request-Id it was sent with",
+    )
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
     _add_url(parser)
     options = parser.parse_args(arguments)
@@ -72,13 +75,30 @@ def pmap(arguments: Sequence[str]) -> int:
     except UnreachableError as error:
         print(f"pagewise pmap: {error}", file=sys.stderr)
         return 1
-    cached = dict(report["cached_tokens"])
-    peer = cached.pop("peer")
-    lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())
-    print(f"request {report['request_id']}  cached tokens: {lying}{peer} at other executors")
+    _print_request(report)
     for sequence in report["sequences"]:
         _print_sequence(sequence)
     return 0
+
+
+def _print_request(report: dict[str, Any]) -> None:
+    names = {"client's id": report["client_request_id"], "key": report["key"]}
+    print("  ".join([f"request {report['request_id']}", *(f"{what} {name}" for what, name in names.items() if name)]))
+    first = report["first_token_seconds"]
+    print(
+        f"  arrived {report['arrived_seconds_ago']:.3f} s ago, {_waited(report['queue_seconds'])}, "
+        + ("no token yet" if first is None else f"first token after {1e3 * first:.1f} ms")
+    )
+    where = [f"{one['executor_id']} {one['seconds_ago']:.3f} s ago" for one in reversed(report["executors"])]
+    print(f"  placed on {', before that on '.join(where)}")
+    cached = dict(report["cached_tokens"])
+    peer = cached.pop("peer")
+    lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())
+    print(f"  cached tokens: {lying}{peer} at other executors")
+
+
+def _waited(seconds: float | None) -> str:
+    return "waits in the queue" if seconds is None else f"{1e3 * seconds:.1f} ms in the queue"
 
 
 def _vmstat_header() -> str:
@@ -132,7 +152,7 @@ def _print_sequence(sequence: dict[str, Any]) -> None:
     for block in blocks:
         copies = block.get("copies", {})
         lower = "".join(f"{copies.get(name, '-'):>8}" for name in _LOWER_TIERS)
-        state = block["hash"][:16] if block.get("hash") else "its own"
+        state = block["hash"][:16] if block.get("hash") else "cached" if block.get("cached") else "its own"
         print(f"  {block['index']:>6}  {block['block']:>6}{lower}  {block['references']:>8}  {state}")
     if sequence.get("truncated"):
         print("  ... (more with --limit)")
@@ -144,7 +164,8 @@ def _event(event: dict[str, Any]) -> str:
         return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
     if (source := event["source"]) != TIER_NAMES[0]:
-        text += f", {event['loaded_tokens']} from {'another executor' if source == 'peer' else 'the ' + source}"
+        place = event.get("peer") or "another executor" if source == "peer" else f"the {source}"
+        text += f", {event['loaded_tokens']} from {place}"
     if predicted := event.get("predicted_seconds"):
         times = ", ".join(f"{method} {1e3 * seconds:.1f} ms" for method, seconds in predicted.items())
         text += f"; predicted {times}"

@@ -57,6 +57,7 @@ class GenerationRequest:
         best_of: how many sequences to sample, of which the n likeliest become the outputs; 0: n. With ``beam`` or
             ``best_of`` all output arrives at the end.
         arrival_time: seconds of the monotonic clock.
+        client_request_id: the X-Request-Id that the client sent; it need not be unique.
         key, limits: name of the API key that the request came with, and the limits of that key.
     """
 
@@ -74,6 +75,7 @@ class GenerationRequest:
     beam: BeamParams | None = None
     best_of: int = 0
     arrival_time: float = 0.0
+    client_request_id: str = ""
     key: str = ""
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
 

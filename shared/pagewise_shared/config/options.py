@@ -56,6 +56,7 @@ GROUPS = {
     ),
     "API keys": (
         "api_keys_file",
+        "share_cache",
         "public_metrics",
         "key_concurrent",
         "key_requests_per_minute",
@@ -211,6 +212,13 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     api_keys_file: Annotated[
         str | None, _help("file of API keys, one line NAME: KEY each; read again when it changes", "FILE")
     ] = None
+    share_cache: Annotated[
+        bool,
+        _help(
+            "let all API keys share cached KV",
+            more="Without it, only requests of keys with the same name or group do. Without API keys all requests do.",
+        ),
+    ] = False
     public_metrics: Annotated[bool, _help("answer /metrics without an API key too")] = False
     key_concurrent: Annotated[
         Positive | None, _help("maximum concurrent requests per API key (default: no limit)", "N")

@@ -105,6 +105,7 @@ class Submit(Message, frozen=True):
             used, and goes on behind the progress of its prompts.
         counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
             over its place, and is not counted again; -1: it was not counted yet.
+        client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
     """
 
     epoch: int
@@ -122,6 +123,7 @@ class Submit(Message, frozen=True):
     age_us: int = 0
     resumed: bool = False
     counted_as: int = -1
+    client_request_id: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -167,7 +169,11 @@ class Query(Message, frozen=True):
     """Ask for a report: answered by ``QueryAnswer`` with the same ``number``.
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
-    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds).
+    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds, by our id or
+    its client's).
+
+    ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and neither "metrics"
+    nor "memory". Empty: everything.
     """
 
     epoch: int
@@ -175,6 +181,7 @@ class Query(Message, frozen=True):
     kind: Literal["metrics", "memory", "request"]
     argument: str = ""
     limit: int = 0
+    key: str = ""
 
 
 FromGateway = GatewayHello | Submit | Abort | FinishStream | MetricsSnapshot | Query | Heartbeat | Goodbye

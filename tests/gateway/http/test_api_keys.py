@@ -4,15 +4,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from pagewise_gateway.http import watched_files
 from pagewise_gateway.http.access import make_keyring
-from pagewise_gateway.http.clients import Keyring
-from pagewise_gateway.http.key_file import KeyTable, digest_of, read_keys, read_variable
+from pagewise_gateway.http.clients import EVERYBODY, Client, Keyring
+from pagewise_gateway.http.key_file import KeyTable, Rights, digest_of, read_keys, read_variable
 from pagewise_gateway.metrics import Metrics
+from pagewise_shared.block_hash import root_hash
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
@@ -27,6 +31,7 @@ KEYS = """
 alice: sk-alice-1   # her laptop
 alice: sk-alice-2
 bob    sk-bob  concurrent=1 tokens-per-minute=none
+ops:   sk-ops operator=yes share=staff priority=-10
 """
 
 
@@ -38,6 +43,7 @@ def bearer(key: str) -> dict[str, str]:
 def key_file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
     path.write_text(KEYS)
+    path.chmod(0o600)
     return path
 
 
@@ -49,9 +55,13 @@ def table_of(text: str, usual: KeyLimits = KeyLimits()) -> KeyTable:  # noqa: B0
 
 def test_key_files() -> None:
     table = table_of(KEYS, KeyLimits(tokens_per_minute=10, requests_per_minute=7))
-    assert list(table.names.values()) == ["alice", "alice", "bob"]
+    assert list(table.names.values()) == ["alice", "alice", "bob", "ops"]
     assert table.names[digest_of("sk-bob")] == "bob"
-    assert table.limits == {"alice": KeyLimits(None, 7, 10), "bob": KeyLimits(1, 7, None)}
+    assert table.rights == {
+        "alice": Rights(KeyLimits(None, 7, 10)),
+        "bob": Rights(KeyLimits(1, 7, None)),
+        "ops": Rights(KeyLimits(None, 7, 10), priority=-10, share="staff", operator=True),
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,6 +73,14 @@ def test_key_files() -> None:
         ("alice: sk-secret concurrent=0", "concurrent takes"),
         ("alice: sk-secret concurrent=many", "concurrent takes"),
         ("alice: sk secret", "what follows the key"),
+        ("sk-secret operator=yes", "NAME: KEY"),
+        ("alice: sk-secret operator", "operator takes"),
+        ("alice: sk-secret operator=true", "operator takes"),
+        ("alice: sk-secret priority=none", "priority takes"),
+        ("alice: sk-secret priority=1", "priority takes"),
+        ("alice: sk-secret priority=-2147483649", "priority takes"),
+        ("alice: sk-secret share=", "share takes"),
+        ("alice: sk-secret share=a/b", "share takes"),
         ("alice: sk-secret\nbob: sk-secret", "line 2: the key of bob"),
         ("alice: sk-secret concurrent=1\nalice: sk-other concurrent=2", "set already, in keys, line 1"),
     ],
@@ -122,7 +140,7 @@ async def test_what_needs_a_key(path: str, key_file: Path) -> None:
                 assert response.headers["WWW-Authenticate"] == "Bearer"
                 error = (await response.json())["error"]
                 assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-        async with server.http.get(server.url + path, headers=bearer("sk-bob")) as response:
+        async with server.http.get(server.url + path, headers=bearer("sk-ops")) as response:
             assert response.status == (404 if path == "/nowhere" else 200)
         assert 'http_unauthorized_total{model_name="fake/model"} 5.0' in server.shown()
 
@@ -139,6 +157,134 @@ async def test_metrics_are_public_if_they_are_said_to_be(key_file: Path) -> None
         server.http.get(server.url + "/metrics") as response,
     ):
         assert response.status == 200
+
+
+@pytest.mark.parametrize("path", ["/debug/memory", "/metrics"])
+async def test_what_needs_an_operator_s_key(path: str, key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        async with server.http.get(server.url + path, headers=bearer("sk-bob")) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (403, "permission_denied")
+            assert "'bob' is not an operator's: put operator=yes in its line" in error["message"]
+            assert ("--public-metrics" in error["message"]) == (path == "/metrics")
+        async with server.http.get(server.url + path, headers=bearer("sk-ops")) as response:
+            assert response.status == 200
+        assert [query.key for query in server.scheduler.queries] == [""], "what is refused is not asked for"
+    async with serving() as server:
+        assert (await server.http.get(server.url + path)).status == 200
+
+
+async def test_clients_see_their_own_requests_by_either_id(key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        server.scheduler.reports = {("request", "mine/1"): b'{"sequences":[]}', ("request", "cmpl-7"): b"{}"}
+        for name in ("mine%2F1", "mine/1", "cmpl-7", "unknown", "x" * 300):
+            async with server.http.get(f"{server.url}/debug/requests/{name}", headers=bearer("sk-bob")) as response:
+                assert response.status == (404 if name[0] in "ux" else 200), name
+                assert len(await response.read()) < 400
+        asked = [(query.argument, query.key) for query in server.scheduler.queries]
+        assert asked == [("mine/1", "bob"), ("mine/1", "bob"), ("7", "bob"), ("cmpl-7", "bob"), ("unknown", "bob")]
+        for key, limit, status in (("sk-bob", 1001, 400), ("sk-bob", 1000, 200), ("sk-ops", 10_000, 200)):
+            url = f"{server.url}/debug/requests/mine%2F1?limit={limit}"
+            async with server.http.get(url, headers=bearer(key)) as response:
+                assert response.status == status
+        assert server.scheduler.queries[-1].key == "", "operators see the requests of all keys"
+
+
+async def test_the_scheduler_is_told_a_client_s_own_id() -> None:
+    async with serving() as server:
+        for sent, told in (("job 1", ""), ("job-1", "job-1"), ("x" * 129, ""), (None, "")):
+            headers = {} if sent is None else {"X-Request-Id": sent}
+            assert (await server.post(COMPLETION, BODY, **headers))[0] == 200
+            assert server.scheduler.last.client_request_id == told
+            assert server.scheduler.last.request_id not in ("", told)
+
+
+@pytest.mark.parametrize("path", [COMPLETION, "/v1/chat/completions"])
+async def test_priorities_have_a_bound_for_each_key(path: str, key_file: Path) -> None:
+    body = BODY if path == COMPLETION else {"messages": [{"role": "user", "content": "the fox"}], "max_tokens": 4}
+    async with serving(api_keys_file=str(key_file)) as server:
+        for key, priority, allowed in (
+            ("sk-bob", 0, True),
+            ("sk-bob", 2**31 - 1, True),
+            ("sk-bob", -1, False),
+            ("sk-bob", -(2**31), False),
+            ("sk-ops", -10, True),
+            ("sk-ops", -11, False),
+        ):
+            status, answer = await server.post(path, body | {"priority": priority}, **bearer(key))
+            assert status == (200 if allowed else 400)
+            if allowed:
+                assert server.scheduler.last.priority == priority
+            else:
+                error: Any = answer["error"]
+                bound = {"sk-bob": "'bob' may ask for is 0", "sk-ops": "'ops' may ask for is -10"}[key]
+                assert bound in error["message"]
+                assert error["param"] == "priority"
+    async with serving() as server:
+        assert (await server.post(path, body | {"priority": -(2**31)}))[0] == 200, "without keys everything is allowed"
+
+
+async def test_keys_have_caches_of_their_own_unless_they_share(tmp_path: Path) -> None:
+    keys = "a:1,a:2,b:3,c:4 share=team,d:5 share=team,team:6"
+
+    async def salts(**options: Any) -> list[str | None]:
+        async with serving(**options) as server:
+            found = []
+            for key in "123456":
+                for given in (None, "x"):
+                    body = BODY if given is None else BODY | {"cache_salt": given}
+                    assert (await server.post(COMPLETION, body, **bearer(key)))[0] == 200
+                    found.append(server.scheduler.last.cache_salt)
+            return found
+
+    own = await salts(api_keys=keys)
+    assert own == await salts(api_keys=keys), "the same at all gateways, and after restarts"
+    assert own[:2] == own[2:4], "the keys of one name share"
+    assert own[6:8] == own[8:10], "the keys of one group share"
+    assert len(set(own)) == 8, "nobody else does, and what clients give separates further"
+    for options in ({"api_keys": keys, "share_cache": True}, {}):
+        shared = await salts(**options)
+        assert len(set(shared)) == 2
+        assert not set(shared) & set(own)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
+CLIENTS = st.one_of(
+    st.just(EVERYBODY),
+    st.builds(Client, NAMES, st.builds(Rights, share=NAMES | st.just("")), st.booleans()),
+)
+GIVEN = (
+    st.none()
+    | st.text(min_size=1, max_size=12)
+    | st.builds("{}:{}/{}".format, st.sampled_from(["key", "group"]), NAMES, NAMES)
+)
+
+
+@given(CLIENTS, GIVEN, CLIENTS, GIVEN)
+def test_no_choice_of_a_salt_leads_into_the_cache_of_others(
+    one: Client, given_one: str | None, other: Client, given_other: str | None
+) -> None:
+    def cache(client: Client) -> tuple[str, ...]:
+        """Whom it shares with."""
+        return () if client.shares else ("group", client.rights.share) if client.rights.share else ("key", client.name)
+
+    same = (cache(one), given_one) == (cache(other), given_other)
+    assert (one.cache_salt(given_one) == other.cache_salt(given_other)) == same
+    salt = one.cache_salt(given_one)
+    assert (root_hash("model", salt) == root_hash("model", other.cache_salt(given_other))) == same
+    assert not salt or other.cache_salt(salt) != salt, "repeating another's salt does not help"
+
+
+def test_a_key_file_that_others_can_read_is_warned_about_once(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
+    assert caplog.text == ""
+    for mode in (0o640, 0o604, 0o600):
+        caplog.clear()
+        key_file.chmod(mode)
+        keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
+        keyring._reload()
+        assert caplog.text.count(f"chmod 600 {key_file}") == (mode != 0o600)
+        assert "sk-" not in caplog.text
 
 
 async def test_without_keys_everybody_comes_in() -> None:

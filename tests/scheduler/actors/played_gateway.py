@@ -247,6 +247,7 @@ class PlayedGateway:
         key: str = "",
         limits: KeyLimits | None = None,
         request_id: str = "",
+        client_request_id: str = "",
     ) -> PlayedRequest:
         """Submit a request with these prompts."""
         return await self.submit_as(
@@ -262,6 +263,7 @@ class PlayedGateway:
                 priority=priority,
                 key=key,
                 limits=limits or KeyLimits(),
+                client_request_id=client_request_id,
             )
         )
 
@@ -306,11 +308,11 @@ class PlayedGateway:
             self._forget(request)
             request.changed.set()
 
-    async def ask(self, kind: str, argument: str = "", limit: int = 0) -> QueryAnswer:
+    async def ask(self, kind: str, argument: str = "", limit: int = 0, key: str = "") -> QueryAnswer:
         number = len(self.answers) + self._next
         self.answers[number] = asyncio.get_running_loop().create_future()
         answer = self.answers[number]
-        await self.send(Query(self.epoch, number, kind, argument, limit))  # type: ignore[arg-type]
+        await self.send(Query(self.epoch, number, kind, argument, limit, key))  # type: ignore[arg-type]
         async with asyncio.timeout(10):
             return await answer
 

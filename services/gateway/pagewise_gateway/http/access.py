@@ -6,9 +6,9 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
-from pagewise_gateway.http.clients import Client, Keyring
+from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT
-from pagewise_gateway.http.errors import InvalidKeyError
+from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError
 from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
@@ -23,7 +23,7 @@ def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
     """
     usual = KeyLimits(config.key_concurrent, config.key_requests_per_minute, config.key_tokens_per_minute)
     if config.api_keys or config.api_keys_file:
-        return Keyring(config.api_keys, config.api_keys_file, usual, metrics)
+        return Keyring(config.api_keys, config.api_keys_file, usual, metrics, share_cache=config.share_cache)
     if usual != KeyLimits():
         raise ConfigError("the --key-... options limit API keys, and there are none: give --api-keys-file")
     return None
@@ -36,14 +36,13 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         ConfigError: as in ``make_keyring``.
     """
     keyring = make_keyring(config, metrics)
-    everybody = Client("", KeyLimits())
     public = _PROBES | {"/metrics"} if config.public_metrics else _PROBES
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if keyring is None or (resource is not None and resource.canonical in public):
-            request[CLIENT] = everybody
+            request[CLIENT] = EVERYBODY
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
@@ -57,3 +56,18 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def check_operator(request: web.Request, what: str, otherwise: str = "") -> None:
+    """Check that a request comes with an operator's key, or that there are no API keys.
+
+    ``what``: what only operators may see. ``otherwise``: another way to see it, for the error.
+
+    Raises:
+        ForbiddenError: it comes with another key.
+    """
+    if not request[CLIENT].rights.operator:
+        raise ForbiddenError(
+            f"{what} what all API keys do, and the key {request[CLIENT].name!r} is not an operator's: "
+            f"put operator=yes in its line among the API keys{otherwise}"
+        )

@@ -13,11 +13,11 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
-from pagewise_gateway.http.access import access_check
+from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
-from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_gateway.http.intake import Intake
@@ -47,7 +47,7 @@ from pagewise_gateway.text.turns import Turns
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
 
@@ -86,7 +86,7 @@ def create_app(
             web.get("/version", version),
             web.get("/metrics", render_metrics),
             web.get("/debug/memory", debug_memory),
-            web.get("/debug/requests/{request_id}", debug_request),
+            web.get("/debug/requests/{request_id:.+}", debug_request),
             web.get("/openapi.json", openapi),
         ]
     )
@@ -152,6 +152,7 @@ async def version(_: web.Request) -> web.Response:
 
 async def render_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics of all processes, which the scheduler collects."""
+    check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
     body = await request.app[Service.KEY].link.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 

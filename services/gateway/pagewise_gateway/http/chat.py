@@ -10,6 +10,7 @@ from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.params import (
     check_common,
+    check_priority,
     output_budget,
     sampling_params,
     truncated,
@@ -40,6 +41,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[Service.KEY]
     body, intake = await read_request(request, ChatRequest)
     n = check_common(body, service.limits)
+    check_priority(body, request[CLIENT])
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     capacity = await service.link.wait_for_capacity()
@@ -59,9 +61,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     prompt = Prompt(tokens, budget)
     body.messages = []
     intake.memory.release()
-    with Generation(
-        service.link, body, [prompt], sampling, n, request[REQUEST_ID], request[CLIENT], intake.counted
-    ) as generation:
+    with Generation(service.link, body, [prompt], sampling, n, request, intake.counted) as generation:
         return await _Chat(f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation).respond(request)
 
 

@@ -11,6 +11,7 @@ from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
 from pagewise_gateway.http.params import (
     check_common,
     check_num_sequences,
+    check_priority,
     output_budget,
     sampling_params,
     truncated,
@@ -35,6 +36,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[Service.KEY]
     body, intake = await read_request(request, CompletionRequest)
     n = check_common(body, service.limits)
+    check_priority(body, request[CLIENT])
     given = check_prompts(body)
     check_num_sequences(len(given), body, n)
     capacity = await service.link.wait_for_capacity()
@@ -56,9 +58,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     given.clear()
     body.prompt = ""  # token ids take up to ten times as much in lists as in ``prompts``
     intake.memory.release()
-    with Generation(
-        service.link, body, prompts, sampling, n, request[REQUEST_ID], request[CLIENT], intake.counted
-    ) as generation:
+    with Generation(service.link, body, prompts, sampling, n, request, intake.counted) as generation:
         return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
 
 

@@ -20,11 +20,19 @@ REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
 """The X-Request-Id of the response: the client's own if it sent a valid one, else ours."""
 
+MAX_CLIENT_REQUEST_ID = 128
+"""Characters of a valid X-Request-Id. Another one is not returned, and nothing is found by it."""
+
 CLIENT = web.RequestKey("client", Client)
 """The client that sent the request."""
 
 SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
+
+
+def client_request_id(request: web.Request) -> str:
+    """Return the X-Request-Id that the client sent, or an empty string if it sent no valid one."""
+    return "" if request[CLIENT_REQUEST_ID] == request[REQUEST_ID] else request[CLIENT_REQUEST_ID]
 
 
 @dataclass(slots=True, frozen=True)

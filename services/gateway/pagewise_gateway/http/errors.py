@@ -6,6 +6,7 @@ APIError
 │   ├── UnknownParameterError       a field that none of these APIs has
 │   └── ContextLengthError          prompt and output exceed the model's length
 ├── InvalidKeyError (401)
+├── ForbiddenError (403)
 ├── NotFoundError (404)
 │   └── ModelNotFoundError
 ├── MethodNotAllowedError (405)
@@ -115,6 +116,14 @@ class InvalidKeyError(APIError):
     type = "invalid_request_error"
     code = "invalid_api_key"
     headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class ForbiddenError(APIError):
+    """The API key is valid, and does not permit this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "permission_denied"
 
 
 class NotFoundError(APIError):

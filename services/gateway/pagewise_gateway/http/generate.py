@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from aiohttp import web
 from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import GenerationRequest, Prompt, SequenceDelta
-from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, client_request_id
 from pagewise_gateway.http.params import beam_params, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
@@ -27,16 +28,17 @@ class Generation:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         n: int,
-        request_id: str,
-        client: Client,
+        request: web.Request,
         counted: LiveRequest | None = None,
     ) -> None:
         """``counted``: what the request is counted as already, if its API key has limits."""
         self.n = n
+        client = request[CLIENT]
         self._link = link
         self._counted = counted
         self._request = GenerationRequest(
-            request_id=request_id,
+            request_id=request[REQUEST_ID],
+            client_request_id=client_request_id(request),
             prompts=tuple(prompts),
             sampling=sampling,
             n=n,
@@ -46,7 +48,7 @@ class Generation:
             wants_token_ids=bool(body.return_token_ids),
             whole=not body.stream,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt,
+            cache_salt=client.cache_salt(body.cache_salt),
             beam=beam_params(body, n),
             best_of=body.best_of if body.best_of is not None and body.best_of > n else 0,
             arrival_time=monotonic(),

@@ -1,19 +1,23 @@
 """API keys as operators write them: one line each, in a file or in an environment variable.
 
-    # name: key, and limits that differ from those of the --key-... options
+    # name: key, limits that differ from those of the --key-... options, and what else the key may do
     alice: sk-live-9f3b...
     batch: sk-live-77aa...   concurrent=4 tokens-per-minute=200000
     batch: sk-next-1c0d...
+    chat:  sk-live-b21e...   priority=-10 share=frontend
+    ops:   sk-live-e07f...   operator=yes
 
 A name may have several keys, so that a key can be replaced while both the old and the new one are valid. They belong
-to one client, with one set of limits. Only digests of keys are kept, made with a secret that only this process has.
+to one client, with one set of rights. Only digests of keys are kept, made with a secret that only this process has.
 """
 
 import hmac
 import re
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
@@ -22,23 +26,45 @@ SOLE_NAME = "default"
 """The name of a key that the environment variable holds without a name."""
 
 _LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<limits>(?:\s+\S+)*)"
+    r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<rights>(?:\s+\S+)*)"
 )
+_GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LIMITS = {
     "concurrent": "concurrent",
     "requests-per-minute": "requests_per_minute",
     "tokens-per-minute": "tokens_per_minute",
 }
-_MOST_KEYS = 10_000
+_RIGHTS = (*_LIMITS, "priority", "share", "operator")
+_LEAST_PRIORITY = -(2**31)
+LOWEST_PRIORITY = 0
+"""The lowest priority that a client may ask for whose line grants none."""
+MOST_KEYS = 10_000
+"""How many keys there may be."""
 _SECRET = secrets.token_bytes(32)
+
+
+class Rights(Struct, frozen=True):
+    """What the holders of the API keys of one name may do.
+
+    Fields:
+        limits: what the scheduler holds them to, over all gateways.
+        priority: the lowest priority that their requests may ask for, which runs the earliest. None: any.
+        share: the group of names whose requests share cached KV; empty: requests of this name share it with each other.
+        operator: they see the requests of all keys in ``/debug``, and ``/metrics``.
+    """
+
+    limits: KeyLimits = KeyLimits()
+    priority: int | None = LOWEST_PRIORITY
+    share: str = ""
+    operator: bool = False
 
 
 @dataclass(slots=True)
 class KeyTable:
-    """The valid keys. ``names``: the name of each key, by digest. ``limits``: the limits of each name."""
+    """The valid keys. ``names``: the name of each key, by digest. ``rights``: what each name may do."""
 
     names: dict[bytes, str] = field(default_factory=dict)
-    limits: dict[str, KeyLimits] = field(default_factory=dict)
+    rights: dict[str, Rights] = field(default_factory=dict)
 
 
 def digest_of(key: str) -> bytes:
@@ -63,20 +89,20 @@ def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None
         if not line:
             continue
         match = _LINE.fullmatch(line)
-        if match is None or match["key"].partition("=")[0] in _LIMITS:
-            raise ConfigError(f"{where}: write NAME: KEY, then limits such as concurrent=4 if there are any")
+        if match is None or match["key"].partition("=")[0] in _RIGHTS:
+            raise ConfigError(f"{where}: write NAME: KEY, then what it may do, such as concurrent=4")
         name, digest = match["name"], digest_of(match["key"])
         if digest in table.names:
             raise ConfigError(f"{where}: the key of {name} is there already")
-        if len(table.names) >= _MOST_KEYS:
-            raise ConfigError(f"{where}: more than {_MOST_KEYS} keys")
+        if len(table.names) >= MOST_KEYS:
+            raise ConfigError(f"{where}: more than {MOST_KEYS} keys")
         table.names[digest] = name
-        table.limits.setdefault(name, usual)
-        if match["limits"]:
+        table.rights.setdefault(name, Rights(usual))
+        if match["rights"]:
             if name in set_in:
-                raise ConfigError(f"{where}: limits of {name} are set already, in {set_in[name]}")
+                raise ConfigError(f"{where}: what {name} may do is set already, in {set_in[name]}")
             set_in[name] = where
-            table.limits[name] = _limits_of(match["limits"].split(), usual, where)
+            table.rights[name] = _rights_of(match["rights"].split(), usual, where)
 
 
 def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
@@ -91,13 +117,37 @@ def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> 
     read_keys(text.replace(",", "\n"), source, usual, table)
 
 
-def _limits_of(limits: list[str], usual: KeyLimits, where: str) -> KeyLimits:
-    changes: dict[str, int | None] = {}
-    for limit in limits:
-        name, _, value = limit.partition("=")
-        if name not in _LIMITS:
-            raise ConfigError(f"{where}: what follows the key has to be one of {', '.join(_LIMITS)}, = and a number")
-        if value != "none" and not (value.isdecimal() and int(value[:12]) > 0 and len(value) <= 12):
-            raise ConfigError(f"{where}: {name} takes a whole number from 1, or none")
-        changes[_LIMITS[name]] = None if value == "none" else int(value)
-    return replace(usual, **changes)
+def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
+    limits: dict[str, int | None] = {}
+    others: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in _LIMITS:
+            limits[_LIMITS[name]] = _limit(name, value, where)
+        elif name == "priority":
+            others[name] = _priority(value, where)
+        elif name == "share":
+            if not _GROUP.fullmatch(value):
+                raise ConfigError(f"{where}: share takes a name of up to 64 letters, digits, dots, - and _")
+            others[name] = value
+        elif name == "operator":
+            if value not in ("yes", "no"):
+                raise ConfigError(f"{where}: operator takes yes or no")
+            others[name] = value == "yes"
+        else:
+            raise ConfigError(f"{where}: what follows the key has to be one of {', '.join(_RIGHTS)}, = and a value")
+    return Rights(replace(usual, **limits), **others)
+
+
+def _limit(name: str, value: str, where: str) -> int | None:
+    if value == "none":
+        return None
+    if not (value.isdecimal() and int(value[:12]) > 0 and len(value) <= 12):
+        raise ConfigError(f"{where}: {name} takes a whole number from 1, or none")
+    return int(value)
+
+
+def _priority(value: str, where: str) -> int:
+    if re.fullmatch(r"0|-[0-9]{1,10}", value) and int(value) >= _LEAST_PRIORITY:
+        return int(value)
+    raise ConfigError(f"{where}: priority takes a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed")

@@ -41,7 +41,7 @@ _GETS: dict[str, tuple[str, type | None]] = {
     "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
     "/version": ("The version of this service.", Version),
     "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
-    "/debug/requests/{request_id}": ("A request's blocks and their history; ?limit=N cuts lists.", None),
+    "/debug/requests/{request_id}": ("A request's blocks and their history, by our id or your X-Request-Id.", None),
 }
 _ERRORS = {
     400: "The request is wrong; param names the field.",
@@ -60,6 +60,7 @@ _BODY = (
     f"{MAX_CONTAINERS} arrays and objects, {MAX_STRINGS} strings (names of fields included) and {MAX_VALUES} values. "
     "Integers may be written as 10.0 or 1e1."
 )
+_OPERATORS = "The API key is not an operator's."
 _REF = "#/components/schemas/{name}"
 
 
@@ -72,7 +73,7 @@ def document(version: str, model_name: str, max_body_bytes: int, memory: BodyMem
     paths |= {path: {"get": _get(path)} for path in _GETS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
     text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    text["503"] = _error("No scheduler answers.")
+    text |= {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
     paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
     return {
         "openapi": "3.1.0",
@@ -117,6 +118,9 @@ def _get(path: str) -> dict[str, Any]:
     if path.startswith("/debug/"):
         responses["400"] = _error("limit is not a number, or out of range.")
         responses["503"] = _error("No scheduler answers.")
+        responses["401"] = _error(_ERRORS[401])
+        if path == "/debug/memory":
+            responses["403"] = _error(_OPERATORS)
         schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
         parameters.append({"name": "limit", "in": "query", "schema": schema})
     if parameters:

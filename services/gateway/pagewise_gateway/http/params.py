@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
 
 from pagewise_gateway.generation import Capacity
+from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -57,6 +58,20 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
     return n
+
+
+def check_priority(body: GenerationFields, client: Client) -> None:
+    """Check that a client may ask for the priority of a request.
+
+    Raises:
+        InvalidRequestError: it is lower, and would run earlier, than the client's API key permits.
+    """
+    lowest = client.rights.priority
+    if lowest is not None and body.priority is not None and body.priority < lowest:
+        raise InvalidRequestError(
+            f"priority is {body.priority}, the lowest that the API key {client.name!r} may ask for is {lowest}",
+            "priority",
+        )
 
 
 def check_num_sequences(num_prompts: int, body: GenerationFields, n: int) -> None:

@@ -152,8 +152,12 @@ class SchedulerLink:
             self._submit(live, self._connection.epoch)
         return live
 
-    async def query(self, kind: Literal["metrics", "memory", "request"], argument: str = "", limit: int = 0) -> bytes:
+    async def query(
+        self, kind: Literal["metrics", "memory", "request"], argument: str = "", limit: int = 0, key: str = ""
+    ) -> bytes:
         """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request.
+
+        ``key``: name of the API key whose requests the report may show; empty: those of all.
 
         Raises:
             AdmissionError: no scheduler answers.
@@ -168,7 +172,7 @@ class SchedulerLink:
         answer: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
         self._queries[number] = answer
         try:
-            self._connection.send(Query(epoch, number, kind, argument, limit))
+            self._connection.send(Query(epoch, number, kind, argument, limit, key))
             async with asyncio.timeout(QUERY_SECONDS):
                 told = await answer
         except TimeoutError:

@@ -30,6 +30,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         age_us=max(0, int((now - request.arrival_time) * 1e6)),
         resumed=again,
         counted_as=-1 if live.counted_as is None or live.counted_as.stream is None else live.counted_as.stream,
+        client_request_id=request.client_request_id,
     )
 
 

@@ -15,7 +15,8 @@ from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
-from pagewise_scheduler.core.inspection import MemoryReport, RequestReport, later, memory_report, request_report
+from pagewise_scheduler.core.inspection import memory_report, request_report
+from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -105,6 +106,7 @@ class Engine:
         """Take a request on."""
         request = live.request
         live.engine = self
+        request.executors.append((clock(), self.executor_id))
         self._live[request.request_id] = live
         self.touch()
         try:
@@ -340,10 +342,23 @@ class Engine:
         """What the executor's KV memory holds, lists cut to ``limit``."""
         return memory_report(self.executor_id, self.scheduler, clock(), limit)
 
-    def request_report(self, request_id: str, limit: int) -> RequestReport | None:
-        """What a request holds, or held when it ended if it is one of the last; None: it is not known here."""
-        live = self._live.get(request_id)
-        if live is not None:
-            return request_report(live.request, self.scheduler, clock(), limit)
-        ended = self._recent.get(request_id)
-        return later(ended[0], clock() - ended[1]) if ended is not None else None
+    def request_reports(self, name: str, key: str, limit: int) -> list[RequestReport]:
+        """What requests of this name hold, or held when they ended: the newest that has not, and the newest of the
+        last that have.
+
+        ``name``: our id, or the client's own. ``key``: the API key that they belong to; "": any. Looking for a request
+        of another key takes as long as looking for one that nobody knows, because every request is looked at.
+        """
+        now, reports = clock(), []
+        live = [one for one in (live.request for live in self._live.values()) if _is_called(one, name, key)]
+        if live:
+            newest = min(live, key=lambda one: (one.request_id != name, -one.arrival_time))
+            reports.append(request_report(newest, self.scheduler, now, limit))
+        ended = [later(one, now - then) for one, then in self._recent.values() if _is_called(one, name, key)]
+        if ended:
+            reports.append(min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago)))
+        return reports
+
+
+def _is_called(request: Request | RequestReport, name: str, key: str) -> bool:
+    return name in (request.request_id, request.client_request_id) and key in ("", request.key)

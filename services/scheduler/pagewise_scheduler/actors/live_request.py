@@ -60,6 +60,7 @@ class LiveRequest:
             return
         self._started = True
         request = self.request
+        request.first_token_time = now
         scheduled = request.scheduled_time if request.scheduled_time == request.scheduled_time else now  # NaN: never
         self.outputs.started.append(
             Started(

@@ -14,6 +14,8 @@ MAX_STREAM = 2**31 - 1
 """The greatest stream number."""
 MAX_STREAMS = 1 << 16
 """Sequences of one request, over all its prompts, whether they are outputs or only tried."""
+MAX_CLIENT_ID = 128
+"""Characters of the id that a client gives a request."""
 _MAX_BEAMS = 4096
 _MAX_LENGTH_PENALTY = 100.0
 _MAX_TEXT = 1024
@@ -61,6 +63,8 @@ def check(submit: Submit, vocab_size: int) -> None:
         raise ImpossibleError(f"a beam search for {submit.n} outputs, {beam.width} wide")
     if max(len(submit.request_id), len(submit.key)) > _MAX_TEXT:
         raise ImpossibleError(f"a name of more than {_MAX_TEXT} characters")
+    if len(submit.client_request_id) > MAX_CLIENT_ID or not submit.client_request_id.isprintable():
+        raise ImpossibleError(f"a client's id of more than {MAX_CLIENT_ID} characters, or some that cannot be printed")
     if abs(submit.priority) > _MAX_PRIORITY:
         raise ImpossibleError(f"priority {submit.priority}")
     _check_limits(submit.limits)
@@ -119,6 +123,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             best_of=0 if submit.beam is not None else submit.best_of,
             arrival_time=arrival,
             key=submit.key,
+            client_request_id=submit.client_request_id,
         )
         if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
             request.create_sequences()

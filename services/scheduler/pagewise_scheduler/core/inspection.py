@@ -1,177 +1,31 @@
-"""What one scheduler's memory looks like right now, as plain data of bounded size."""
+"""Looks into one scheduler's memory, and tells what it is like right now as plain data of bounded size."""
 
 from itertools import islice
 from math import isnan
 
-from msgspec import Struct
-from msgspec.structs import replace
 from pagewise_shared.protocol import DEVICE, TIER_NAMES, tier_name
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
+from pagewise_scheduler.core.memory_reports import (
+    BlockReport,
+    CostReport,
+    DeviceReport,
+    EventReport,
+    ExecutorReport,
+    LinkReport,
+    MemoryReport,
+    RequestReport,
+    RunReport,
+    SequenceReport,
+    TierReport,
+)
 from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-
-
-class DeviceReport(Struct):
-    """Blocks of the device by state. ``retiring``: references that end when a step in flight returns.
-
-    ``lent``: references of other executors, which read the blocks; they are in use meanwhile.
-    """
-
-    num_blocks: int
-    free: int
-    cached: int
-    in_use: int
-    retiring: int
-    lent: int
-
-
-class TierReport(Struct):
-    """Blocks of a tier below the device. ``storing``, ``loading``: blocks whose copies to and from it are under way."""
-
-    num_blocks: int
-    used: int
-    storing: int
-    loading: int
-
-
-class LinkReport(Struct):
-    """What the cost model believes of copies from a lower tier or a peer; as in ``CostReport``.
-
-    ``loading``: blocks asked for that have not arrived. ``rests``: choices for which it is left alone after a failure.
-    """
-
-    setup: float
-    block: float
-    wait: float
-    error: float
-    loading: int
-    rests: int
-
-
-class CostReport(Struct):
-    """What the cost model believes now, in microseconds; ``error``: its mean relative error, 0 is exact.
-
-    ``tiers``: loading from the tiers below the device, by their names. ``peers``: fetching from other executors, by
-    their block endpoints.
-    """
-
-    step: float
-    token: float
-    attention: float
-    context: float
-    prefill_error: float
-    tiers: dict[str, LinkReport]
-    peers: dict[str, LinkReport]
-
-
-class BlockReport(Struct, omit_defaults=True):
-    """A block of a sequence: its index in the block table, its id on the device, and those of its copies in lower
-    tiers, by the names of these.
-
-    ``hash``: its block hash in hex once it is cached, so that others can share it.
-    """
-
-    index: int
-    block: int
-    references: int
-    copies: dict[str, int] = {}
-    hash: str = ""
-
-
-class EventReport(Struct, omit_defaults=True):
-    """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
-
-    Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
-    ``loaded_tokens`` came from ``source``, a tier by its name or "peer", which had them also if they were computed),
-    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
-    """
-
-    seconds_ago: float
-    kind: str
-    method: str | None = None
-    reason: str | None = None
-    device_tokens: int | None = None
-    loaded_tokens: int | None = None
-    source: str | None = None
-    blocks: int | None = None
-    freed: int | None = None
-    predicted_seconds: dict[str, float] | None = None
-    actual_seconds: float | None = None
-
-
-class SequenceReport(Struct, omit_defaults=True):
-    """One output of a request. ``shared``: blocks of its table that others hold too."""
-
-    index: int
-    status: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    num_blocks: int
-    shared: int
-    preemptions: int
-    finish_reason: str | None = None
-    blocks: list[BlockReport] = []
-    truncated: bool = False
-    history: list[EventReport] = []
-
-
-class RequestReport(Struct):
-    """A request's memory. ``cached_tokens`` by where they were found when it first ran.
-
-    ``truncated`` if sequences, blocks or events were left out.
-    """
-
-    request_id: str
-    priority: int
-    cached_tokens: dict[str, int]
-    sequences: list[SequenceReport]
-    truncated: bool = False
-
-
-class RunReport(Struct):
-    """A run of the prefix tree: blocks that follow one another without a fork, the first at ``depth``.
-
-    ``tiers``: how many lie in each tier, by its name. ``references``: of the first block. ``forks``: runs that follow;
-    ``parent``: index of the run before it in the list, -1: it begins with a root.
-    """
-
-    parent: int
-    depth: int
-    num_blocks: int
-    tiers: dict[str, int]
-    references: int
-    forks: int
-
-
-class MemoryReport(Struct):
-    """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for.
-
-    ``tiers``: those below the device, by their names. ``block_endpoint``: what it is called where others fetch from it;
-    empty: it lends nothing.
-    """
-
-    executor_id: str
-    block_endpoint: str
-    block_size: int
-    device: DeviceReport
-    tiers: dict[str, TierReport]
-    running: int
-    waiting: int
-    steps_in_flight: int
-    preemptions: int
-    counters: dict[str, int]
-    costs: CostReport
-    requests: list[RequestReport]
-    tree_blocks: int
-    tree: list[RunReport]
-    truncated: bool
 
 
 class _Room:
@@ -237,18 +91,6 @@ def request_report(request: Request, scheduler: Scheduler, now: float, limit: in
     return _request_report(request, scheduler, now, _Room(limit))
 
 
-def later(report: RequestReport, seconds: float) -> RequestReport:
-    """A report of something that has ended, asked for so many seconds after it was made."""
-    sequences = [
-        replace(
-            sequence,
-            history=[replace(event, seconds_ago=round(event.seconds_ago + seconds, 6)) for event in sequence.history],
-        )
-        for sequence in report.sequences
-    ]
-    return replace(report, sequences=sequences)
-
-
 def _request_report(request: Request, scheduler: Scheduler, now: float, room: _Room) -> RequestReport:
     shown = request.sequences[: room.sequences]
     room.sequences -= len(shown)
@@ -257,13 +99,23 @@ def _request_report(request: Request, scheduler: Scheduler, now: float, room: _R
     room.cut |= cut
     return RequestReport(
         request.request_id,
+        request.client_request_id,
+        request.key,
         request.priority,
+        round(now - request.arrival_time, 6),
+        _seconds(request.arrival_time, request.scheduled_time),
+        _seconds(request.arrival_time, request.first_token_time),
+        [ExecutorReport(executor_id, round(now - then, 6)) for then, executor_id in request.executors],
         dict.fromkeys((*TIER_NAMES, "peer"), 0)
         | {tier_name(DEVICE): request.num_cached_tokens - sum(request.loaded_tokens.values())}
         | request.loaded_tokens,
         sequences,
         cut,
     )
+
+
+def _seconds(start: float, end: float) -> float | None:
+    return None if isnan(end) else round(max(0.0, end - start), 6)
 
 
 def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room: _Room) -> SequenceReport:
@@ -289,6 +141,7 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room:
                 block,
                 pool.references(block),
                 _copies(node, pool) if (node := pool.node(block)) is not None else {},
+                node is not None,
                 hash_of(node).hex() if node is not None else "",
             )
             for index, block in enumerate(blocks)
@@ -314,6 +167,7 @@ def _event(event: object, now: float) -> EventReport:
         device_tokens=event.device_tokens,
         loaded_tokens=event.loaded_tokens,
         source=event.origin,
+        peer=(event.plan.source.peer or None) if event.plan.source is not None else None,
     )
     if event.estimate is not None:
         estimate = event.estimate

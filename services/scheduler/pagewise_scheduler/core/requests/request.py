@@ -18,6 +18,7 @@ from pagewise_scheduler.core.requests.beam_search import BeamSearch
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 _HISTORY = 64
+_PLACEMENTS = 8
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring sequences get far-apart random streams
 
 
@@ -151,6 +152,8 @@ class Request:
     than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
     outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
+    ``client_request_id``: what its client calls it, "" if nothing. ``first_token_time``: when the first token of its
+    first output was there. ``executors``: on which it was placed, and when, the last few.
     """
 
     request_id: str
@@ -172,6 +175,9 @@ class Request:
     key: str = ""
     account: Account = field(default_factory=Account)
     queue_number: int = 0
+    client_request_id: str = ""
+    first_token_time: float = float("nan")
+    executors: "deque[tuple[float, str]]" = field(default_factory=lambda: deque(maxlen=_PLACEMENTS))
 
     def create_sequences(self) -> None:
         """Make its sequences, unless they are there already: a request that moves goes on with those it has."""
