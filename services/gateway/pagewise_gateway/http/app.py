@@ -125,15 +125,19 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         request.app[_REFUSED].add()
     if not response.prepared:
         response.headers.update(Service.headers(request))
+        if request.app[Service.KEY].link.closing:
+            response.force_close()  # the client's next request goes to another gateway, if there is one
     return response
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if the scheduler answers and an executor is ready, else 503."""
+    """200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops."""
     link = request.app[Service.KEY].link
     answers, ready = link.answers, link.ready_executors
     status = "ok" if ready else "no executor is ready" if answers else "no scheduler answers"
-    return _json(Health(status, ready, answers), 200 if ready else 503)
+    if link.closing:
+        status = "the gateway is shutting down"
+    return _json(Health(status, ready, answers), 200 if status == "ok" else 503)
 
 
 async def version(_: web.Request) -> web.Response:

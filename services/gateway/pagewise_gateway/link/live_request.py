@@ -186,6 +186,24 @@ class LiveRequest:
             self._error = error
             self._end("error")
 
+    def cut_off(self, error: AdmissionError) -> None:
+        """End all outputs where they are, with the finish reason "abort", because this gateway stops.
+
+        A request that has no tokens yet fails with ``error`` instead, and so does one whose client has not seen any
+        of them: it can be sent again elsewhere.
+        """
+        if self.ended:
+            return
+        if self.request.whole or not self.num_output_tokens:
+            self.fail(error)
+            return
+        self.ended = True  # before its outputs have: they are counted together
+        now = monotonic()
+        for output in self.outputs:
+            if not output.finished:
+                output.finish("abort", -1, now)
+        self._end("abort")
+
     def _end(self, reason: FinishReason) -> None:
         now = monotonic()
         for prompt in self.prompts:
