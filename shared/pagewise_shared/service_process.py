@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from pagewise_shared.config import misspelt_variables
 from pagewise_shared.errors import PagewiseError
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,12 @@ def _members(error: Exception) -> list[Exception]:
     if isinstance(error, ExceptionGroup):
         return [member for inner in error.exceptions for member in _members(inner)]
     return [error]
+
+
+def warn_of_variables() -> None:
+    """Log a warning for each environment variable that looks like an option and is none."""
+    for warning in misspelt_variables(os.environ):
+        log.warning("%s", warning)
 
 
 def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
