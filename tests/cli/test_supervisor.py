@@ -106,6 +106,15 @@ def test_each_service_gets_its_own_options_and_all_of_them_the_same_endpoints(st
     assert {scheduler["listen"].split(":")[0], scheduler["listen-gateways"].split(":")[0]} == {"ipc"}
 
 
+def test_a_misspelt_variable_is_told_once_and_its_services_do_not_see_it(start: Start) -> None:
+    running = start(*SERVE, PAGEWISE_MAX_NUM_SEQ="5", PAGEWISE_LISTN="x")
+    running.wait_for("started", ALL)
+    assert not any("PAGEWISE_MAX" in Path(f"/proc/{running.pid(name)}/environ").read_text() for name in ALL)
+    _, output = running.end(signal.SIGINT)
+    assert output.count("PAGEWISE_MAX_NUM_SEQ is unknown and has no effect: did you mean PAGEWISE_MAX_NUM_SEQS?") == 1
+    assert output.count("PAGEWISE_LISTN") == 1
+
+
 def test_one_gateway_shares_its_port_with_nobody(start: Start) -> None:
     running = start("serve", "--port=0", "--executors=0")
     running.wait_for("started", {"scheduler": 1, "gateway-0": 1})
