@@ -26,6 +26,7 @@ from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat
 from pagewise_gateway.http.refused_requests import RefusedRequests
+from pagewise_gateway.http.request_log import RequestLog
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
     Health,
@@ -62,6 +63,8 @@ def create_app(
         ConfigError: the API keys cannot be read.
     """
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
+    if config.log_requests:
+        middlewares.insert(0, RequestLog(link).middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout)

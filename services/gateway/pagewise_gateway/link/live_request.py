@@ -125,6 +125,16 @@ class LiveRequest:
         """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
         return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in a prefix cache."""
+        return sum(prompt.cached_tokens for prompt in self.prompts)
+
+    def finish_reasons(self) -> list[FinishReason]:
+        """Return why each output of a request that has ended did so."""
+        cut: FinishReason = "abort" if self._error is None or isinstance(self._error, SlowReaderError) else "error"
+        return [output.finish_reason or cut for output in self.outputs]
+
     # ---- for the scheduler's messages ----------------------------------------------------------------
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from itertools import count
 from time import monotonic
 from typing import Literal
@@ -48,6 +49,7 @@ class SchedulerLink:
 
     Fields:
         closing: whether no more requests are accepted, because this gateway stops.
+        on_end: is called with each request when it has ended.
 
     When the scheduler is lost, no request is: each is submitted again to the next one, with the tokens that it has. A
     request that has waited ``timeout`` seconds for a scheduler fails.
@@ -76,6 +78,7 @@ class SchedulerLink:
         self._idle = asyncio.Event()
         self._idle.set()
         self.closing = False
+        self.on_end: Callable[[LiveRequest], None] = lambda live: None
         self._fleet = FleetState(0)
         self._told = asyncio.Event()  # by the scheduler that there is now
         self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
@@ -309,6 +312,7 @@ class SchedulerLink:
             self._idle.set()
         if epoch is not None and stream is not None and live.unfinished:
             self._connection.send(Abort(epoch, stream))
+        self.on_end(live)
 
     async def _tend(self) -> None:
         """Send metrics to the scheduler, and fail requests that have waited too long for one."""
