@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 TORCH := $(shell grep '^torch==' constraints.txt)
+AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format json
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-chaos test-gpu test-compose lint format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-chaos test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -52,7 +53,16 @@ lint: setup ## ruff, import rules, bandit, known vulnerabilities of what is pinn
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/bandit --quiet --recursive --configfile pyproject.toml services shared kernels
-	@$(PY) .ci/audit.py $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format json
+	@$(PY) .ci/audit.py $(AUDIT)
+
+audit: setup ## Known vulnerabilities of what is pinned; fails if it cannot look
+	@$(PY) .ci/audit.py --strict $(AUDIT)
+
+sbom: setup ## Bills of materials (CycloneDX) of the images, into dist/sbom
+	$(PY) .ci/sbom.py dist/sbom
+
+lock: setup ## What the images install, with hashes, into requirements/ (needs the network, and uv)
+	$(PY) .ci/lock.py uv
 
 format: setup ## Put the code into shape
 	$(VENV)/bin/ruff check --fix .

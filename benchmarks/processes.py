@@ -294,6 +294,7 @@ class Served:
             stderr=subprocess.STDOUT,
             text=True,
             bufsize=1,
+            process_group=0,  # as a terminal gives each command
         )
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -336,9 +337,13 @@ class Served:
             assert time.monotonic() < deadline, f"{text!r} is not in:\n{''.join(self.output)}"
             time.sleep(0.05)
 
+    def press_ctrl_c(self) -> None:
+        """Do what a terminal does: tell the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
-        self.process.send_signal(signal.SIGINT)
+        self.press_ctrl_c()
         return self.process.wait(timeout=30)
 
     def close(self) -> None:

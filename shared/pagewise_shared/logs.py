@@ -4,19 +4,23 @@ import logging
 import sys
 import threading
 import time
+from datetime import datetime
 
 
 def configure_logging(level: str, service: str) -> None:
     """Log to standard error as ``time level service module: text``; ``level`` is a ``--log-level``."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock", "transformers", "huggingface_hub", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+class _Formatter(logging.Formatter):
+    """Writes times as in ISO 8601: local time to the millisecond, with its offset from UTC."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 class BoundedLog:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from pagewise_shared.config import misspelt_variables
 from pagewise_shared.errors import PagewiseError
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,12 @@ def _members(error: Exception) -> list[Exception]:
     return [error]
 
 
+def warn_of_variables() -> None:
+    """Log a warning for each environment variable that looks like an option and is none."""
+    for warning in misspelt_variables(os.environ):
+        log.warning("%s", warning)
+
+
 def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop if it is installed, and on asyncio's own event loop otherwise."""
     try:
@@ -62,12 +70,31 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-def stop_signal() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set from now on."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
+class StopSignal:
+    """SIGTERM and SIGINT, from when this is made in a running event loop.
+
+    Fields:
+        number: the first signal that came; None before that.
+        again: set by the second signal, after which nothing should be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.again = asyncio.Event()
+        self._first = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._came, number)
+
+    async def wait(self) -> None:
+        """Wait for the first signal."""
+        await self._first.wait()
+
+    def _came(self, number: signal.Signals) -> None:
+        if self.number is None:
+            self.number = number
+            self._first.set()
+        else:
+            self.again.set()
 
 
 def tune_garbage_collector() -> None:

@@ -13,11 +13,11 @@ BROKEN = {"name": "b", "version": "2", "vulns": [{"id": "CVE-1", "fix_versions":
 SKIPPED = {"name": "c", "skip_reason": "Dependency not found"}
 
 
-def audit(answer: str, error: str = "") -> tuple[int, str]:
+def audit(answer: str, error: str = "", *options: str) -> tuple[int, str]:
     """Exit code and output beside a pip-audit that says this."""
     fake = f"import sys; print({answer!r}); print({error!r}, file=sys.stderr); sys.exit(1)"
     done = subprocess.run(
-        [sys.executable, AUDIT, sys.executable, "-c", fake], capture_output=True, text=True, timeout=60
+        [sys.executable, AUDIT, *options, sys.executable, "-c", fake], capture_output=True, text=True, timeout=60
     )
     return done.returncode, done.stdout
 
@@ -44,3 +44,11 @@ def test_no_network_is_said_and_anything_else_fails() -> None:
     code, output = audit("", "pip-audit: error: unrecognized arguments")
     assert code == 1
     assert "unrecognized arguments" in output
+
+
+def test_what_could_not_be_looked_up_fails_where_it_must_be() -> None:
+    code, output = audit("", "requests.exceptions.ConnectionError: no such host", "--strict")
+    assert code == 1
+    assert "NOTHING WAS AUDITED" in output
+    assert audit(json.dumps({"dependencies": [CLEAN, SKIPPED], "fixes": []}), "", "--strict")[0] == 1
+    assert audit(json.dumps({"dependencies": [CLEAN], "fixes": []}), "", "--strict")[0] == 0

@@ -8,6 +8,7 @@ import pytest
 from pagewise import process
 from pagewise.main import main
 from pagewise.process import Service
+from pagewise_shared.version import package_version
 
 WriteCode = Callable[[str], int]
 
@@ -69,3 +70,16 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["no-such-command"]) == 2
     assert "no-such-command" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pagewise {package_version()}\n"
+
+
+def test_a_misspelt_variable_is_told_by_commands_that_log_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGEWISE_KEYES", "elsewhere")
+    assert main(["keys", "--keys", str(tmp_path), "list"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "pagewise keys: the environment variable PAGEWISE_KEYES is unknown and has no effect: "
+        "did you mean PAGEWISE_KEYS?"
+    ]

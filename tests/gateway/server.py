@@ -123,7 +123,7 @@ async def gateway(
             ):
                 yield Server(url, port, scheduler, link, metrics, http, openai)
             await acceptor.close()
-            await link.close(5.0)
+            await link.close(5.0, asyncio.Event())
         assert not linked.done(), linked.exception()
     finally:
         linked.cancel()

@@ -126,21 +126,102 @@ async def test_streams_that_take_too_long_after_sigterm_are_ended_properly() -> 
         started("--scheduler", fake.endpoint, "--shutdown-timeout", "0.5") as gateway,
     ):
         await gateway.until_ready(http)
-        body = {**BODY, "max_tokens": 50_000}
-        whole = asyncio.create_task(answer_of(http, gateway.url, {**body, "stream": False}))
+        body = {**BODY, "max_tokens": 50_000, "stream_options": {"include_usage": True}}
+        whole = asyncio.create_task(answer_of(http, gateway.url, {**BODY, "max_tokens": 50_000, "stream": False}))
         async with http.post(gateway.url + "/v1/completions", json=body) as response:
             await response.content.readuntil(b"\n\n")
             gateway.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            with pytest.raises(aiohttp.ClientConnectionError):
-                await http.get(gateway.url + "/version", headers={"Connection": "close"})
-            events = (await response.text()).strip().split("\n\n")  # its end is marked: it was not cut
-        error = json.loads(events[-1].removeprefix("data: "))["error"]
+            *_, last, usage, done = (await response.text()).strip().split("\n\n")
+        (choice,) = json.loads(last.removeprefix("data: "))["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] > 1
+        assert done == "data: [DONE]"
+        status, answer = await whole
+        error = answer["error"]
+        assert status == 503
         assert (error["code"], error["message"]) == ("service_unavailable", "the gateway is shutting down")
-        assert (await whole)[0] == 503
         assert await stopped(gateway) == 0
         await fake.until(lambda: fake.goodbyes == ["stopped"])
         assert len(fake.aborts) == 2
+
+
+async def test_a_stream_without_a_token_gets_an_error_that_asks_to_come_back() -> None:
+    async with (
+        scheduler(paused=True).listening() as fake,
+        aiohttp.ClientSession() as http,
+        started("--scheduler", fake.endpoint, "--shutdown-timeout", "0.5") as gateway,
+    ):
+        await gateway.until_ready(http)
+        answer = asyncio.create_task(http.post(gateway.url + "/v1/completions", json=BODY))
+        await fake.until(lambda: fake.submits)
+        gateway.process.send_signal(signal.SIGTERM)
+        async with await answer as response:
+            assert (response.status, response.headers.get("Retry-After")) == (503, "2"), await response.text()
+        assert await stopped(gateway) == 0
+
+
+async def test_new_requests_are_told_to_come_back_while_streams_end() -> None:
+    async with (
+        scheduler().listening() as fake,
+        aiohttp.ClientSession() as http,
+        started("--scheduler", fake.endpoint, "--shutdown-timeout", "20") as gateway,
+    ):
+        await gateway.until_ready(http)
+        async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 200}) as stream:
+            await stream.content.readuntil(b"\n\n")
+            gateway.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(5):
+                while True:
+                    async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 1}) as response:
+                        if response.status == 503:
+                            break
+            assert response.headers["Retry-After"] == "2"
+            assert response.headers["Connection"] == "close"
+            async with http.get(gateway.url + "/health") as response:
+                assert (response.status, (await response.json())["status"]) == (503, "the gateway is shutting down")
+            async with http.get(gateway.url + "/version") as response:
+                assert response.status == 200
+            assert await text_of(stream)
+        assert await stopped(gateway) == 0
+
+
+async def test_a_second_signal_ends_streams_at_once() -> None:
+    async with (
+        scheduler().listening() as fake,
+        aiohttp.ClientSession() as http,
+        started("--scheduler", fake.endpoint, "--shutdown-timeout", "60") as gateway,
+    ):
+        await gateway.until_ready(http)
+        async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 50_000}) as response:
+            await response.content.readuntil(b"\n\n")
+            gateway.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.3)
+            gateway.process.send_signal(signal.SIGINT)
+            assert '"finish_reason":"abort"' in await response.text()
+        assert await stopped(gateway) == 0
+
+
+async def test_one_of_two_on_a_port_leaves_it_to_the_other() -> None:
+    async with scheduler().listening() as fake, aiohttp.ClientSession() as http:
+        arguments = ["--scheduler", fake.endpoint, "--reuse-port", "--shutdown-timeout", "20"]
+        async with started(*arguments) as one:
+            await one.until_ready(http)
+            async with http.post(one.url + "/v1/completions", json={**BODY, "max_tokens": 50_000}) as stream:
+                await stream.content.readuntil(b"\n\n")
+                async with started(*arguments, "--port", one.url.rpartition(":")[2]) as two:
+                    await fake.until(lambda: len(fake.members) == 2)
+                    one.process.send_signal(signal.SIGTERM)
+                    await asyncio.sleep(0.3)
+                    for _ in range(20):
+                        async with (
+                            aiohttp.ClientSession() as another,
+                            another.post(two.url + "/v1/completions", json=BODY) as response,
+                        ):
+                            assert response.status == 200
+                    assert one.process.returncode is None
+                    one.process.send_signal(signal.SIGTERM)
+                    assert (await stream.text()).endswith("data: [DONE]\n\n")
+            assert await stopped(one) == 0
 
 
 async def answer_of(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, Any]:

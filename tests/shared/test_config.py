@@ -11,14 +11,17 @@ from pagewise_shared.config import (
     SchedulerConfig,
     ServeConfig,
     build_config,
+    misspelt_variables,
     options_of,
     parse_config,
     parse_size,
     secret_variables,
+    size_text,
     to_argv,
 )
 from pagewise_shared.config.options import without
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.version import package_version
 
 COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
 SET_BY_SERVE = {"scheduler", "executor_id", "gateway_id", "key_name", "reuse_port"}
@@ -135,6 +138,14 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+@pytest.mark.parametrize(
+    ("size", "text"), [(1, "1KiB"), (65536, "64KiB"), (2**20 + 1, "1025KiB"), (2**24, "16MiB"), (40 * 2**30, "40GiB")]
+)
+def test_sizes_are_said_as_they_are_read(size: int, text: str) -> None:
+    assert size_text(size) == text
+    assert size <= parse_size(text) <= size * 1.1 + 1024
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "4 Gigs", "1e9", "4IB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
@@ -153,7 +164,8 @@ def test_every_option_has_its_place_in_the_help(config_type: type[Struct], capsy
         parse_config(config_type, ["--help"], prog="p", description="", environ={})
     ungrouped = capsys.readouterr().out.partition("\nmodel:\n")[0]
     assert "--help" in ungrouped
-    assert ungrouped.count("--") == 1
+    assert "--version" in ungrouped
+    assert ungrouped.count("--") == 2
 
 
 def test_secrets_come_from_the_environment_alone_and_stay_off_command_lines() -> None:
@@ -164,3 +176,37 @@ def test_secrets_come_from_the_environment_alone_and_stay_off_command_lines() ->
     assert secret_variables(config.executor) == {}
     with pytest.raises(SystemExit):
         parse("--api-keys", "alice: sk-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("PAGEWISE_MAX_NUM_SEQ", "PAGEWISE_MAX_NUM_SEQS"),
+        ("PAGEWISE_KVMEMORY", "PAGEWISE_KV_MEMORY"),
+        ("PAGEWISE_MAX_MODEL_LENGTH", "PAGEWISE_MAX_MODEL_LEN"),
+        ("PAGEWISE_API_KEY_FILE", "PAGEWISE_API_KEYS_FILE"),
+        ("PAGEWISE_XYZ", None),
+    ],
+)
+def test_a_misspelt_variable_is_told_with_the_nearest_name(name: str, near: str | None) -> None:
+    (warning,) = misspelt_variables({name: "a secret", "HOME": "/", "PAGEWISE": "no"})
+    assert f"variable {name} is unknown" in warning
+    assert warning.endswith(f": did you mean {near}?" if near else "no effect")
+    assert "secret" not in warning
+
+
+def test_variables_of_other_services_and_empty_ones_are_not_misspelt() -> None:
+    names = {option.variable for command in COMMANDS for option in options_of(command).values()}
+    assert len(names) > 60
+    known = names | {"PAGEWISE_URL", "PAGEWISE_API_KEY", "PAGEWISE_HTTP_PORT"}
+    assert misspelt_variables(dict.fromkeys(known, "1") | {"PAGEWISE_NUM_SEQS": ""}) == []
+    (warning,) = misspelt_variables({"PAGEWISE_A\nB": "1"})
+    assert "\n" not in warning
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_its_version(command: type[Struct], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_config(command, ["--version"], prog="a program", description="", environ={})
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"a program {package_version()}\n"

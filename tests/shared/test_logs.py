@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from pagewise_shared.logs import configure_logging
@@ -23,7 +24,11 @@ def test_a_line_tells_time_level_service_and_module(capsys: pytest.CaptureFixtur
     logging.getLogger("some.module").info("it is %s", "up")
     logging.getLogger("some.module").debug("not this")
     logging.getLogger("httpx").info("nor this")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    scheduler some\.module: it is up\n", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    when, rest = said.split(" ", 1)
+    assert rest == "INFO    scheduler some.module: it is up\n"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", when)
+    assert abs(datetime.fromisoformat(when) - datetime.now(UTC)) < timedelta(seconds=10)
 
 
 def test_errors_are_always_logged(capsys: pytest.CaptureFixture[str]) -> None:

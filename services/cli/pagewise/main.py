@@ -1,12 +1,15 @@
 """``pagewise``: the command line."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from pagewise_shared.config import GatewaysConfig, ServeConfig, parse_config
+from pagewise_shared.config import GatewaysConfig, ServeConfig, misspelt_variables, parse_config
 from pagewise_shared.logs import configure_logging
+from pagewise_shared.service_process import warn_of_variables
+from pagewise_shared.version import package_version
 
 from pagewise.gateways import gateways
 from pagewise.keys import keys
@@ -23,7 +26,7 @@ commands:
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   replay TRACE      run a request trace through the scheduler under a virtual clock
 
-`pagewise COMMAND --help` lists the options of a command."""
+`pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"pagewise {package_version()}")
+        return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
         print(f"pagewise: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
         return 2
+    if command not in (_serve, _gateways):  # these log
+        for warning in misspelt_variables(os.environ):
+            print(f"pagewise {arguments[0]}: {warning}", file=sys.stderr)
     try:
         return command(arguments[1:])
     except KeyboardInterrupt:
@@ -50,6 +59,7 @@ def _serve(arguments: Sequence[str]) -> int:
         description="Start a scheduler, gateways and executors as separate processes, and serve a model over HTTP.",
     )
     configure_logging(config.scheduler.log_level, "serve")
+    warn_of_variables()
     return asyncio.run(serve(config))
 
 
@@ -61,6 +71,7 @@ def _gateways(arguments: Sequence[str]) -> int:
         description="Start gateways that serve HTTP on one port, for a scheduler that runs already.",
     )
     configure_logging(config.gateway.log_level, "gateways")
+    warn_of_variables()
     return asyncio.run(gateways(config))
 
 

@@ -52,7 +52,10 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
 
 
 def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
-    """Return the services in the order in which they stop: gateways first, so that running streams can end."""
+    """Return the services in the order in which they stop: gateways first, so that running streams can end.
+
+    Executors stop last, when nobody is there any more to whom they could move requests and caches.
+    """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
     if threads is None and config.executors > 1:
@@ -64,8 +67,8 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
         executors.append(Service(name, "pagewise_executor.main", argv, variables=executor_variables(gpu)))
     return [
         gateway_group(config.gateway, config.gateways),
-        Group(executors, signal.SIGINT),  # not SIGTERM, after which they would move requests and caches to each other
         Group([scheduler], signal.SIGTERM),
+        Group(executors, signal.SIGINT),  # not SIGTERM, which drains
     ]
 
 

@@ -14,8 +14,9 @@ from pagewise_shared.cpu_threads import CpuTimes, choose_threads, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.service_process import exit_code_of, run_event_loop
+from pagewise_shared.service_process import exit_code_of, run_event_loop, warn_of_variables
 
+from pagewise_executor.pool_check import check_pool
 from pagewise_executor.runner import Runner
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Hold a KV pool and run the step plans that a pagewise-scheduler sends.",
     )
     configure_logging(config.log_level, "executor")
+    warn_of_variables()
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
     return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))
@@ -48,7 +50,7 @@ def _serve(config: ExecutorConfig) -> None:
     endpoint = next((each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://")
     keys = load_keys(config.keys, config.key_name, endpoint, config.plaintext)  # before the model, which takes longer
     service = ExecutorService(
-        Worker(lambda: build_runner(config, keys)),
+        Worker(lambda: _build_useful_runner(config, keys)),
         config.scheduler,
         config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
         max_num_seqs=config.max_num_seqs,
@@ -57,6 +59,14 @@ def _serve(config: ExecutorConfig) -> None:
         keys=keys,
     )
     run_event_loop(service.run())
+
+
+def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
+    """Build the runner, and see to it that clients can use it."""
+    runner = build_runner(config, keys)
+    info = runner.info
+    check_pool(info.num_blocks, info.block_size, info.bytes_per_block, info.max_model_len)
+    return runner
 
 
 def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:

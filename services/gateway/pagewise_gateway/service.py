@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.curve import load_keys
 from pagewise_shared.model_files import resolve_model
-from pagewise_shared.service_process import stop_signal, tune_garbage_collector
+from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 
 from pagewise_gateway.http import create_app, listening, load_certificate, most_connections
 from pagewise_gateway.link import SchedulerLink
@@ -18,11 +19,15 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
-"""How long a client may take to read the error that ends its stream when the gateway stops."""
+"""How long a client may take to read the end of its stream when the gateway stops."""
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Run the service until SIGTERM or SIGINT.
+    """Run the service until SIGTERM or SIGINT, and then until its streams have ended, or their time is up.
+
+    Meanwhile it answers new requests with 503. If it is stopped by SIGTERM and shares its port, it closes its socket at
+    once instead, so that the others on this port get its clients; SIGINT says that these stop too. A second signal
+    ends the streams at once.
 
     Prints ``listening http://HOST:PORT`` (or https) on standard output once it accepts connections, whether there is a
     scheduler or not.
@@ -59,7 +64,7 @@ async def serve(config: GatewayConfig) -> None:
         reuse_port=config.reuse_port,
         certificate=certificate,
     )
-    stop = stop_signal()
+    stop = StopSignal()
     async with asyncio.TaskGroup() as tasks:
         linked = tasks.create_task(link.run(), name="link")
         try:
@@ -70,7 +75,8 @@ async def serve(config: GatewayConfig) -> None:
                 print(f"listening {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
                 await stop.wait()
                 log.info("stopping")
-                await acceptor.close()
-                await link.close(config.shutdown_timeout)
+                if config.reuse_port and stop.number == signal.SIGTERM:
+                    await acceptor.close()
+                await link.close(config.shutdown_timeout, stop.again)
         finally:
             linked.cancel()

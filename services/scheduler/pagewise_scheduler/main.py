@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pagewise_shared.config import SchedulerConfig, parse_config
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.service_process import exit_code_of, run_event_loop
+from pagewise_shared.service_process import exit_code_of, run_event_loop, warn_of_variables
 
 from pagewise_scheduler.service import serve
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Schedule the requests of gateways over executors.",
     )
     configure_logging(config.log_level, "scheduler")
+    warn_of_variables()
     return exit_code_of(lambda: run_event_loop(serve(config)))
 
 

@@ -5,7 +5,7 @@ import logging
 
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.curve import SCHEDULER, load_keys
-from pagewise_shared.service_process import raise_file_limit, stop_signal, tune_garbage_collector
+from pagewise_shared.service_process import StopSignal, raise_file_limit, tune_garbage_collector
 
 from pagewise_scheduler.actors.coordinator import Coordinator
 from pagewise_scheduler.metrics import Metrics
@@ -27,7 +27,7 @@ async def serve(config: SchedulerConfig) -> None:
     for endpoint in (config.listen, config.listen_gateways):  # both have keys, or neither
         keys = load_keys(config.keys, SCHEDULER, endpoint, config.plaintext)
     coordinator = Coordinator(config, Metrics(config.served_model_name or config.model), keys=keys)
-    stop = stop_signal()
+    stop = StopSignal()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(coordinator.run(), name="coordinator")
         tune_garbage_collector()

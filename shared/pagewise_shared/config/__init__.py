@@ -19,10 +19,12 @@ from pagewise_shared.config.reading import (
     VARIABLE_PREFIX,
     Option,
     build_config,
+    misspelt_variables,
     options_of,
     parse_config,
     parse_size,
     secret_variables,
+    size_text,
     to_argv,
 )
 
@@ -37,9 +39,11 @@ __all__ = [
     "SchedulerConfig",
     "ServeConfig",
     "build_config",
+    "misspelt_variables",
     "options_of",
     "parse_config",
     "parse_size",
     "secret_variables",
+    "size_text",
     "to_argv",
 ]

@@ -80,6 +80,7 @@ GROUPS = {
         "executor_timeout",
         "step_timeout",
         "log_level",
+        "log_requests",
     ),
     "security": ("keys", "key_name", "plaintext"),
 }
@@ -258,6 +259,9 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     key_name: Annotated[str, _help("name of this gateway's key in the folder of keys", "NAME")] = "gateway"
     plaintext: Plaintext = False
     log_level: LogLevel = "info"
+    log_requests: Annotated[
+        bool, _help("log a line for each request when it ends: its id, key, tokens, times; nothing of its text")
+    ] = False
 
 
 class ExecutorConfig(Struct, frozen=True, kw_only=True):

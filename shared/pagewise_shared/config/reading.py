@@ -5,6 +5,7 @@ options of the whole. An option that several parts have is given once and applie
 """
 
 import argparse
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +14,25 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.options import GROUPS, GatewayConfig
+from pagewise_shared.config.options import (
+    GROUPS,
+    ExecutorConfig,
+    GatewayConfig,
+    GatewaysConfig,
+    SchedulerConfig,
+    ServeConfig,
+)
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import printable
+from pagewise_shared.version import package_version
 
 ConfigT = TypeVar("ConfigT", bound=Struct)
 
 VARIABLE_PREFIX = "PAGEWISE_"
 """The prefix of the names of all environment variables."""
+
+_OTHER_VARIABLES = frozenset({"PAGEWISE_URL", "PAGEWISE_API_KEY", "PAGEWISE_HTTP_HOST", "PAGEWISE_HTTP_PORT"})
+"""Variables that are no options: two of ``pagewise vmstat`` and ``pmap``, and two of ``compose.yaml``."""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -67,6 +80,7 @@ def parse_config(
         epilog="Every option can be set by an environment variable too: --max-num-seqs is PAGEWISE_MAX_NUM_SEQS.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"{prog} {package_version()}", help="print the version")
     found = options_of(config_type)
     grouped = [(title, name) for title, names in GROUPS.items() for name in names if name in found]
     groups = {title: parser.add_argument_group(title) for title, _ in grouped}
@@ -145,6 +159,25 @@ def secret_variables(config: Struct) -> dict[str, str]:
     return {variable: value for variable, value in values.items() if value is not None}
 
 
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a warning for each ``PAGEWISE_*`` variable that nothing of Pagewise reads, with the name nearest to it.
+
+    Variables that only other services read are not meant. Values do not appear: they may be secrets.
+    """
+    services: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
+    known = {option.variable for service in services for option in options_of(service).values()} | _OTHER_VARIABLES
+    warnings = []
+    for name in sorted(environ):
+        if not name.startswith(VARIABLE_PREFIX) or name in known or not environ[name]:
+            continue
+        # Without the prefix, which would make all of them similar.
+        endings = {each.removeprefix(VARIABLE_PREFIX) for each in known}
+        near = difflib.get_close_matches(name.removeprefix(VARIABLE_PREFIX), sorted(endings), n=1)
+        meant = f": did you mean {VARIABLE_PREFIX}{near[0]}?" if near else ""
+        warnings.append(f"the environment variable {printable(name, 100)} is unknown and has no effect{meant}")
+    return warnings
+
+
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``4GiB``, ``500MB`` or ``1073741824``.
 
@@ -155,6 +188,12 @@ def parse_size(text: str) -> int:
     if match is None or match[2] == "I" or float(match[1]) <= 0:
         raise ConfigError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def size_text(size: int) -> str:
+    """Return ``size`` bytes as ``parse_size`` reads them, rounded up to three digits or so."""
+    unit = next((unit for unit in ("GI", "MI") if size >= 10 * _UNITS[unit]), "KI")
+    return f"{-(-size // _UNITS[unit])}{unit[0]}iB"
 
 
 def _flag(name: str) -> str:

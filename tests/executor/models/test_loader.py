@@ -98,7 +98,10 @@ def test_the_pool_takes_what_it_is_given() -> None:
     assert blocks(num_blocks=17) == 17
     assert blocks(kv_memory="10MiB") == 10 * 2**20 // size
     assert blocks(max_num_seqs=3) == 3 * 7, "never more than all sequences at full length can use"
-    with pytest.raises(ModelError, match="one KV block takes"):
+    with pytest.raises(
+        ModelError,
+        match=r"hold 0 tokens \(0 blocks\)\. One sequence of 100 tokens.* needs 7 blocks, 336KiB: raise --kv-memory",
+    ):
         blocks(kv_memory="10KiB")
     with pytest.raises(ModelError, match="not enough memory"):
         blocks(num_blocks=10**9)

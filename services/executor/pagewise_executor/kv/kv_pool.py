@@ -8,8 +8,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.config import ExecutorConfig, parse_size
+from pagewise_shared.config import ExecutorConfig, parse_size, size_text
 from pagewise_shared.errors import ModelError
+
+from pagewise_executor.pool_check import check_pool
 
 Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
@@ -108,8 +110,9 @@ class KVPool:
         try:
             region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
+            size = size_text(self.num_blocks * self.bytes_per_block)
             raise ModelError(
-                f"not enough memory on {self.device} for a KV pool of {_gib(self.num_blocks * self.bytes_per_block)}: "
+                f"not enough memory on {self.device} for a KV pool of {size}: "
                 "is another process using it? Ask for less with --kv-memory, or name another GPU in "
                 "CUDA_VISIBLE_DEVICES"
             ) from error
@@ -234,11 +237,11 @@ def pool_size(
         room = int(free * _CUDA_SHARE) - reserved if device.type == "cuda" else min(int(free * _CPU_SHARE), _CPU_MOST)
         wanted = min(useful, room)
     if wanted > free:
-        raise ModelError(f"not enough memory: the KV pool asks for {_gib(wanted)}, {_gib(free)} are free on {device}")
-    if wanted < block_bytes:
         raise ModelError(
-            f"not enough memory: one KV block takes {_gib(block_bytes)}, the pool would get {_gib(wanted)}"
+            f"not enough memory: the KV pool asks for {size_text(wanted)}, {size_text(free)} are free on {device}"
         )
+    if wanted < block_bytes:
+        check_pool(0, config.block_size, block_bytes, max_model_len)
     return wanted // block_bytes
 
 
@@ -255,7 +258,3 @@ def free_memory(device: torch.device) -> int:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0, int(text) - int(used.read_text())))
     return available
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -26,6 +26,7 @@ from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_tokenizable, encode_chat
 from pagewise_gateway.http.refused_requests import RefusedRequests
+from pagewise_gateway.http.request_log import RequestLog
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
     Health,
@@ -68,6 +69,8 @@ def create_app(
         ConfigError: the API keys cannot be read.
     """
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
+    if config.log_requests:
+        middlewares.insert(0, RequestLog(link).middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
@@ -134,15 +137,19 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         request.app[_REFUSED].add()
     if not response.prepared:
         response.headers.update(Service.headers(request))
+        if request.app[Service.KEY].link.closing:
+            response.force_close()  # the client's next request goes to another gateway, if there is one
     return response
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if the scheduler answers and an executor is ready, else 503."""
+    """200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops."""
     link = request.app[Service.KEY].link
     answers, ready = link.answers, link.ready_executors
     status = "ok" if ready else "no executor is ready" if answers else "no scheduler answers"
-    return _json(Health(status, ready, answers), 200 if ready else 503)
+    if link.closing:
+        status = "the gateway is shutting down"
+    return _json(Health(status, ready, answers), 200 if status == "ok" else 503)
 
 
 async def version(_: web.Request) -> web.Response:

@@ -106,5 +106,4 @@ class Generation:
         live = self._live
         prompt = sum(len(one.tokens) for one in self._request.prompts)
         output = live.num_output_tokens
-        cached = sum(one.cached_tokens for one in live.prompts)
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))

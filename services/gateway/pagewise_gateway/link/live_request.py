@@ -130,6 +130,16 @@ class LiveRequest:
         """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
         return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in a prefix cache."""
+        return sum(prompt.cached_tokens for prompt in self.prompts)
+
+    def finish_reasons(self) -> list[FinishReason]:
+        """Return why each output of a request that has ended did so."""
+        cut: FinishReason = "abort" if self._error is None or isinstance(self._error, SlowReaderError) else "error"
+        return [output.finish_reason or cut for output in self.outputs]
+
     # ---- for the scheduler's messages ----------------------------------------------------------------
 
     def start(self) -> None:
@@ -190,6 +200,24 @@ class LiveRequest:
         if not self.ended:
             self._error = error
             self._end("error")
+
+    def cut_off(self, error: AdmissionError) -> None:
+        """End all outputs where they are, with the finish reason "abort", because this gateway stops.
+
+        A request that has no tokens yet fails with ``error`` instead, and so does one whose client has not seen any
+        of them: it can be sent again elsewhere.
+        """
+        if self.ended:
+            return
+        if self.request.whole or not self.num_output_tokens:
+            self.fail(error)
+            return
+        self.ended = True  # before its outputs have: they are counted together
+        now = monotonic()
+        for output in self.outputs:
+            if not output.finished:
+                output.finish("abort", -1, now)
+        self._end("abort")
 
     def _end(self, reason: FinishReason) -> None:
         now = monotonic()

@@ -134,6 +134,11 @@ class Output:
             delta.text, delta.token_ids, delta.logprobs = "", [], []
         return delta
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it has ended; None if it has not."""
+        return self._delta_finish[0] if self._delta_finish is not None else None
+
     def progress(self) -> StreamProgress:
         """Return what the next scheduler has to know to continue this output.
 
@@ -170,18 +175,21 @@ class LivePrompt:
         given: the prompt of the request.
         logprobs: of the prompt's tokens; complete before the first delta of its outputs.
         cached_tokens: how many of its tokens were found in a prefix cache.
+        queue_seconds: from its arrival to its first step; None before its first token.
+        first_token_time: seconds of the monotonic clock; None before.
         index: of its first output. unfinished: how many of its n outputs have not ended.
     """
 
     __slots__ = (
-        "_first_token_time",
         "_metrics",
         "_started",
         "cached_tokens",
+        "first_token_time",
         "given",
         "index",
         "live",
         "logprobs",
+        "queue_seconds",
         "unfinished",
     )
 
@@ -191,10 +199,11 @@ class LivePrompt:
         self.index = index
         self.logprobs: list[TokenLogprobs] = []
         self.cached_tokens = 0
+        self.queue_seconds: float | None = None
         self.unfinished = live.request.n
         self._metrics = metrics
         self._started = False
-        self._first_token_time: float | None = None
+        self.first_token_time: float | None = None
 
     def start(self, started: Started) -> None:
         """The first output token has been computed. A later scheduler that computes it again is ignored."""
@@ -203,14 +212,15 @@ class LivePrompt:
         self._started = True
         self.cached_tokens = started.cached_tokens
         waited = self.live.submission_time - self.live.request.arrival_time
+        self.queue_seconds = waited + started.queue_us / 1e6
         self._metrics.prompt_tokens.inc(len(self.given.tokens))
-        self._metrics.request_queue_time_seconds.observe(waited + started.queue_us / 1e6)
+        self._metrics.request_queue_time_seconds.observe(self.queue_seconds)
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
     def first_token(self, now: float) -> None:
         """An output has received its first token."""
-        if self._first_token_time is None:
-            self._first_token_time = now
+        if self.first_token_time is None:
+            self.first_token_time = now
             self._metrics.time_to_first_token_seconds.observe(now - self.live.request.arrival_time)
 
     def take_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
@@ -221,5 +231,5 @@ class LivePrompt:
     def end(self, now: float) -> None:
         """All outputs of the prompt have ended."""
         self._metrics.e2e_request_latency_seconds.observe(now - self.live.request.arrival_time)
-        if self._first_token_time is not None:
-            self._metrics.request_decode_time_seconds.observe(now - self._first_token_time)
+        if self.first_token_time is not None:
+            self._metrics.request_decode_time_seconds.observe(now - self.first_token_time)

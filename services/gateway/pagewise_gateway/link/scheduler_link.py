@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from itertools import count
 from time import monotonic
 from typing import Literal
@@ -39,10 +40,15 @@ METRICS_SECONDS = 1.0
 """How often this gateway's metrics are sent to the scheduler."""
 QUERY_SECONDS = 10.0
 _LONGEST_RETRY_SECONDS = 5.0
+_CLOSING = "the gateway is shutting down"
 
 
 class SchedulerLink:
     """All live requests of one gateway, and its connection to the scheduler.
+
+    Fields:
+        closing: whether no more requests are accepted, because this gateway stops.
+        on_end: is called with each request when it has ended.
 
     When the scheduler is lost, no request is: each is submitted again to the next one, with the tokens that it has. A
     request that has waited ``timeout`` seconds for a scheduler fails.
@@ -70,7 +76,8 @@ class SchedulerLink:
         self._live: dict[LiveRequest, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._closing = False
+        self.closing = False
+        self.on_end: Callable[[LiveRequest], None] = lambda live: None
         self._fleet = FleetState(0)
         self._told = asyncio.Event()  # by the scheduler that there is now
         self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
@@ -119,8 +126,9 @@ class SchedulerLink:
         requests do.
 
         Raises:
-            AdmissionError: no scheduler has answered in time, or no executor has joined it yet.
+            AdmissionError: this gateway stops, no scheduler has answered in time, or no executor has joined it yet.
         """
+        self._check_open()
         if self.capacity() is None and self._connection.epoch is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout):
@@ -141,9 +149,7 @@ class SchedulerLink:
         Raises:
             AdmissionError: this gateway accepts no more requests.
         """
-        if self._closing:
-            self._metrics.requests_refused("shutting_down").inc()
-            raise AdmissionError("unavailable", "the gateway is shutting down")
+        self._check_open()
         live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
         live.counted_as = counted_as
         self._live[live] = None
@@ -183,18 +189,22 @@ class SchedulerLink:
             raise LookupError(argument)
         return told.body
 
-    async def close(self, seconds: float) -> None:
-        """Accept no more requests, wait for the live ones for ``seconds``, and fail those that are left."""
-        self._closing = True
+    async def close(self, seconds: float, at_once: asyncio.Event) -> None:
+        """Accept no more requests, and wait for the live ones to end, for ``seconds`` or until ``at_once`` is set.
+
+        Then those whose clients have seen tokens end there, and the others fail.
+        """
+        self.closing = True
         if self._live:
             log.info("waiting for %d requests to end, %g s at most", len(self._live), seconds)
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._idle.wait()
-            except TimeoutError:
-                log.warning("%d requests have not ended in time and fail", len(self._live))
+            ends = [asyncio.ensure_future(event.wait()) for event in (self._idle, at_once)]
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+        if self._live:
+            log.warning("%d requests have not ended in time and are cut off", len(self._live))
         for live in list(self._live):
-            live.fail(AdmissionError("unavailable", "the gateway is shutting down"))
+            live.cut_off(AdmissionError("unavailable", _CLOSING))
 
     # ---- for the connection --------------------------------------------------------------------------
 
@@ -247,6 +257,11 @@ class SchedulerLink:
                     answer.set_result(message)
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closing:
+            self._metrics.requests_refused("shutting_down").inc()
+            raise AdmissionError("unavailable", _CLOSING)
 
     def _submit(self, live: LiveRequest, epoch: int) -> None:
         if not self._table.add(live):
@@ -307,6 +322,7 @@ class SchedulerLink:
             self._idle.set()
         if epoch is not None and stream is not None and live.unfinished:
             self._connection.send(Abort(epoch, stream))
+        self.on_end(live)
 
     async def _tend(self) -> None:
         """Send metrics to the scheduler, and fail requests that have waited too long for one."""

@@ -1,0 +1,101 @@
+"""What images install: locks with hashes, and bills of materials made from them."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+IMAGES = {"scheduler": [], "gateway": ["gateway"], "executor": ["executor"]}
+UNLOCKED = {"torch"}
+"""torch is installed from an index that is named when the image is built."""
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """Version and hashes of each package of a lock."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    entries = re.findall(r"^([a-z0-9._-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    assert len(entries) == len(re.findall("^[^# ]", text, re.MULTILINE)), "each has hashes"
+    return {canonicalize_name(package): (version, hashes.split("--hash=")[1:]) for package, version, hashes in entries}
+
+
+def wanted(name: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *(one for extra in IMAGES[name] for one in extras[extra])]
+
+
+@pytest.mark.parametrize("name", ["build", *IMAGES])
+def test_locks_have_the_versions_of_the_constraints(name: str) -> None:
+    known = constraints()
+    for package, (version, hashes) in locked(name).items():
+        assert known[package] == version, package
+        assert hashes
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_locks_have_everything_that_is_needed_and_nothing_else(name: str) -> None:
+    environment = {"sys_platform": "linux", "platform_system": "Linux", "python_version": "3.11", "extra": ""}
+    needed: set[str] = set()
+    open_ones = [Requirement(text) for text in wanted(name)]
+    while open_ones:
+        one = open_ones.pop()
+        package = canonicalize_name(one.name)
+        extras = ["", *one.extras]
+        if one.marker is not None and not any(one.marker.evaluate(environment | {"extra": each}) for each in extras):
+            continue
+        if package not in needed:
+            needed.add(package)
+            for text in requires(package) or []:
+                further = Requirement(text)
+                if further.marker is None or any(further.marker.evaluate(environment | {"extra": e}) for e in extras):
+                    open_ones.append(further)
+    unlocked = UNLOCKED & needed
+    assert needed - unlocked == set(locked(name))
+    assert bool(unlocked) == (name == "executor")
+
+
+def test_images_install_from_locks_only() -> None:
+    for image in IMAGES:
+        text = (ROOT / "services" / image / "Dockerfile").read_text()
+        installs = re.findall(r"pip install[^\n]*", text)
+        assert f"pip install --no-cache-dir --require-hashes -r {image}.lock" in installs
+        assert "pip install --no-cache-dir --require-hashes -r build.lock" in installs
+        rest = [one for one in installs if "--require-hashes" not in one and "--no-deps /wheels" not in one]
+        assert ["torch==" in one for one in rest] == ([True] if image == "executor" else [])
+
+
+def test_bills_list_what_is_locked_and_are_the_same_every_time(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        subprocess.run([sys.executable, ROOT / ".ci" / "sbom.py", tmp_path / folder], check=True, timeout=60)
+    known = constraints()
+    for image in IMAGES:
+        path = tmp_path / "one" / f"{image}.cdx.json"
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+        bill = json.loads(path.read_text())
+        assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+        assert "timestamp" not in bill["metadata"]
+        assert bill["metadata"]["component"]["name"] == f"pagewise-{image}"
+        parts = {canonicalize_name(part["name"]): part for part in bill["components"]}
+        locks = locked(image)
+        assert set(parts) - UNLOCKED == set(locks)
+        assert ("torch" in parts) == (image == "executor")
+        for name, part in parts.items():
+            assert part["version"] == known[name]
+            assert part["purl"] == f"pkg:pypi/{name}@{part['version']}"
+            if name in locks:
+                (files,) = part["externalReferences"]
+                hashes = [f"sha256:{entry['content']}" for entry in files["hashes"]]
+                assert sorted(hashes) == sorted(one.split(" ")[0] for one in locks[name][1])
