@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from pagewise_shared.protocol import (
     Welcome,
     encode,
 )
+from pagewise_shared.protocol.limits import MAX_DEVICE_BLOCKS, MAX_ROWS
 
 from tests.scheduler.actors.stack import RawExecutor, Stack, executor, hello, running, until
 from tests.shared.key_pairs import make_key_pairs
@@ -284,7 +286,9 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
         ({"tiers": (LowerTier(HOST, 10**12),)}, "its tier host has 1000000000000 blocks"),
         ({"tiers": (LowerTier(99, 1),)}, "nobody knows a tier 99 below the device, only host"),
         ({"tiers": (LowerTier(HOST, 1),) * 2}, "its tiers are not one below the other: host comes after host"),
-        ({"num_blocks": MAX_FLEET_BLOCKS, "tiers": (LowerTier(HOST, 1),)}, "the fleet would have"),
+        ({"tiers": (LowerTier(HOST, MAX_FLEET_BLOCKS),)}, "the fleet would have"),
+        ({"num_blocks": MAX_DEVICE_BLOCKS + 1}, f"num_blocks is {MAX_DEVICE_BLOCKS + 1}, the most is"),
+        ({"max_num_seqs": MAX_ROWS + 1}, f"max_num_seqs is {MAX_ROWS + 1}, the most is"),
         ({"block_size": 1 << 40}, "block_size"),
         ({"max_model_len": 1 << 62}, "max_model_len"),
         ({"vocab_size": 1 << 62}, "vocab_size"),
@@ -366,6 +370,24 @@ async def test_a_message_is_one_frame(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         assert not stack.router.capacity.max_model_len
         raw.close()
+
+
+async def test_a_message_of_very_many_parts_holds_nobody_up(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        raw, honest = RawExecutor(tmp_path), RawExecutor(tmp_path)
+        await raw.socket.send_multipart([encode(hello())] * 200_000)
+        await honest.send(hello(executor_id="honest"))
+        longest, until_counted = 0.0, time.monotonic() + 20
+        while stack.dropped("undecodable") < 1 or stack.fleet.socket._has_more_parts:
+            began = time.monotonic()
+            assert began < until_counted
+            await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - began)
+        assert longest < 0.5, "reading all parts at once takes longer"
+        assert isinstance(await honest.receive(), Welcome)
+        assert stack.dropped("undecodable") == 1
+        raw.close()
+        honest.close()
 
 
 async def test_identities_without_number_fill_neither_tables_nor_logs(

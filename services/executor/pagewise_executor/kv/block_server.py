@@ -101,9 +101,12 @@ class BlockServer:
 
     def _receive(self, waiting: list[_Request]) -> None:
         """Receive a request and append it to ``waiting``, unless it is refused at once."""
-        identity, *frames = self._socket.recv_multipart()
+        identity, frame = self._socket.recv(), b""
+        # A message is one frame. Further ones are dropped one by one: a list of them could fill the memory.
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv()
         try:
-            request = decode_from_peer(frames[-1]) if frames else None
+            request = decode_from_peer(frame)
         except ProtocolError as error:
             self._complaints.warning("dropped a request for blocks: %s", error)
             return

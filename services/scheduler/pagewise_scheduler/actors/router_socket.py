@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""
+_PARTS_AT_ONCE = 64
+"""Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
 _PING_MS = 2000
 
 # Plain integers: what the enumerations of pyzmq take to be combined is as much as a frame takes to be sent.
@@ -96,6 +98,7 @@ class RouterSocket:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._will_read = False
+        self._has_more_parts = False  # of a message that has brought its frame, and is none
 
     async def run(self) -> None:
         """Receive until cancelled, then close."""
@@ -152,6 +155,9 @@ class RouterSocket:
             # Asked first, because to be refused a frame costs three times as much.
             if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
                 return
+            if self._has_more_parts:
+                self._drop_parts()
+                continue
             identity, key, frame = self._receive()
             message: Message | ProtocolError
             try:
@@ -167,9 +173,17 @@ class RouterSocket:
         A message is one frame; another number of them is none.
         """
         # Not copied: such frames know what follows them, and which key they came with.
-        frame = sender = self._socket.recv(_AT_ONCE, copy=False)
-        key, num_frames = str(sender.get("User-Id")) if self._has_keys else "", 0
-        while frame.more:
-            frame = self._socket.recv(_AT_ONCE, copy=False)
-            num_frames += 1
-        return sender.bytes, key, frame.bytes if num_frames == 1 else b""
+        sender = self._socket.recv(_AT_ONCE, copy=False)
+        key = str(sender.get("User-Id")) if self._has_keys else ""
+        if not sender.more:
+            return sender.bytes, key, b""
+        frame = self._socket.recv(_AT_ONCE, copy=False)
+        self._has_more_parts = bool(frame.more)
+        return sender.bytes, key, b"" if frame.more else frame.bytes
+
+    def _drop_parts(self) -> None:
+        """Drop some of the parts that follow; a message may have millions of them, so others have a turn in between."""
+        for _ in range(_PARTS_AT_ONCE):
+            if not self._socket.recv(_AT_ONCE, copy=False).more:
+                self._has_more_parts = False
+                return
