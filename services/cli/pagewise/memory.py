@@ -90,7 +90,7 @@ def _print_request(report: dict[str, Any]) -> None:
         + ("no token yet" if first is None else f"first token after {1e3 * first:.1f} ms")
     )
     where = [f"{one['executor_id']} {one['seconds_ago']:.3f} s ago" for one in reversed(report["executors"])]
-    print(f"  placed on {', before that on '.join(where)}")
+    print(f"  placed on {', before that on '.join(where) or 'no executor'}")
     cached = dict(report["cached_tokens"])
     peer = cached.pop("peer")
     lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())

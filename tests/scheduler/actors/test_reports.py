@@ -95,7 +95,18 @@ async def test_a_report_tells_times_and_executors(tmp_path: Path) -> None:
             assert 0 <= seen["queue_seconds"] < seen["first_token_seconds"] < seen["arrived_seconds_ago"]
             assert seen["arrived_seconds_ago"] <= time.monotonic() - began
             assert (waiting["queue_seconds"], waiting["first_token_seconds"]) == (None, None)
+        await stack.ready(0)
+        left = await report(stack, "waits")
+        assert left is not None
+        assert ([one["executor_id"] for one in left["executors"]], left["queue_seconds"]) == (["first"], None)
+        unplaced = await stack.gateway.submit([5, 6], max_tokens=4, key="a", client_request_id="new")
+        await until(lambda: len(stack.router.unplaced) == 6)
+        new = await report(stack, "new", "a")
+        assert new is not None
+        assert (new["executors"], new["sequences"]) == ([], [])
+        assert await report(stack, "new", "b") is None
         async with executor(tmp_path, "second"):
+            await unplaced.result()
             await asyncio.gather(*(run.result() for run in (*runs, waits)))
             again = await report(stack, "run-0")
             assert again is not None

@@ -102,11 +102,16 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier.")] | None = None
+    priority: (
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier; API keys have a lowest one.")]
+        | None
+    ) = None
     cache_salt: (
         Annotated[
             str,
-            Meta(min_length=1, max_length=256, description="Only requests with the same salt share cached KV."),
+            Meta(
+                min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt."
+            ),
         ]
         | None
     ) = None

@@ -1,5 +1,6 @@
 """What waits to run: how much of it there may be, and how fast it goes."""
 
+from collections.abc import Iterator
 from math import ceil, exp
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ class Unplaced:
 
     def __len__(self) -> int:
         return len(self._since)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(self._since)
 
     def add(self, live: LiveRequest, now: float) -> None:
         """Let a request wait from ``now`` (seconds) on."""

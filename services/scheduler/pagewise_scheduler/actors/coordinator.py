@@ -196,4 +196,4 @@ class Coordinator:
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":
             self._report_memory_events()
-        return answer(query, self.fleet.engines, self.metrics)
+        return answer(query, self.fleet.engines, self.router.unplaced, self.metrics)

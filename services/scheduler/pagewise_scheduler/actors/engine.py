@@ -350,15 +350,16 @@ class Engine:
         of another key takes as long as looking for one that nobody knows, because every request is looked at.
         """
         now, reports = clock(), []
-        live = [one for one in (live.request for live in self._live.values()) if _is_called(one, name, key)]
+        live = [one for one in (live.request for live in self._live.values()) if is_called(one, name, key)]
         if live:
             newest = min(live, key=lambda one: (one.request_id != name, -one.arrival_time))
             reports.append(request_report(newest, self.scheduler, now, limit))
-        ended = [later(one, now - then) for one, then in self._recent.values() if _is_called(one, name, key)]
+        ended = [later(one, now - then) for one, then in self._recent.values() if is_called(one, name, key)]
         if ended:
             reports.append(min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago)))
         return reports
 
 
-def _is_called(request: Request | RequestReport, name: str, key: str) -> bool:
+def is_called(request: Request | RequestReport, name: str, key: str) -> bool:
+    """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
     return name in (request.request_id, request.client_request_id) and key in ("", request.key)

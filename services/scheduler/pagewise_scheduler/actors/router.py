@@ -44,7 +44,7 @@ Guard = Callable[[Engine], AbstractContextManager[None]]
 
 
 class Router:
-    """Places requests. Those that no engine can take now wait here, in order, for ``timeout`` seconds at most.
+    """Places requests. Those that no engine can take now are ``unplaced``, in order, for ``timeout`` seconds at most.
 
     When the scheduler has been restarted, gateways submit their requests again while executors are still coming back,
     each with the KV that it holds. Requests that were placed on whichever comes first would be computed there anew, so
@@ -68,7 +68,7 @@ class Router:
         self._guard = guard
         self._backlog = Backlog(max_waiting, max_waiting_tokens)
         self._engines: dict[Engine, None] = {}
-        self._unplaced = Unplaced()
+        self.unplaced = Unplaced()
         self._started = clock()
         self._expected_engines = 0  # 0: nobody is waited for
         self._expected_until: float | None = None
@@ -83,7 +83,7 @@ class Router:
     @property
     def waiting(self) -> Load:
         """What waits, here and at the engines."""
-        sequences, tokens = self._unplaced.load
+        sequences, tokens = self.unplaced.load
         for engine in self._engines:
             queue = engine.scheduler.waiting
             sequences += len(queue)
@@ -91,7 +91,7 @@ class Router:
         return Load(sequences, tokens)
 
     def _waiting_of(self, key: str) -> Load:
-        load = self._unplaced.of_key(key)
+        load = self.unplaced.of_key(key)
         for engine in self._engines:  # all of them share the accounts of keys
             account = engine.scheduler.waiting.account(key)
             return load.plus(Load(account.num_waiting, account.num_prompt_tokens))
@@ -139,7 +139,7 @@ class Router:
         self._update_capacity()
         if len(self._engines) >= self._expected_engines:
             self._expected_engines = 0
-            self.place(self._unplaced.take_all(clock()))
+            self.place(self.unplaced.take_all(clock()))
 
     def expect(self, engines: int) -> None:
         """So many engines took requests before the scheduler was restarted, as a gateway says that knew it."""
@@ -192,7 +192,7 @@ class Router:
         ]
         if not able or self._expected_engines:
             live.engine = None
-            self._unplaced.add(live, clock())
+            self.unplaced.add(live, clock())
             return
         live.unplaced_seconds = 0.0
         engine = self.placer.place(live, able)
@@ -202,7 +202,7 @@ class Router:
     def abort(self, live: LiveRequest) -> None:
         """Nobody wants the request any more, wherever it is."""
         while not live.done:  # again if its engine failed instead, and it has moved on
-            if self._unplaced.discard(live, clock()) or live.engine is None:
+            if self.unplaced.discard(live, clock()) or live.engine is None:
                 live.end(clock())
             else:
                 with self._guard(live.engine):
@@ -217,14 +217,14 @@ class Router:
             live.request.sequences[index].end("stop")
             live.take_finish(live.request.sequences[index], clock(), tell=False)
             if live.done:
-                self._unplaced.discard(live, clock())
+                self.unplaced.discard(live, clock())
 
     def watch(self, now: float) -> None:
         """Place what has waited in vain for executors to come back, and fail the requests that have waited too long."""
         if self._expected_until is not None and self._expected_engines and now >= self._expected_until:
             log.info("only %d of %d executors are back", len(self._engines), self._expected_engines)
             self._expected_engines = 0
-            self.place(self._unplaced.take_all(now))
-        for live in self._unplaced.expired(self.timeout, now):
-            self._unplaced.discard(live, now)
+            self.place(self.unplaced.take_all(now))
+        for live in self.unplaced.expired(self.timeout, now):
+            self.unplaced.discard(live, now)
             live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)

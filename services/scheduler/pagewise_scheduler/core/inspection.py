@@ -97,6 +97,15 @@ def _request_report(request: Request, scheduler: Scheduler, now: float, room: _R
     sequences = [_sequence_report(sequence, scheduler, now, room) for sequence in shown]
     cut = len(shown) < len(request.sequences) or any(sequence.truncated for sequence in sequences)
     room.cut |= cut
+    return _report(request, now, sequences, cut)
+
+
+def unplaced_report(request: Request, now: float) -> RequestReport:
+    """A request that no executor can take now: it has no memory."""
+    return _report(request, now, [], cut=False)
+
+
+def _report(request: Request, now: float, sequences: list[SequenceReport], cut: bool) -> RequestReport:
     return RequestReport(
         request.request_id,
         request.client_request_id,
