@@ -110,9 +110,9 @@ class KVPool:
         try:
             region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
-            size = size_text(self.num_blocks * self.bytes_per_block)
+            pool = size_text(self.num_blocks * self.bytes_per_block)
             raise ModelError(
-                f"not enough memory on {self.device} for a KV pool of {size}: "
+                f"not enough memory on {self.device} for a KV pool of {pool}: "
                 "is another process using it? Ask for less with --kv-memory, or name another GPU in "
                 "CUDA_VISIBLE_DEVICES"
             ) from error
