@@ -33,6 +33,7 @@ def exit_code_of(
     ``final`` types, which a restart would not help against, and 1 after any other error.
     """
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ``pagewise serve`` has held it back so far
         run()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

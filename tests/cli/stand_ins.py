@@ -25,6 +25,7 @@ def end(number, frame):
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN if name in os.environ.get("STAND_IN_DEAF", "") else end)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 tell("started", json.dumps([os.getpid(), *sys.argv[1:]]))
 if name in os.environ.get("STAND_IN_BROKEN", ""):
     print("no such model", file=sys.stderr)

@@ -1,7 +1,10 @@
 """Ctrl-C at ``pagewise serve`` with streams open: real processes, executors that invent their tokens."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, Served, alive, serving
+from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, Served, alive, children, serving, spawn
 
 
 class Stream(threading.Thread):
@@ -111,3 +114,21 @@ def test_a_second_ctrl_c_ends_everything_at_once(server: Served) -> None:
     assert not stream.is_alive()
     assert stream.broken is not None
     assert not any(alive(pid) for pid in processes)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.6, 1.0, 1.5, 2.5])
+def test_ctrl_c_while_services_start_leaves_no_traceback(seconds: float) -> None:
+    command = [sys.executable, "-m", "pagewise.main", "serve", "--simulate", "--port=0", "--gateways=2"]
+    process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    deadline = time.monotonic() + 20
+    while not (started := [pid for pid, argv in children(process.pid) if GATEWAY.encode() in argv]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(seconds)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert time.monotonic() - began < 8.0
+    assert "Traceback" not in output
+    assert not any(alive(pid) for pid in started)

@@ -48,7 +48,7 @@ class Service:
                 env=_environment() | self._variables,
                 # A session of its own, so that Ctrl-C reaches only the parent, which then stops the services in order.
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=_prepare,
             )
         assert process.stdout is not None
         assert process.stderr is not None
@@ -103,6 +103,15 @@ def _environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
     return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def _prepare() -> None:
+    """For ``preexec_fn``: die with the parent, and hold back SIGINT until the service takes it (``exit_code_of``).
+
+    Python would answer one that comes while modules are imported with a traceback.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    die_with_parent()
 
 
 def die_with_parent() -> None:
