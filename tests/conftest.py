@@ -6,6 +6,7 @@ interpreter, marked ``interpreted``, are skipped.
 
 import os
 
+import hypothesis
 import pytest
 from pagewise_shared.cpu_threads import wait_variables
 
@@ -17,6 +18,11 @@ import torch
 if not torch.cuda.is_available():
     # In Triton's interpreter; it has to be known before anything imports Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# How long an example takes says more about what else the machine does than about the example.
+hypothesis.settings.register_profile("pagewise", deadline=None)
+hypothesis.settings.load_profile("pagewise")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
