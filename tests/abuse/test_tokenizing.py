@@ -84,3 +84,21 @@ def test_texts_of_the_greatest_length_from_many_connections(server: Served) -> N
     assert len(waits) >= 3
     assert statistics.median(waits) < 1.0, waits
     assert charged(server) == before + 96
+
+
+def test_long_conversations_are_rendered_beside_other_clients(server: Served) -> None:
+    """As many messages, parts and template variables as are allowed: templates are Python, which holds the GIL."""
+    before = charged(server)
+    one = {"role": "user", "content": "a"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}] * 1024}
+    longest = [
+        body(messages=[one] * 4096),
+        body(messages=[parts] * 12),
+        body(messages=[one], max_tokens=1, chat_template_kwargs={"a": [[1]] * 10_000}),
+    ]
+    with unharmed(server), ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda number: post(server, "/v1/chat/completions", longest[number % 3]), range(36)))
+    assert [answer.status for answer in answers] == [400, 400, 200] * 12
+    for answer in (answers[0], answers[1]):
+        assert "maximum context length is 8192 tokens" in answer.message
+    assert charged(server) == before + 36

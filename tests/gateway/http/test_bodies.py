@@ -283,6 +283,24 @@ async def test_errors_are_short_whatever_they_quote() -> None:
             assert len(json.loads(text)["error"]["message"]) <= 1024
 
 
+@pytest.mark.parametrize(("context", "most"), [(512, 65_536), (5000, 80_000)])
+async def test_texts_to_tokenize_and_to_truncate_have_a_greatest_length(context: int, most: int) -> None:
+    async with serving(FakeScheduler(max_model_len=context)) as server:
+        for path, fields in (
+            ("/tokenize", {}),
+            (COMPLETION, {"truncate_prompt_tokens": 9, "max_tokens": 1}),
+        ):
+            assert (await server.post(path, {"prompt": "a" * most, **fields}))[0] == 200
+            status, answer = await server.post(path, {"prompt": "a" * (most + 1), **fields})
+            error: Any = answer["error"]
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+            assert f"the limit is {most}" in error["message"]
+        assert (await server.post("/detokenize", {"tokens": [5] * 65_536}))[0] == 200
+        status, answer = await server.post("/detokenize", {"tokens": [5] * 65_537})
+        assert status == 400
+        assert "the limit is 65536" in str(answer)
+
+
 # ---- integers ------------------------------------------------------------------------------------------
 
 

@@ -149,8 +149,8 @@ def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
     most = max(ALWAYS_TOKENIZED_CHARACTERS, CHARACTERS_PER_TOKEN * context)
     if len(text) > most:
         raise ContextLengthError(
-            f"{param}: a text of {len(text)} characters is too long to be tokenized here; the limit is {most}, for a "
-            f"maximum context length of {context} tokens",
+            f"{param}: a text of {len(text)} characters is too long to be tokenized here; the limit is {most}: "
+            f"{CHARACTERS_PER_TOKEN} for each token of the model's context, but always {ALWAYS_TOKENIZED_CHARACTERS}",
             param,
         )
 
