@@ -27,7 +27,7 @@ from pagewise_shared.config import (
     ServeConfig,
     options_of,
 )
-from pagewise_shared.config.options import GROUPS
+from pagewise_shared.config.groups import GROUPS
 from prometheus_client import CollectorRegistry
 
 DOCUMENTS = (Path(__file__).parent / "operations.md", Path(__file__).parents[1] / "SECURITY.md")

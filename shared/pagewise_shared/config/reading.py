@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.options import (
-    GROUPS,
     ExecutorConfig,
     GatewayConfig,
     GatewaysConfig,
