@@ -35,8 +35,7 @@ class Scheduler:
 
     ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
-    comparison.
-    ``virtual_tokens``: what keys have been served, by other schedulers too.
+    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too.
     """
 
     def __init__(
