@@ -7,7 +7,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-chaos test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-chaos soak test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFOR
 
 test-chaos: setup ## Five minutes of executors, gateways and a scheduler that are killed, frozen and cut off
 	$(PY) -m pytest -m chaos -s $(ARGS)
+
+soak: setup ## An hour of honest and abusive clients while processes come and go: does anything grow? SOAK_MINUTES=5
+	$(PY) -m benchmarks.soak.run --minutes $(or $(SOAK_MINUTES),60) $(ARGS)
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
