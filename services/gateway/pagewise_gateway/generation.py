@@ -28,7 +28,7 @@ class Prompt:
         tokens: int32, at least one.
         max_tokens: maximum number of output tokens of each sequence; 0 only computes the prompt (for its
             log-probabilities).
-        text: the whole prompt as text, if the client sent text.
+        text: the whole prompt as the client sent it, if it sent text and wants it echoed.
     """
 
     tokens: "array[int]"

@@ -104,7 +104,7 @@ class Metrics:
             "http_connections_refused", "Connections refused because of --max-connections."
         )
         self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a valid API key.")
-        self.slow_readers = self._counter("http_slow_readers", "Streams stopped because their client stopped reading.")
+        self.slow_readers = self._counter("http_slow_readers", "Responses ended because their client stopped reading.")
         self._key_reloads = self._raw_counter(
             "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
         )

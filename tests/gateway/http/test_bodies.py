@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise_gateway.generation import Prompt
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.parsing import parse_request
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
@@ -197,6 +200,63 @@ async def test_the_memory_of_a_body_is_free_while_its_request_runs() -> None:
         assert held(server) == 0
         server.scheduler.paused = False
         assert (await running)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(COMPLETION, {"prompt": "a" * 60_000, "truncate_prompt_tokens": 1}, id="text"),
+        pytest.param(COMPLETION, {"prompt": [[5] * 60_000], "truncate_prompt_tokens": 1}, id="token ids"),
+        pytest.param(COMPLETION, {"prompt": "a", "allowed_token_ids": [70] * 60_000}, id="allowed_token_ids"),
+        pytest.param(COMPLETION, {"prompt": "a", "bad_words": [" " * 1000 + "a"] * 128}, id="bad_words"),
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [[]] * 10_000}},
+            id="chat_template_kwargs",
+        ),
+    ],
+)
+async def test_what_was_parsed_is_gone_while_the_request_runs(path: str, body: dict[str, Any]) -> None:
+    content = json.dumps({"max_tokens": 1, **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    async with serving(FakeScheduler(paused=True, max_model_len=100_000, vocab_size=100_000)) as server:
+        connections = []
+        try:
+            for number in range(3):
+                if number == 1:  # the first one has filled caches
+                    tracemalloc.start()
+                connections.append(await asyncio.open_connection("127.0.0.1", server.port))
+                connections[-1][1].write(head + content)
+                await server.scheduler.until(lambda: len(server.scheduler.submits) == len(connections))
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 2 * 100_000
+        finally:
+            tracemalloc.stop()
+            for _, writer in connections:
+                writer.close()
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_the_text_of_a_prompt_is_kept_only_to_be_echoed(echo: bool) -> None:
+    text = "the fox of this test"
+    async with serving(FakeScheduler(paused=True)) as server:
+        task = asyncio.create_task(server.post(COMPLETION, {**BODY, "prompt": text, "echo": echo}))
+        await server.scheduler.until_running()
+        kept = [prompt.text for prompt in gc.get_objects() if type(prompt) is Prompt]
+        assert (text in kept) == echo
+        server.scheduler.paused = False
+        _, answer = await task
+        choices: Any = answer["choices"]
+        assert choices[0]["text"].startswith(text) == echo
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+async def test_names_that_are_ignored_are_short(name: str) -> None:
+    async with serving() as server:
+        assert (await server.post(COMPLETION, {**BODY, name: "x" * 1024}))[0] == 200
+        status, answer = await server.post(COMPLETION, {**BODY, name: "x" * 1025})
+        error: Any = answer["error"]
+        assert (status, error["param"], "1024" in error["message"]) == (400, name, True)
 
 
 def test_a_body_has_to_fit_into_the_memory() -> None:

@@ -107,6 +107,53 @@ async def test_a_slow_client_that_does_read_is_not_cut_off() -> None:
         assert scheduler.aborts == []
 
 
+TOKENIZE = json.dumps({"prompt": "a fox " * 160_000, "return_token_strs": True}).encode()
+"""Its answer has more bytes than the buffers of sockets."""
+
+
+async def test_a_large_answer_counts_until_it_is_read_or_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    keys = {"api_keys": "a: ka concurrent=1", "log_requests": True}
+    async with serving(FakeScheduler(max_model_len=LONG), slow_reader_seconds=0.5, **keys) as server:
+        sent = http_bytes("/tokenize", TOKENIZE, "Authorization: Bearer ka\r\n")
+        async with connection(server, sent) as sock, asyncio.timeout(20):
+            assert (await asyncio.get_running_loop().sock_recv(sock, 100)).startswith(b"HTTP/1.1 200")
+            assert server.link.num_live == 1
+            await server.scheduler.until(lambda: server.scheduler.aborts)
+            await server.scheduler.until(lambda: 'http_connections{model_name="fake/model"} 0.0' in server.shown())
+        assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
+    assert " status=499 " in caplog.text
+
+
+async def test_a_large_answer_to_a_slow_client_is_complete(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serving(FakeScheduler(max_model_len=LONG), slow_reader_seconds=0.5, log_requests=True) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(2):
+            writer.write(http_bytes("/tokenize", TOKENIZE))
+            head = await reader.readuntil(b"\r\n\r\n")
+            left, received = int(head.lower().partition(b"content-length: ")[2].split()[0]), bytearray()
+            while len(received) < left:
+                received += await reader.read(min(100_000, left - len(received)))
+                await asyncio.sleep(0.01)
+            answer = json.loads(received)
+            assert len(answer["tokens"]) == len(answer["token_strs"]) == answer["count"] > 100_000
+        writer.write(b"HEAD /openapi.json HTTP/1.1\r\nHost: x\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(2):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+        assert 'http_slow_readers_total{model_name="fake/model"} 0.0' in server.shown()
+    assert caplog.text.count(" status=200 ") == 3
+
+
+async def test_a_client_that_reads_none_of_many_small_answers_is_cut_off() -> None:
+    get = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serving(slow_reader_seconds=0.5) as server, connection(server, get * 1000), asyncio.timeout(20):
+        await server.scheduler.until(lambda: 'http_connections{model_name="fake/model"} 1.0' in server.shown())
+        await server.scheduler.until(lambda: 'http_connections{model_name="fake/model"} 0.0' in server.shown())
+        assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
+
+
 async def test_a_body_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsing, "BODY_SECONDS", 0.2)
     async with serving() as server, connection(server, http_bytes(COMPLETION, b'{"prompt"', length=100)) as sock:

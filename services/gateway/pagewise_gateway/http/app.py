@@ -41,6 +41,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagewise_gateway.http.writing import write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -102,7 +103,10 @@ async def _close(app: web.Application) -> None:
 
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id, and every error OpenAI's shape.
+    """Give every request an id, and every error OpenAI's shape. Write large responses.
+
+    A request counts against the limits of its API key until its response is written. The memory for its body is given
+    back before, so that a slow reader does not keep it from others.
 
     An X-Request-Id that a client sent is returned to it; the log and the id of the response use our own id.
     """
@@ -112,7 +116,36 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     metrics = request.app[Service.KEY].metrics
     metrics.http_requests_in_progress.inc()
     try:
-        response = await handler(request)
+        response = await _shaped(request, handler)
+        if (intake := request.get(Intake.KEY)) is not None:
+            intake.memory.release()
+        if not response.prepared:
+            response.headers.update(Service.headers(request))
+            if request.app[Service.KEY].link.closing:
+                response.force_close()  # the client's next request goes to another gateway, if there is one
+            await write_if_large(request, response)
+    except ConnectionError:
+        # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
+        log.debug("request %s: the client is gone", request[REQUEST_ID])
+        response = web.Response(status=499)
+    finally:
+        metrics.http_requests_in_progress.dec()
+        if (intake := request.get(Intake.KEY)) is not None:
+            intake.close()
+    if response.status >= 400:
+        request.app[_REFUSED].add()
+    return response
+
+
+async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return the handler's response, or one for its error.
+
+    Raises:
+        ConnectionError: the client is gone.
+    """
+    response: web.StreamResponse
+    try:
+        return await handler(request)
     except (APIError, GenerationError) as error:
         response = (error if isinstance(error, APIError) else failure(error)).response()
         # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
@@ -123,22 +156,10 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
             response.headers["Allow"] = error.headers["Allow"]
         error.__traceback__ = None  # breaks a cycle: its frames refer to the error
     except ConnectionError:
-        # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
-        log.debug("request %s: the client is gone", request[REQUEST_ID])
-        response = web.Response(status=499)
+        raise
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         response = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}").response()
-    finally:
-        metrics.http_requests_in_progress.dec()
-        if (intake := request.get(Intake.KEY)) is not None:
-            intake.close()
-    if response.status >= 400:
-        request.app[_REFUSED].add()
-    if not response.prepared:
-        response.headers.update(Service.headers(request))
-        if request.app[Service.KEY].link.closing:
-            response.force_close()  # the client's next request goes to another gateway, if there is one
     return response
 
 

@@ -27,7 +27,7 @@ from pagewise_gateway.http.responses import (
     ChatLogprobs,
     ChatResponse,
 )
-from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.http.schema import ChatRequest, strip
 from pagewise_gateway.http.sse import EventTemplate, event
 
 
@@ -59,7 +59,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     tokens = truncated(await encode_chat(service, body, capacity, request[CLIENT].name), body, wanted, capacity)
     budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
-    body.messages = []
+    strip(body)
     intake.memory.release()
     with Generation(service.link, body, [prompt], sampling, n, request, intake.counted) as generation:
         return await _Chat(f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation).respond(request)

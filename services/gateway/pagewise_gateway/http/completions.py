@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.generation import Capacity, Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
@@ -20,7 +20,7 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_prompts, encode_prompt
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
-from pagewise_gateway.http.schema import CompletionRequest
+from pagewise_gateway.http.schema import CompletionRequest, strip
 from pagewise_gateway.http.sse import EventTemplate, event
 
 DEFAULT_MAX_TOKENS = 16
@@ -47,19 +47,32 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
+    prompts = await _encoded(service, given, body, capacity, request[CLIENT].name)
+    del given  # this frame lives until the response has ended
+    strip(body)
+    intake.memory.release()
+    with Generation(service.link, body, prompts, sampling, n, request, intake.counted) as generation:
+        return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
+
+
+async def _encoded(
+    service: Service, given: list[str | list[int]], body: CompletionRequest, capacity: Capacity, key: str
+) -> list[Prompt]:
+    """Return the prompts as token ids. Nothing else refers to them, or to what they are made of, afterwards.
+
+    Raises:
+        InvalidRequestError, ContextLengthError: a prompt cannot be used, or is too long.
+    """
     prompts: list[Prompt] = []
     for one in given:
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
-        whole = await encode_prompt(service, one, body, capacity, request[CLIENT].name)
+        whole = await encode_prompt(service, one, body, capacity, key)
         tokens = truncated(whole, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
-        prompts.append(Prompt(tokens, budget, one if isinstance(one, str) and tokens is whole else None))
-    given.clear()
-    body.prompt = ""  # token ids take up to ten times as much in lists as in ``prompts``
-    intake.memory.release()
-    with Generation(service.link, body, prompts, sampling, n, request, intake.counted) as generation:
-        return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
+        text = one if body.echo and isinstance(one, str) and tokens is whole else None
+        prompts.append(Prompt(tokens, budget, text))
+    return prompts
 
 
 class _Completion(Responder[CompletionResponse, CompletionChoice]):

@@ -45,7 +45,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
         if self._body.stream:
-            return await stream_events(request, self._service, self._generation, self.events, self.last)
+            return await stream_events(request, self._generation, self.events, self.last)
         return web.Response(body=encode(await self.answer()), content_type="application/json")
 
     def events(self, news: list[SequenceDelta]) -> bytes:

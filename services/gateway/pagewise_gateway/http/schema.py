@@ -17,6 +17,7 @@ MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
+MAX_IGNORED_CHARACTERS = 1024
 
 CHARACTERS_PER_TOKEN = 16
 ALWAYS_TOKENIZED_CHARACTERS = 65_536
@@ -29,6 +30,7 @@ LONGEST_TEXT = (
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Ignored = Annotated[str, Meta(max_length=MAX_IGNORED_CHARACTERS, description="Accepted, and without any effect.")]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -118,9 +120,9 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
@@ -163,6 +165,20 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+
+
+def strip(body: CompletionRequest | ChatRequest) -> None:
+    """Remove from a body what may be large. Its prompts and sampling parameters have been made of that before.
+
+    A body lives as long as its response, which reads its small fields, but the memory of it counts as given back when
+    its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
+    """
+    body.logit_bias = body.bad_words = body.allowed_token_ids = None
+    body.user = body.safety_identifier = body.prompt_cache_key = None
+    if isinstance(body, CompletionRequest):
+        body.prompt = ""
+    else:
+        body.messages, body.chat_template_kwargs = [], None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -12,6 +11,7 @@ from pagewise_gateway.generation import GenerationError, SequenceDelta
 from pagewise_gateway.http.context import REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
 from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.writing import in_time
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,16 @@ class EventWriter:
     The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
     """
 
-    def __init__(self, request: web.Request, service: Service) -> None:
+    def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
-                **service.headers(request),
+                **Service.headers(request),
             }
         )
         self._request = request
-        self._service = service
         self._chunked: asyncio.WriteTransport | None = None
 
     def ready(self) -> bool:
@@ -85,13 +84,13 @@ class EventWriter:
             return
         if not self.response.prepared:
             await self.response.prepare(self._request)
-        await self._in_time(self.response.write(data))
+        await in_time(self._request, self.response.write(data))
         if self.response.headers.get("Transfer-Encoding") == "chunked":  # as it is for all but HTTP/1.0
             self._chunked = self._request.transport
 
     async def finish(self) -> web.StreamResponse:
         """End the stream."""
-        await self._in_time(self.response.write_eof())
+        await in_time(self._request, self.response.write_eof())
         return self.response
 
     async def fail(self, error: APIError) -> web.StreamResponse:
@@ -99,21 +98,9 @@ class EventWriter:
         await self.send(b"data: %b\n\n" % error.body())
         return await self.finish()
 
-    async def _in_time(self, writing: Any) -> None:
-        try:
-            async with asyncio.timeout(self._service.write_timeout):
-                await writing
-        except TimeoutError:
-            self._service.metrics.slow_readers.inc()
-            log.info("request %s: its client stopped reading, closing the connection", self._request[REQUEST_ID])
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client stopped reading") from None
-
 
 async def stream_events(
     request: web.Request,
-    service: Service,
     generation: Generation,
     events: Callable[[list[SequenceDelta]], bytes],
     last: Callable[[], bytes],
@@ -123,7 +110,7 @@ async def stream_events(
     The response begins with the first deltas. So a request that fails before them still gets an error status, and
     clients that measure the time to the first event measure the time to the first token.
     """
-    writer = EventWriter(request, service)
+    writer = EventWriter(request)
     try:
         while news := await generation.news():
             await writer.send(events(news))
