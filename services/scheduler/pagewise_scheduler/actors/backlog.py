@@ -119,8 +119,8 @@ class Backlog:
     Where several keys send requests, one may have as much waiting as there is room left, and no more: alone it fills
     half of the queue, two of them a third each, and there is always room for another (Choudhury and Hahne, "Dynamic
     queue length thresholds for shared-memory packet switches", 1998). A single request may be as large as the queue, so
-    each key also has a small part of its own, which it can fill however much others have waiting. So twice the queue and
-    one request may wait altogether.
+    each key also has a small part of its own, which it can fill however much others have waiting. So twice the queue
+    and one request may wait altogether.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
