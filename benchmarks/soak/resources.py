@@ -16,8 +16,10 @@ import psutil
 from benchmarks.processes import Cluster, Process
 
 _EVERY = 2.0
-_FIRST, _LAST = 0.1, 0.9
-"""The share of a life after which memory counts as settled, and from which on it is compared."""
+_FIRST, _LEAST_SETTLING = 0.1, 60.0
+"""The share of a life, and the least seconds of it, after which memory counts as settled."""
+LEAST_SECONDS = 240.0
+"""Shorter lives are not judged."""
 
 
 class Sample(NamedTuple):
@@ -41,21 +43,19 @@ class Life:
     def seconds(self) -> float:
         return self.samples[-1].time - self.samples[0].time
 
-    def part(self, begin: float, end: float) -> list[Sample]:
-        """The samples of a part of its life, given as shares of it; at least one."""
-        first, span = self.samples[0].time, self.seconds or 1.0
-        found = [one for one in self.samples if begin <= (one.time - first) / span <= end]
-        return found or self.samples[-1:]
-
-    def median(self, of: Callable[[Sample], float], begin: float, end: float) -> float:
-        """The median of something over a part of its life."""
-        return statistics.median(of(one) for one in self.part(begin, end))
+    def before_and_after(self, of: Callable[[Sample], float]) -> tuple[float, float]:
+        """The medians of something just after its memory has settled, and in the last tenth of its life."""
+        first, tenth = self.samples[0].time, _FIRST * self.seconds
+        settled = first + max(tenth, _LEAST_SETTLING)
+        early = [of(one) for one in self.samples if settled <= one.time <= settled + tenth]
+        late = [of(one) for one in self.samples if one.time >= self.samples[-1].time - tenth]
+        return statistics.median(early or late), statistics.median(late)
 
     @property
     def growth(self) -> float:
-        """By which share its memory has grown from just after the first tenth of its life to the last."""
-        before = self.median(lambda one: one.memory, _FIRST, 2 * _FIRST)
-        return self.median(lambda one: one.memory, _LAST, 1.0) / before - 1.0
+        """By which share its memory has grown between the two."""
+        before, after = self.before_and_after(lambda one: one.memory)
+        return after / before - 1.0
 
 
 class Resources:
@@ -81,9 +81,9 @@ class Resources:
             sample = Sample(monotonic(), seen.memory_info().rss / 1e6, seen.num_fds(), seen.num_threads())
             self.lives.setdefault((name, process.pid), Life(name, process.pid)).samples.append(sample)
 
-    def long(self, seconds: float) -> list[Life]:
-        """Those that have lived that long."""
-        return [life for life in self.lives.values() if life.samples and life.seconds >= seconds]
+    def long(self) -> list[Life]:
+        """Those that have lived long enough to be judged."""
+        return [life for life in self.lives.values() if life.seconds >= LEAST_SECONDS]
 
 
 def repeated(folder: Path) -> Counter[tuple[str, str]]:

@@ -38,6 +38,8 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
+    # No bound on what is queued: a full queue and a ping abort the process (libzmq's issue 4364; see ``RouterSocket``).
+    socket.setsockopt(zmq.RCVHWM, 0)
     # Reconnect when nothing comes through: TCP alone would keep trying the old connection, ever more slowly.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)

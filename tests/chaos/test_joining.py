@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
+from pagewise_shared.protocol import PROTOCOL_MAJOR
 
 from benchmarks.chaos.network import Namespace, namespace
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
@@ -50,7 +51,7 @@ def test_an_executor_of_another_protocol_is_refused_and_both_ends_say_why(cluste
     finally:
         other.close()
     for text in (other.output(), cluster.scheduler.output()):
-        assert "it speaks protocol 3, this scheduler speaks 2" in text
+        assert f"it speaks protocol {PROTOCOL_MAJOR + 1}, this scheduler speaks {PROTOCOL_MAJOR}" in text
     assert "from-the-future" in cluster.scheduler.output()
     assert list(cluster.members()) == ["first-0"]
 

@@ -27,13 +27,14 @@ from pagewise_shared.protocol import (
     Message,
     Refused,
     Rejoin,
+    StepError,
     StepPlan,
     StepResult,
     Welcome,
     decode_from_scheduler,
     encode,
 )
-from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
+from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER, MAX_STEP_RESULT_BYTES
 from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
 
 from pagewise_executor.worker import Worker
@@ -186,6 +187,10 @@ class ExecutorService:
     def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
+        if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):  # it would be dropped, and waited for
+            text = f"the result of step {result.step} takes {len(frame)} bytes, at most {MAX_STEP_RESULT_BYTES} may"
+            log.error("%s", text)
+            frame = encode(StepResult(result.epoch, result.step, error=StepError("internal", text)))
         with contextlib.suppress(RuntimeError):  # a copy may end after the event loop: nobody waits for it
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
 

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS
+
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
 
@@ -30,7 +32,9 @@ Model = Annotated[str, _help("model directory or hub id", "MODEL")]
 Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
 ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
 MaxNumSeqs = Annotated[Positive, _help("maximum number of sequences that run at the same time, per executor", "N")]
-MaxNumBatchedTokens = Annotated[Positive, _help("token budget of one step: decodes first, then prefill chunks", "N")]
+MaxNumBatchedTokens = Annotated[
+    int, Meta(ge=1, le=MAX_BATCHED_TOKENS), _help("token budget of one step: decodes first, then prefill chunks", "N")
+]
 MaxModelLen = Annotated[
     Positive | None,
     _help("maximum tokens of a sequence, prompt and output (default: the model's own limit)", "N"),

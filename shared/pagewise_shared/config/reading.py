@@ -159,6 +159,10 @@ def secret_variables(config: Struct) -> dict[str, str]:
     return {variable: value for variable, value in values.items() if value is not None}
 
 
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)$")
+"""Ends of the variables that it puts into every container for each of the cluster's services."""
+
+
 def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a warning for each ``PAGEWISE_*`` variable that nothing of Pagewise reads, with the name nearest to it.
 
@@ -169,6 +173,8 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
     warnings = []
     for name in sorted(environ):
         if not name.startswith(VARIABLE_PREFIX) or name in known or not environ[name]:
+            continue
+        if _OF_KUBERNETES.search(name):
             continue
         # Without the prefix, which would make all of them similar.
         endings = {each.removeprefix(VARIABLE_PREFIX) for each in known}

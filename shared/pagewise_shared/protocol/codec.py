@@ -10,7 +10,7 @@ import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
-from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER, MAX_SUBMIT_BYTES
+from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER, MAX_STEP_RESULT_BYTES, MAX_SUBMIT_BYTES
 from pagewise_shared.protocol.messages import (
     TIER_NAMES,
     Blocks,
@@ -31,7 +31,7 @@ _SMALL_FRAME = 1024 * 1024
 _MOST_BYTES = {
     b"hello": MAX_FRAME_TO_SCHEDULER,
     b"submit": MAX_SUBMIT_BYTES,
-    b"stepresult": 24 * 1024 * 1024,
+    b"stepresult": MAX_STEP_RESULT_BYTES,
     b"copied": MAX_FRAME_TO_SCHEDULER // 2,
     b"metricssnapshot": 8 * 1024 * 1024,
 }

@@ -19,6 +19,10 @@ MAX_FRAME_FROM_SCHEDULER = 256 * 1024 * 1024
 """Bytes of a frame from the scheduler to an executor or a gateway."""
 MAX_SUBMIT_BYTES = 48 * 1024 * 1024
 """Bytes of a request of a gateway; its client is told if a request is larger."""
+MAX_STEP_RESULT_BYTES = 24 * 1024 * 1024
+"""Bytes of the result of a step; in place of a larger one an executor reports that the step failed."""
+MAX_BATCHED_TOKENS = 1 << 16
+"""Tokens of a step: with the most log-probabilities of prompts, their result fits."""
 MAX_DECODED_BYTES = 1024 * 1024 * 1024
 """Bytes of the objects that a frame to the scheduler may become."""
 MAX_TIERS = 128

@@ -1,6 +1,7 @@
 """Bodies: counted before they are read, bounded in memory and structure, and numbers that JSON does not tell apart."""
 
 import asyncio
+import contextlib
 import gc
 import io
 import json
@@ -148,8 +149,8 @@ async def begun(
 
 async def test_bodies_take_no_more_memory_than_their_keys_share(keys: str) -> None:
     async with serving(api_keys_file=keys, max_body_memory=4 * MIB) as server:
-        async with begun(server, FREE, MIB):
-            await server.scheduler.until(lambda: held(server) == MIB)
+        async with begun(server, FREE, MIB, b"a" * (MIB - 1)):
+            await server.scheduler.until(lambda: held(server) == MIB - 1)
             status, answer = await server.post(COMPLETION, BODY, **FREE)
             error: Any = answer["error"]
             assert (status, error["code"]) == (429, "rate_limit_exceeded")
@@ -162,8 +163,9 @@ async def test_bodies_take_no_more_memory_than_their_keys_share(keys: str) -> No
 
 
 async def test_bodies_of_all_keys_take_no_more_memory_than_there_is(keys: str) -> None:
-    async with serving(api_keys_file=keys, max_body_memory=3 * MIB // 2) as server, begun(server, FREE, MIB):
-        await server.scheduler.until(lambda: held(server) == MIB)
+    sent = b"a" * (MIB - 1)
+    async with serving(api_keys_file=keys, max_body_memory=3 * MIB // 2) as server, begun(server, FREE, MIB, sent):
+        await server.scheduler.until(lambda: held(server) == MIB - 1)
         carol = {"Authorization": "Bearer sk-carol", "Content-Type": "application/json"}
         large = b'{"prompt": "' + b"a" * (MIB // 2)
         async with server.http.post(server.url + COMPLETION, data=large, headers=carol) as response:
@@ -171,6 +173,14 @@ async def test_bodies_of_all_keys_take_no_more_memory_than_there_is(keys: str) -
             assert response.headers["Retry-After"]
             assert "--max-body-memory" in await response.text()
         assert refusals(server, "body_memory") == 1
+
+
+async def test_bodies_that_are_only_announced_take_nothing_of_others() -> None:
+    async with serving(max_body_memory=2 * MIB) as server, contextlib.AsyncExitStack() as stack:
+        for _ in range(16):
+            await stack.enter_async_context(begun(server, {}, MIB))
+        await server.scheduler.until(lambda: held(server) > 0)
+        assert (await server.post(COMPLETION, BODY))[0] == 200
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -79,6 +79,29 @@ def test_no_key_takes_the_room_of_the_others(arrivals: list[tuple[str, int, int]
     backlog.admit(Load(4, 300), total, 0.0, key="d")
 
 
+@given(st.integers(1, 400), st.integers(1, 40_000))
+def test_a_request_as_large_as_the_queue_leaves_each_other_key_its_part(sequences: int, tokens: int) -> None:
+    backlog = Backlog(160, 16_000)
+    backlog.admit(Load(1, 1), Load(), 0.0, key="d")
+    total = Load()
+    with suppress(AdmissionError):
+        backlog.admit(Load(sequences, tokens), total, 0.0, key="abuser")
+        total = Load(sequences, tokens)
+    for key in "bcd":
+        for number in range(5):
+            backlog.admit(Load(2, 200), total, 0.0, key=key, of_key=Load(2 * number, 200 * number))
+            total = total.plus(Load(2, 200))
+
+
+def test_the_parts_of_very_many_keys_have_a_bound_too() -> None:
+    backlog, total = Backlog(160, 16_000), Load()
+    for number in range(1000):
+        with suppress(AdmissionError):
+            backlog.admit(Load(10, 10), total, 0.0, key=str(number))
+            total = total.plus(Load(10, 10))
+    assert 320 <= total.sequences <= 330
+
+
 def test_a_sole_key_may_fill_the_queue() -> None:
     backlog = Backlog(4, 100)
     for number in range(4):

@@ -1,6 +1,8 @@
 """Fleet, engines and router over a real socket: who is let in, what is dropped, and that requests survive."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -184,7 +186,17 @@ async def test_a_sender_that_never_ends_leaves_time_for_the_others(tmp_path: Pat
             assert most <= 64, "frames that are looked at before anybody else has a turn"
         finally:
             flooding.clear()
-            thread.join()
+            await asyncio.to_thread(thread.join)  # it may wait until somebody reads what it sends
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_peer_that_goes_away_while_nobody_reads_what_it_has_sent_aborts_nothing(
+    tmp_path: Path, transport: str
+) -> None:
+    endpoint = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/flooded.sock"
+    script = Path(__file__).parent / "flooded_socket.py"
+    done = subprocess.run([sys.executable, str(script), endpoint], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:

@@ -548,6 +548,39 @@ async def test_a_request_that_cannot_take_a_place_is_refused_and_gives_its_own_b
         await running_one.result()
 
 
+async def test_requests_that_are_counted_together_do_not_take_more_tokens_than_there_are(tmp_path: Path) -> None:
+    limits = KeyLimits(tokens_per_minute=10, requests_per_minute=100)
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
+        await stack.ready(1)
+        places = [await stack.gateway.submit(key="k", limits=limits) for _ in range(3)]
+        submits = []
+        for number, place in enumerate(places):
+            await place.until(lambda place=place: place.started)
+            prompts = prompts_of([[number] * 20], 2)
+            submits.append(Submit(0, 0, "r", prompts, GREEDY, key="k", limits=limits, counted_as=place.stream))
+        first = await stack.gateway.submit_as(submits[0])
+        for submit in submits[1:]:
+            with pytest.raises(RefusedRequestError, match="tokens per minute"):
+                await (await stack.gateway.submit_as(submit)).result()
+        assert [len(tokens) for tokens in await first.result()] == [2]
+        assert stack.metric("key_tokens_total", key="k", kind="prompt") == 20
+
+
+async def test_a_request_that_is_refused_after_its_body_was_read_counts_as_one_of_the_minute(tmp_path: Path) -> None:
+    limits = KeyLimits(requests_per_minute=2)
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        for _ in range(2):
+            counted = await stack.gateway.submit(key="k", limits=limits)
+            await counted.until(lambda counted=counted: counted.started)
+            prompts = prompts_of([[1] * 300], 9)
+            submit = Submit(0, 0, "r", prompts, GREEDY, key="k", limits=limits, counted_as=counted.stream)
+            with pytest.raises(RefusedRequestError, match="the most that fit are 256"):
+                await (await stack.gateway.submit_as(submit)).result()
+        with pytest.raises(RefusedRequestError, match="requests per minute"):
+            await (await stack.gateway.submit([1], key="k", limits=limits)).result()
+
+
 @pytest.mark.parametrize("prompt", [[1] * 300, [5000]], ids=["does not fit", "cannot be"])
 async def test_a_refused_request_does_not_keep_its_place(tmp_path: Path, prompt: list[int]) -> None:
     limits = KeyLimits(concurrent=1)

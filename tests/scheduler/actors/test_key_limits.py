@@ -38,7 +38,7 @@ def test_requests_that_are_not_accepted_use_nothing() -> None:
     usage.end(60.0)
     for _ in range(20):  # the queue is full
         usage.begin(0.0)
-        usage.cancel()
+        usage.cancel(charged=False)
     usage.begin(0.0)
     with pytest.raises(AdmissionError) as refused:
         usage.begin(0.0)

@@ -18,7 +18,8 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096
 """Most sequences of one request, over all its prompts."""
-_MOST_CANDIDATES = 1 << 16
+MAX_CANDIDATES = 512
+"""Most continuations of one hypothesis of a beam search that an executor reports for every token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
 
@@ -123,10 +124,10 @@ def _check_choosing(body: GenerationFields, n: int) -> None:
             "allowed_token_ids": body.allowed_token_ids,
         }
         width, ends = body.best_of or n, len(body.stop_token_ids or ())
-        if width * width * (2 + ends) > _MOST_CANDIDATES:
+        if width * (2 + ends) > MAX_CANDIDATES:
             raise InvalidRequestError(
                 f"{width} beams with {ends} stop_token_ids have too many continuations to rank for every token: "
-                f"width * width * (stop_token_ids + 2) may be at most {_MOST_CANDIDATES}",
+                f"beams * (stop_token_ids + 2) may be at most {MAX_CANDIDATES}",
                 "stop_token_ids" if ends else "n",
             )
     for name, value in refused.items():

@@ -67,7 +67,7 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:
-    """Read the body. The memory for it is taken before its bytes arrive, as far as its length is known."""
+    """Read the body. The memory for it is taken as its bytes arrive: what is only announced takes none of others'."""
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise MediaTypeError(f"the body is declared as {content_type}: send Content-Type: application/json")
@@ -75,13 +75,13 @@ async def _read(request: web.Request, intake: Intake) -> bytearray:
     if request.content_length is not None and request.content_length > limit:
         raise BodyTooLargeError(f"the body has {request.content_length} bytes, the limit is {limit}")
     try:
-        intake.memory.grow_to(request.content_length or 0)
+        intake.memory.grow_to(min(request.content_length or 0, _SMALL_BODY_BYTES))
         body = bytearray()
         async with asyncio.timeout(BODY_SECONDS):
             while chunk := await request.content.readany():
                 if len(body) + len(chunk) > limit:
                     raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                intake.memory.grow_to(len(body) + len(chunk))  # beyond its length, if it was compressed
+                intake.memory.grow_to(len(body) + len(chunk))
                 body += chunk
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s") from None

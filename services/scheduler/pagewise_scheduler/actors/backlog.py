@@ -12,6 +12,8 @@ _SMOOTHING_SECONDS = 10.0
 _LEAST_INTERVAL = 0.1
 _UNKNOWN_SECONDS = 2.0
 _MOST_SECONDS = 120
+_OWN_PARTS = 16
+"""One part in so many of the queue is each key's own."""
 
 
 class Load(NamedTuple):
@@ -116,7 +118,9 @@ class Backlog:
 
     Where several keys send requests, one may have as much waiting as there is room left, and no more: alone it fills
     half of the queue, two of them a third each, and there is always room for another (Choudhury and Hahne, "Dynamic
-    queue length thresholds for shared-memory packet switches", 1998).
+    queue length thresholds for shared-memory packet switches", 1998). A single request may be as large as the queue, so
+    each key also has a small part of its own, which it can fill however much others have waiting. So twice the queue
+    and one request may wait altogether.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
@@ -124,6 +128,7 @@ class Backlog:
         self._sequences, self._tokens = _Departures(), _Departures()
         self._observed: float | None = None
         self._keys: set[str] = set()
+        self._largest = Load()
 
     def admit(self, new: Load, waiting: Load, now: float, *, key: str = "", of_key: Load = Load()) -> None:  # noqa: B008
         """Count a request that wants to come in beside what waits, ``of_key`` of it from the same key. One that is
@@ -134,6 +139,9 @@ class Backlog:
             AdmissionError: too much waits; ``reason`` says of what.
         """
         self._keys.add(key)
+        if len(self._keys) > 1 and self._own_part_holds(of_key.plus(new)) and self._holds(waiting.plus(new)):
+            self.count(new)
+            return
         over = waiting.plus(new).minus(self._most)
         if over.sequences > 0:
             text = f"{waiting.sequences} sequences are waiting already, at most {self._most.sequences} may"
@@ -151,10 +159,19 @@ class Backlog:
                 raise self._refusal("max_waiting_tokens_share", text, self._tokens, over.tokens, waiting, now)
         self.count(new)
 
+    def _own_part_holds(self, of_key: Load) -> bool:
+        most = self._most
+        return of_key.sequences <= most.sequences // _OWN_PARTS and of_key.tokens <= most.tokens // _OWN_PARTS
+
+    def _holds(self, waiting: Load) -> bool:
+        most = self._most.plus(self._most).plus(self._largest)
+        return waiting.sequences <= most.sequences and waiting.tokens <= most.tokens
+
     def count(self, new: Load) -> None:
         """Count a request that comes in whatever waits."""
         self._sequences.arrived += new.sequences
         self._tokens.arrived += new.tokens
+        self._largest = Load(max(self._largest.sequences, new.sequences), max(self._largest.tokens, new.tokens))
 
     def _refusal(
         self, reason: str, text: str, departures: _Departures, over: int, waiting: Load, now: float

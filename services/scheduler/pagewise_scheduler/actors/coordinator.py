@@ -32,9 +32,6 @@ _TICK_SECONDS = 0.25
 _TICK_SECONDS_WHILE_DRAINING = 0.05
 _STOOD_STILL_SECONDS = 1.0
 """A tick that is so late tells that the process was stopped, or its machine."""
-_QUEUED_FRAMES_OF_EXECUTOR = 64
-_QUEUED_FRAMES_OF_GATEWAY = 1000
-"""A gateway that comes back submits all its requests at once."""
 
 
 class Coordinator:
@@ -92,7 +89,6 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.executor_timeout,
-            queued_frames=_QUEUED_FRAMES_OF_EXECUTOR,
         )
         options = FleetOptions(
             max_num_seqs=config.max_num_seqs,
@@ -114,7 +110,6 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.gateway_timeout,
-            queued_frames=_QUEUED_FRAMES_OF_GATEWAY,
         )
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout

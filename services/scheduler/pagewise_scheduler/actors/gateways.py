@@ -220,6 +220,8 @@ class Gateways(Sessions[Gateway]):
             counted = gateway.submissions.get(submit.counted_as)
             if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
                 raise ImpossibleError(f"a request that is counted as stream {submit.counted_as}, which does not count")
+            # When it was counted, requests that had been counted before it had not used any tokens yet.
+            usage.check_tokens(now)
             del gateway.submissions[submit.counted_as]
             began = counted.began
         elif resumed:
@@ -231,7 +233,7 @@ class Gateways(Sessions[Gateway]):
             try:
                 self._router.admit(requests, resumed=resumed)
             except AdmissionError:
-                usage.cancel()
+                usage.cancel(charged=submit.counted_as >= 0)
                 raise
         return Submission(submit.stream, usage, began), requests
 

@@ -66,23 +66,32 @@ class KeyUsage:
         if self._requests is not None and (seconds := self._requests.seconds_until(1, now)):
             text = f"the limit of {limits.requests_per_minute} requests per minute is used up"
             raise self._refusal("key_requests_per_minute", text, seconds)
-        if self._tokens is not None and (seconds := self._tokens.seconds_until(1, now)):
-            text = f"the limit of {limits.tokens_per_minute} tokens per minute is used up"
-            raise self._refusal("key_tokens_per_minute", text, seconds)
+        self.check_tokens(now)
         if self._requests is not None:
             self._requests.level -= 1
         self._running += 1
         if self.name:
             self._metrics.key_requests(self.name).inc()
 
+    def check_tokens(self, now: float) -> None:
+        """Look whether tokens are left; also before a request that was counted earlier takes some.
+
+        Raises:
+            AdmissionError: they are used up.
+        """
+        if self._tokens is not None and (seconds := self._tokens.seconds_until(1, now)):
+            text = f"the limit of {self._limits.tokens_per_minute} tokens per minute is used up"
+            raise self._refusal("key_tokens_per_minute", text, seconds)
+
     def resume(self) -> None:
         """Count a request that began under another scheduler: it goes on whatever the limits are."""
         self._running += 1
 
-    def cancel(self) -> None:
-        """A request that had begun is not accepted after all: it has used nothing."""
+    def cancel(self, *, charged: bool) -> None:
+        """A request that had begun is not accepted after all. ``charged``: it counts as one of the minute all the same,
+        because its body has been read and tokenized."""
         self._running -= 1
-        if self._requests is not None:
+        if self._requests is not None and not charged:
             self._requests.level += 1
 
     def end(self, seconds: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 from pagewise_shared.protocol import DEVICE, TIER_NAMES, Hello, LowerTier, tier_name
-from pagewise_shared.protocol.limits import MAX_DEVICE_BLOCKS, MAX_ROWS
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_ROWS
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
@@ -40,7 +40,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
         ("max_model_len", _MAX_INT32),
         ("vocab_size", _MAX_INT32),
         ("max_num_seqs", MAX_ROWS),
-        ("max_num_batched_tokens", _MAX_INT32),
+        ("max_num_batched_tokens", MAX_BATCHED_TOKENS),
         ("bytes_per_block", _MAX_INT64),
     ):
         if getattr(hello, name) > most:

@@ -56,8 +56,7 @@ class Wire:
 class RouterSocket:
     """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
 
-    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``queued_frames``: what one
-    sender may have queued here; what it sends beyond that waits on its own side.
+    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class RouterSocket:
         wire: Wire,
         *,
         timeout: float,
-        queued_frames: int,
     ) -> None:
         """Bind.
 
@@ -89,7 +87,9 @@ class RouterSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_TO_SCHEDULER)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
-        self._socket.setsockopt(zmq.RCVHWM, queued_frames)
+        # No bound: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds its ping, while a
+        # queue that was full holds up reading from it (its issue 4364). A full queue is what must not be.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._has_keys = wire.gate is not None
         if wire.gate is not None:
             wire.gate.secure_server(self._socket, kind)

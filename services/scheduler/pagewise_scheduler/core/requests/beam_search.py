@@ -4,9 +4,10 @@ Source: transformers' beam search (``GenerationMixin._beam_search``), whose scor
 find the same sequences. The blocks of hypotheses are shared like those of any fork.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from heapq import merge
+from itertools import islice
 
 from pagewise_shared.sampling import BeamParams
 
@@ -48,13 +49,9 @@ class BeamSearch:
         """
         params, width = self.params, self.params.width
         keep = params.num_candidates(len(self.end_tokens))
-        everything = (
-            Continuation(parent, token, self.scores[parent] + logprob)
-            for parent, continuations in enumerate(candidates)
-            for token, logprob in continuations[:keep]
-        )
-        # Stable: of equals the earlier hypothesis comes first.
-        ranked = nsmallest(keep, everything, key=lambda one: -one.score)
+        # Merged, not sorted: few of all continuations are looked at. Of equals the earlier hypothesis comes first.
+        of_each = (self._continuations(parent, best_first) for parent, best_first in enumerate(candidates))
+        ranked = list(islice(merge(*of_each, key=lambda one: -one.score), keep))
         length = len(histories[0]) + 1
         hits = [one.token in self.end_tokens or length >= self.max_tokens for one in ranked]
         full = len(self.ended) >= width
@@ -70,6 +67,10 @@ class BeamSearch:
         if not living or all(hits) or not self._can_improve(length):
             return None
         return living
+
+    def _continuations(self, parent: int, best_first: list[tuple[int, float]]) -> Iterator[Continuation]:
+        score = self.scores[parent]
+        return (Continuation(parent, token, score + logprob) for token, logprob in best_first)
 
     def _can_improve(self, length: int) -> bool:
         if len(self.ended) < self.params.width:
