@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,12 +43,15 @@ class Life:
         return self.samples[-1].time - self.samples[0].time
 
     def before_and_after(self, of: Callable[[Sample], float]) -> tuple[float, float]:
-        """The medians of something just after its memory has settled, and in the last tenth of its life."""
+        """The least of something just after its memory has settled, and in the last tenth of its life.
+
+        What requests hold for a moment comes and goes; what leaks raises the least.
+        """
         first, tenth = self.samples[0].time, _FIRST * self.seconds
         settled = first + max(tenth, _LEAST_SETTLING)
         early = [of(one) for one in self.samples if settled <= one.time <= settled + tenth]
         late = [of(one) for one in self.samples if one.time >= self.samples[-1].time - tenth]
-        return statistics.median(early or late), statistics.median(late)
+        return min(early or late), min(late)
 
     @property
     def growth(self) -> float:
