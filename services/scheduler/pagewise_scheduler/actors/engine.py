@@ -106,7 +106,7 @@ class Engine:
         """Take a request on."""
         request = live.request
         live.engine = self
-        request.executors.append((clock(), self.executor_id))
+        request.placed(self.executor_id, clock())
         self._live[request.request_id] = live
         self.touch()
         try:

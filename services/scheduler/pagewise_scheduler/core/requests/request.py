@@ -177,7 +177,11 @@ class Request:
     queue_number: int = 0
     client_request_id: str = ""
     first_token_time: float = float("nan")
-    executors: "deque[tuple[float, str]]" = field(default_factory=lambda: deque(maxlen=_PLACEMENTS))
+    executors: tuple[tuple[float, str], ...] = ()
+
+    def placed(self, executor_id: str, now: float) -> None:
+        """An executor takes it on."""
+        self.executors = (*self.executors[1 - _PLACEMENTS :], (now, executor_id))
 
     def create_sequences(self) -> None:
         """Make its sequences, unless they are there already: a request that moves goes on with those it has."""
