@@ -121,6 +121,18 @@ async def test_plans_are_answered_in_order(tmp_path: Path) -> None:
         assert first.error is None
 
 
+async def test_a_result_that_no_frame_holds_is_told_as_a_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewise_executor.service.MAX_STEP_RESULT_BYTES", 8)
+    async with joined(tmp_path) as (scheduler, _, _):
+        await scheduler.send(plan(1, **FIRST))
+        result = await scheduler.result()
+        assert (result.step, result.tokens) == (1, b"")
+        assert result.error is not None
+        assert "at most 8 may" in result.error.message
+
+
 async def test_garbage_stale_epochs_and_wrong_steps_are_dropped(tmp_path: Path) -> None:
     async with joined(tmp_path) as (scheduler, _, service):
         for junk in (b"", b"\xff\x00junk", encode(Heartbeat(5)), encode(plan(1, epoch=4)), encode(plan(2))):

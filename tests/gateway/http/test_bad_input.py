@@ -89,6 +89,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"early_stopping": True}, "early_stopping"),
     ({"use_beam_search": True, "early_stopping": "sometimes"}, "early_stopping"),
+    ({"use_beam_search": True, "n": 4, "stop_token_ids": [*range(128)]}, "stop_token_ids"),
     ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
     ({"use_beam_search": True, "top_k": 5}, "top_k"),
     ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
