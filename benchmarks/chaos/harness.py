@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -15,6 +17,7 @@ from benchmarks.chaos.disturbances import Disturbance, Monkey
 from benchmarks.chaos.timeline import Timeline
 from benchmarks.chaos.workload import Case, Outcome, client_of, references, stream
 from benchmarks.processes import Cluster, Process
+from benchmarks.record import write_record
 from benchmarks.scrape import total
 
 START_SECONDS = 180.0
@@ -87,6 +90,14 @@ class Report:
                 if rss
             },
         }
+
+    def tell(self, numbers: dict[str, Any], path: str | None) -> int:
+        """Print the numbers and what has failed, and write the numbers to ``path``; returns the exit code."""
+        print(json.dumps(numbers, indent=1))
+        print("\n".join(self.failures[:50]), file=sys.stderr)
+        if path is not None:
+            write_record(path, numbers, device="cpu")
+        return 1 if self.failures else 0
 
     def _longest(self) -> list[dict[str, Any]]:
         """The longest pauses, each once; several disturbances may have touched it."""

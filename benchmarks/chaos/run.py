@@ -8,7 +8,6 @@ around what was done to its executor, its gateway or the scheduler. Prints the n
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from benchmarks.chaos.harness import chaos
 from benchmarks.chaos.network import namespace
 from benchmarks.chaos.workload import make_cases
 from benchmarks.processes import HOST_MEMORY, Cluster
-from benchmarks.record import record_file, write_record
+from benchmarks.record import record_file
 
 
 def main() -> int:
@@ -60,11 +59,7 @@ def main() -> int:
         "configuration": "plain" if args.plain else f"keys, --host-memory={HOST_MEMORY}, --verify-copies, profiled",
         "network": network if isinstance(network, str) else f"packets dropped by {network.dropped_by}",
     }
-    print(json.dumps(numbers, indent=1))
-    print("\n".join(report.failures[:50]), file=sys.stderr)
-    if args.json:
-        write_record(args.json, numbers, device="cpu")
-    return 1 if report.failures else 0
+    return report.tell(numbers, args.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ scheduler and the second gateway, a few times. What has to hold:
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from operator import attrgetter
@@ -25,7 +24,7 @@ from benchmarks.chaos.disturbances import GATEWAY_OPTIONS, Monkey
 from benchmarks.chaos.harness import Report, chaos
 from benchmarks.chaos.workload import make_cases
 from benchmarks.processes import Cluster
-from benchmarks.record import record_file, write_record
+from benchmarks.record import record_file
 from benchmarks.soak.abuse import Abuser
 from benchmarks.soak.resources import Life, Resources, repeated
 
@@ -130,11 +129,7 @@ def main() -> int:
         folder = args.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         report, numbers = soak(folder, args.minutes, args.streams)
-    print(json.dumps(numbers, indent=1))
-    print("\n".join(report.failures[:50]), file=sys.stderr)
-    if args.json:
-        write_record(args.json, numbers, device="cpu")
-    return 1 if report.failures else 0
+    return report.tell(numbers, args.json)
 
 
 if __name__ == "__main__":
