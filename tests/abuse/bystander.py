@@ -90,13 +90,27 @@ def streaming(server: Served, key: str) -> Iterator[Bystander]:
 
 @contextlib.contextmanager
 def beside(server: Served, key: str) -> Iterator[Seen]:
-    """Stream with ``key`` while the body of the ``with`` statement runs; the result is filled in when it ends."""
+    """Stream with ``key`` while the body of the ``with`` statement runs; the result is filled in when it ends.
+
+    It ends with the next token that comes, so that a gap that has begun within the body is measured whole, and so that
+    something has been seen even if the body took only a moment.
+    """
     with streaming(server, key) as bystander:
         bystander.look()
         seen = Seen()
         yield seen
-        found = bystander.look()
-    seen.longest_gap, seen.tokens, seen.failures = found.longest_gap, found.tokens, found.failures
+        _add(seen, bystander.look())
+        deadline = time.monotonic() + _PATIENCE
+        while (found := bystander.look()).tokens == 0 and not found.failures and time.monotonic() < deadline:
+            _add(seen, found)
+            time.sleep(0.02)
+        _add(seen, found)
+
+
+def _add(seen: Seen, more: Seen) -> None:
+    seen.longest_gap = max(seen.longest_gap, more.longest_gap)
+    seen.tokens += more.tokens
+    seen.failures += more.failures
 
 
 @contextlib.contextmanager
