@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.record import record_file, write_record
-from benchmarks.serving.run import build_model
+from benchmarks.serving.workloads import build_model
 
 SEQUENCES, PROMPT, STEPS = 16, 64, 128
 RUN_SECONDS = 1.0

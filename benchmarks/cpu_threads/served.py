@@ -21,7 +21,9 @@ import psutil
 
 from benchmarks.cpu_threads.run import VARIABLES, busy_process, go_first
 from benchmarks.record import record_file, write_record
-from benchmarks.serving.run import Pagewise, Work, build_model, percentile
+from benchmarks.serving.clients import percentile
+from benchmarks.serving.contenders import Pagewise
+from benchmarks.serving.workloads import Work, build_model
 
 REQUESTS, PROMPT = 16, 64
 
@@ -46,13 +48,14 @@ def start(model: str, variables: dict[str, str], first: bool) -> Pagewise:
 
 
 def measure(server: Pagewise, works: list[Work], number: int) -> dict[str, float]:
-    taken: dict[str, Any] = server.round(works, None, number)
+    taken = server.round(works, None, number)
     tokens = sum(work.output for work in works)
+    assert taken.cpu_seconds is not None
     return {
-        "tokens_per_s": round(tokens / taken["seconds"], 1),
-        "tokens_per_cpu_s": round(tokens / taken["cpu_seconds"], 1),
-        "first_token_ms_p50": round(1e3 * percentile(taken["ttft"], 0.5), 1),
-        "between_tokens_ms_p99": round(1e3 * percentile(taken["itl"], 0.99), 1),
+        "tokens_per_s": round(tokens / taken.seconds, 1),
+        "tokens_per_cpu_s": round(tokens / taken.cpu_seconds, 1),
+        "first_token_ms_p50": round(1e3 * percentile(taken.first_token, 0.5), 1),
+        "between_tokens_ms_p99": round(1e3 * percentile(taken.between_tokens, 0.99), 1),
     }
 
 

@@ -9,18 +9,15 @@ request the scheduler observes the actual time from its placement to its first t
 
 import argparse
 import asyncio
-import contextlib
 import random
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import inf
 
 import aiohttp
 
-from benchmarks.processes import Served, serving, spawn
+from benchmarks.busy import busy_processes
+from benchmarks.processes import Served, serving
 from benchmarks.record import record_file, write_record
 from benchmarks.scrape import Sample
 
@@ -38,19 +35,6 @@ class Round:
     p10: float
     median: float
     p90: float
-
-
-@contextlib.contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """So many processes, each of which computes without end."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        processes += [spawn([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def quantile(samples: list[Sample], share: float) -> float:

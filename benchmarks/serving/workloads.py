@@ -1,0 +1,77 @@
+"""What is asked for: requests of given lengths with random tokens, and a model to ask."""
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCAB_SIZE = 4096
+"""That of the demo tokenizer, so that every token has text and streams at once."""
+
+
+@dataclass
+class Work:
+    """One request: prompt token ids, and how many tokens to generate."""
+
+    prompt: list[int]
+    output: int
+
+
+WORKLOADS = {
+    "unequal": "prompts of 16 to 512 tokens (log-uniform), outputs of 16 to 256",
+    "equal": "prompts and outputs of 128 tokens",
+    "short": "prompts of 64 tokens, outputs of 128",
+    "outputs": "prompts of 64 tokens, outputs of 16 to 256",
+    "prefix": "prompts that share 512 tokens and have 32 of their own, outputs of 64",
+}
+
+
+def workload(name: str, count: int, seed: int = 0) -> list[Work]:
+    """``count`` requests of one of ``WORKLOADS``. Seeds differ in all prompts, so no cache finds them."""
+    rng = random.Random(f"{name} {seed}")
+    shared = _tokens(rng, 512)
+    works = []
+    for _ in range(count):
+        match name:
+            case "unequal":
+                works.append(Work(_tokens(rng, int(2 ** rng.uniform(4, 9))), rng.randint(16, 256)))
+            case "equal":
+                works.append(Work(_tokens(rng, 128), 128))
+            case "short":
+                works.append(Work(_tokens(rng, 64), 128))
+            case "outputs":
+                works.append(Work(_tokens(rng, 64), rng.randint(16, 256)))
+            case "prefix":
+                works.append(Work(shared + _tokens(rng, 32), 64))
+            case _:
+                raise ValueError(f"there is no workload {name!r}")
+    return works
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(10, 4000) for _ in range(count)]
+
+
+def build_model(path: Path) -> None:
+    """A Llama of about 49 million parameters with random weights, and the demo model's tokenizer."""
+    import torch
+    from pagewise_shared.model_files import resolve_model
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=15,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=0)  # type: ignore[no-untyped-call]
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_model("pagewise-demo") / name, path / name)
