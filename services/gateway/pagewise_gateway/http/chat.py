@@ -16,7 +16,7 @@ from pagewise_gateway.http.params import (
     truncated,
 )
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import encode_chat
+from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import (
     AssistantMessage,
@@ -49,6 +49,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         body,
         service.tokenizer,
         capacity,
+        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )

@@ -17,7 +17,7 @@ from pagewise_gateway.http.params import (
     truncated,
 )
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import check_prompts, encode_prompt
+from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encode_prompt
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest, strip
@@ -44,6 +44,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         body,
         service.tokenizer,
         capacity,
+        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
