@@ -134,7 +134,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     api_keys: Annotated[
         str | None,
         Meta(
-            description="API keys: entries NAME: KEY with commas between them, or a single key",
+            description="API keys: entries NAME: KEY with commas between them, or a single key, an operator's",
             extra={"environment_only": True},
         ),
     ] = None
