@@ -8,7 +8,8 @@ scheduler and the second gateway, a few times. What has to hold:
 
 - no stream fails but those of a gateway that was killed, and every output is right;
 - the memory of a process that lives for four minutes grows by less than 2% after the first tenth of its life;
-- file descriptors and threads end as they began, all blocks are accounted for, and nothing runs or waits at the end;
+- file descriptors, sockets, threads and tasks end as they began, all blocks are accounted for, and nothing runs or
+  waits at the end;
 - no warning is repeated more often than its bound allows, and the stranger never makes a server fail.
 """
 
@@ -31,7 +32,9 @@ from benchmarks.soak.resources import Life, Resources, repeated
 MOST_GROWTH = 0.02
 _SLACK_MB = 3.0
 """What a process may grow by beside that: pages that are touched for the first time late."""
-_SLACK_DESCRIPTORS = 16
+_COUNTED = ("descriptors", "sockets", "threads", "tasks")
+_SLACK = 16
+"""How many of each of them a process may have more."""
 _TIMEOUT = 3.0
 _WARNINGS_PER_MINUTE = 6.0
 """The bound of warnings that others can cause, and the line that says how many were left out."""
@@ -58,9 +61,11 @@ def grown(lives: list[Life]) -> list[str]:
         before, after = life.before_and_after(attrgetter("memory"))
         if after > before * (1 + MOST_GROWTH) + _SLACK_MB:
             found.append(f"{life.name} ({life.pid}) grew from {before:.0f} to {after:.0f} MB in {life.seconds:.0f} s")
-        for what in ("descriptors", "threads"):
+        if all(one.tasks is None for one in life.samples):
+            found.append(f"{life.name} ({life.pid}) has told no number of tasks in {life.seconds:.0f} s")
+        for what in _COUNTED:
             first, last = life.before_and_after(attrgetter(what))
-            if last > first + _SLACK_DESCRIPTORS:
+            if last > first + _SLACK:
                 found.append(f"{life.name} ({life.pid}) has {last:.0f} {what}, {first:.0f} before")
     return found
 
@@ -109,7 +114,7 @@ def soak(folder: Path, minutes: float, streams: int) -> tuple[Report, dict[str, 
                 "seconds": round(life.seconds),
                 "mb": [round(one, 1) for one in life.before_and_after(attrgetter("memory"))],
                 "growth": round(life.growth, 4),
-                "descriptors": life.before_and_after(attrgetter("descriptors")),
+                **{what: life.before_and_after(attrgetter(what)) for what in _COUNTED},
             }
             for life in long_lives
         ],

@@ -36,6 +36,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER, MAX_STEP_RESULT_BYTES
 from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
+from pagewise_shared.service_process import num_tasks
 
 from pagewise_executor.worker import Worker
 
@@ -233,7 +234,8 @@ class ExecutorService:
                 self._rejoin()
             else:
                 self._refused_told = self._worker.num_refused
-                await self._send(Heartbeat(welcome.epoch, self._refused_told - self._refused_before))
+                refused = self._refused_told - self._refused_before
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks()))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""

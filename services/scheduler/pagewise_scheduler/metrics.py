@@ -199,6 +199,7 @@ class Metrics:
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
+        self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
 
     def _bind_counters(self) -> None:

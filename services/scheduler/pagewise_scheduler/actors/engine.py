@@ -70,7 +70,7 @@ class Engine:
 
     A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
     ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
-    none is in flight. ``hello``: what the executor said of itself.
+    none is in flight. ``hello``: what the executor said of itself. ``num_tasks``: of its event loop, as it said last.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Engine:
         self.executor_id = hello.executor_id
         self.scheduler = scheduler
         self.life = Life.SERVING
+        self.num_tasks = 0
         self.oldest_step_time: float | None = None
         self._link = link
         self._agenda = agenda

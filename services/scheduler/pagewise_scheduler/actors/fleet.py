@@ -229,8 +229,9 @@ class Fleet(Sessions[Executor]):
                     check_copies(message)
                     with self.guarded(engine):
                         engine.take_copied(message)
-                case Heartbeat(refused=refused):
+                case Heartbeat(refused=refused, tasks=tasks):
                     self._count_refused(executor, refused)
+                    engine.num_tasks = tasks
                 case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
