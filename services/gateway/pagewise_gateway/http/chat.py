@@ -17,7 +17,7 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
-from pagewise_gateway.http.responder import Responder
+from pagewise_gateway.http.responder import Responder, encoded_choices
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -80,7 +80,8 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
 
     async def answer(self) -> ChatResponse:
         """See ``Responder``."""
-        choices = [
+        outputs = await self._generation.outputs()
+        choices = (
             ChatChoice(
                 delta.index,
                 AssistantMessage(delta.text),
@@ -89,13 +90,13 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
                 delta.stop_reason,
                 delta.token_ids if self._token_ids_wanted else UNSET,
             )
-            for delta in await self._generation.outputs()
-        ]
+            for delta in outputs
+        )
         return ChatResponse(
             self._id,
             self._created,
             self._model,
-            choices,
+            await encoded_choices(choices),
             self._generation.usage(),
             prompt_token_ids=self._prompt_token_ids,
         )
