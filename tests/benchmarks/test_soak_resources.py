@@ -1,5 +1,7 @@
 """What the soak samples: of real processes, and by which samples it judges them."""
 
+import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -20,6 +22,17 @@ def test_sockets_are_counted() -> None:
     assert num_sockets(2**22 + 1) == 0, "a process that is not there"
 
 
+async def watch(resources: Resources, cluster: Cluster, samples: int) -> None:
+    """Until a process has been sampled so often."""
+    watching = asyncio.create_task(resources.watch(cluster))
+    async with asyncio.timeout(60):
+        while not any(len(one.samples) >= samples for one in resources.lives.values()):
+            await asyncio.sleep(0.1)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
 def test_every_kind_of_process_tells_its_tasks(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, simulate=0.001)
     names = {"scheduler", "gateway-0", "one"}
@@ -31,10 +44,11 @@ def test_every_kind_of_process_tells_its_tasks(tmp_path: Path) -> None:
         wait_until(lambda: all(tasks_by_process(cluster).values()), 10.0, "an executor's first heartbeat", executor)
         assert max(tasks_by_process(cluster).values()) < 100
         resources = Resources()
-        resources._sample("one", executor, 7.0)
-        (sample,) = resources.lives["one", executor.pid].samples
-        assert sample.descriptors > sample.sockets > 0
-        assert sample.tasks == 7.0
+        asyncio.run(watch(resources, cluster, 3))
+        assert {name for name, _ in resources.lives} == names
+        for one in resources.lives.values():
+            assert one.samples[-1].descriptors > one.samples[-1].sockets > 0
+            assert 0 < (one.samples[-1].tasks or 0) < 100
     finally:
         cluster.close()
 
