@@ -293,7 +293,7 @@ class SchedulerLink:
         """
         self._table.remove(live)
         error = AdmissionError(refused.kind, refused.message, refused.retry_after or None)
-        if live.submissions == 1:
+        if not live.resumed:
             live.refuse(error)
             return
         log.warning("request %s was submitted again and not accepted: %s", live.request.request_id, error)
