@@ -97,8 +97,9 @@ class ExecutorService:
         self._hello_wanted = asyncio.Event()
         self._hello_number = 0
         self.bad_frames = 0
-        # Refused connections: how many have been reported, and how many of them before the current Welcome.
+        # Connections refused and closed: how many have been reported, and how many of them before the current Welcome.
         self._refused_told = self._refused_before = 0
+        self._closed_told = self._closed_before = 0
 
     async def run(self) -> None:
         """Serve until SIGINT, or until SIGTERM and the Drain that follows.
@@ -232,8 +233,9 @@ class ExecutorService:
                 log.warning("nothing received from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
                 self._rejoin()
             else:
-                self._refused_told = self._worker.num_refused
-                await self._send(Heartbeat(welcome.epoch, self._refused_told - self._refused_before))
+                self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
+                refused = self._refused_told - self._refused_before
+                await self._send(Heartbeat(welcome.epoch, refused, self._closed_told - self._closed_before))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""
@@ -284,7 +286,7 @@ class ExecutorService:
                     self._welcomed.set()
                     worker.put(message)
                     if first:
-                        self._refused_before = self._refused_told
+                        self._refused_before, self._closed_before = self._refused_told, self._closed_told
                         log.info("joined the scheduler at %s", self._endpoint)
                 case Refused(reason):
                     raise RefusedError(

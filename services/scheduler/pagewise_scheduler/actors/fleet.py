@@ -53,11 +53,13 @@ class FleetOptions:
 
 @dataclass(slots=True, eq=False)
 class Executor:
-    """An executor that is in. ``refused``: connections to its block socket that it has refused, as it has told."""
+    """An executor that is in. ``refused``, ``closed``: connections to its block socket that it has refused, and closed
+    because of what it had not read, as it has told."""
 
     hello: Hello
     engine: Engine
     refused: int = 0
+    closed: int = 0
 
 
 class _Guard:
@@ -229,8 +231,11 @@ class Fleet(Sessions[Executor]):
                     check_copies(message)
                     with self.guarded(engine):
                         engine.take_copied(message)
-                case Heartbeat(refused=refused):
+                case Heartbeat(refused=refused, closed=closed):
                     self._count_refused(executor, refused)
+                    if closed > executor.closed:
+                        self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))
+                        executor.closed = closed
                 case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
