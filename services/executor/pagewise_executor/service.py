@@ -249,7 +249,9 @@ class ExecutorService:
     def _reconnected(self) -> None:
         """Send a new Hello after the connection has broken, because frames may have been lost with it."""
         if self._welcome is not None:
-            log.warning("the connection to the scheduler broke, saying Hello again")
+            # Where all processes are told to stop at once, the scheduler may be the first to go.
+            level = logging.INFO if self._leaving.is_set() else logging.WARNING
+            log.log(level, "the connection to the scheduler broke, saying Hello again")
             self._rejoin()
 
     def _rejoin(self) -> None:

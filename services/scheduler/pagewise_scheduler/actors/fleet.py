@@ -267,7 +267,8 @@ class Fleet(Sessions[Executor]):
     def _lost(self, session: Session[Executor], reason: str, loss: Loss) -> None:
         engine = session.peer.engine
         del self._session_of[engine]
-        log.warning("executor %s is gone: %s; its requests move on", session.name, reason)
+        level = logging.INFO if loss is Loss.LEFT else logging.WARNING
+        log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
         self.router.left(engine)
         moved = engine.lose(loss)
         endpoint = self.sharing.end(engine)
