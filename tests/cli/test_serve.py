@@ -156,6 +156,7 @@ def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
     with serving("--simulate", "--executors", "2", "--gateways", "2") as server:
         server.wait_for_metric("executors_ready", 2)
         assert complete(server)
+        before = len(server.output)  # on a busy machine the scheduler may be late when all of them start
         if told == "pagewise serve":
             assert server.interrupt() == 0
         else:  # as a service manager does
@@ -163,5 +164,6 @@ def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
             for pid in (server.process.pid, *services):
                 os.kill(pid, signal.SIGTERM)
             assert server.process.wait(timeout=30) == 0
-    assert any("stopping" in line for line in server.output)
-    assert not [line for line in server.output if any(word in line for word in ("WARNING", "ERROR", "Traceback"))]
+    said = server.output[before:]
+    assert any("stopping" in line for line in said)
+    assert not [line for line in said if any(word in line for word in ("WARNING", "ERROR", "Traceback"))]

@@ -215,7 +215,8 @@ class ExecutorService:
                         await self._send(hello)
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(HELLO_PAUSES):
-                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                    text = "no answer from the scheduler at %s, trying again every %g s"
+                    log.log(self._level, text, self._endpoint, pause)
                 attempt += 1
             await self._hello_wanted.wait()
 
@@ -246,12 +247,15 @@ class ExecutorService:
             and 1 <= welcome.heartbeat_ms <= _LONGEST_HEARTBEAT_MS
         )
 
+    @property
+    def _level(self) -> int:
+        """How severe it is to have no scheduler: where all are told to stop at once, it may be the first to go."""
+        return logging.INFO if self._leaving.is_set() else logging.WARNING
+
     def _reconnected(self) -> None:
         """Send a new Hello after the connection has broken, because frames may have been lost with it."""
         if self._welcome is not None:
-            # Where all processes are told to stop at once, the scheduler may be the first to go.
-            level = logging.INFO if self._leaving.is_set() else logging.WARNING
-            log.log(level, "the connection to the scheduler broke, saying Hello again")
+            log.log(self._level, "the connection to the scheduler broke, saying Hello again")
             self._rejoin()
 
     def _rejoin(self) -> None:

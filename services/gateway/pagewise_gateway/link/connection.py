@@ -167,7 +167,8 @@ class SchedulerConnection:
                         await self._socket.send(encode(self._hello()))
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
-                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                    level = logging.INFO if self.stopping else logging.WARNING
+                    log.log(level, "no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1
             await self._lost.wait()
 
