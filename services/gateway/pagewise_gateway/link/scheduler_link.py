@@ -194,7 +194,7 @@ class SchedulerLink:
 
         Then those whose clients have seen tokens end there, and the others fail.
         """
-        self.closing = True
+        self.closing = self._connection.stopping = True
         if self._live:
             log.info("waiting for %d requests to end, %g s at most", len(self._live), seconds)
             ends = [asyncio.ensure_future(event.wait()) for event in (self._idle, at_once)]
