@@ -18,10 +18,11 @@ import psutil
 from benchmarks.processes import Cluster, Process
 
 _EVERY = 2.0
-_FIRST, _LEAST_SETTLING = 0.1, 60.0
+_FIRST, _LEAST_SETTLING = 0.1, 120.0
 """The share of a life, and the least seconds of it, after which memory counts as settled."""
-LEAST_SECONDS = 240.0
-"""Shorter lives are not judged."""
+LEAST_SECONDS, LEAST_SHARE = 240.0, 0.2
+"""Lives that are shorter, or take a smaller share of all the time, are not judged: in its first minutes, an executor
+still makes the kernels of each new batch size, and writes blocks of its pool for the first time."""
 
 
 class Sample(NamedTuple):
@@ -40,7 +41,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Life:
-    """One process, from when it was first seen."""
+    """One process, from when it was ready."""
 
     name: str
     pid: int
@@ -70,10 +71,11 @@ class Life:
 
 
 class Resources:
-    """Samples all processes of a cluster while ``watch`` runs. ``lives``: by name and process id."""
+    """Samples all processes of a cluster that are ready while ``watch`` runs. ``lives``: by name and process id."""
 
     def __init__(self) -> None:
         self.lives: dict[tuple[str, int], Life] = {}
+        self._began = monotonic()
         self._tasks: dict[str, float] = {}
 
     async def watch(self, cluster: Cluster) -> None:
@@ -98,6 +100,8 @@ class Resources:
     def _sample(self, name: str, process: Process, tasks: float | None) -> None:
         if process.exit_code is not None or process.frozen:
             return
+        if (name, process.pid) not in self.lives and not process.is_ready():
+            return
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             seen = psutil.Process(process.pid)
             sample = Sample(
@@ -112,7 +116,8 @@ class Resources:
 
     def long(self) -> list[Life]:
         """Those that have lived long enough to be judged."""
-        return [life for life in self.lives.values() if life.seconds >= LEAST_SECONDS]
+        least = max(LEAST_SECONDS, LEAST_SHARE * (monotonic() - self._began))
+        return [life for life in self.lives.values() if life.seconds >= least]
 
 
 def num_sockets(pid: int) -> int:
