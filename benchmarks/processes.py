@@ -115,6 +115,11 @@ class Process:
         found = re.search(r"^listening (.+)\n", own, re.MULTILINE)
         return found[1].split() if found else []
 
+    def is_ready(self) -> bool:
+        """Whether it has said that it could be reached, or, an executor, that it has joined a scheduler."""
+        own = self.log.read_bytes()[self._begin :].decode(errors="replace")
+        return re.search(r"^listening .+\n|joined the scheduler", own, re.MULTILINE) is not None
+
     def output(self) -> str:
         """What it and its predecessors have printed."""
         return self.log.read_text(errors="replace")

@@ -56,6 +56,7 @@ class Monkey:
     ``pause``: seconds between two disturbances of executors; each waits until at least two are ready. ``every``: the
     least and the most seconds between two of the scheduler, and between two of gateways. ``freeze``: seconds that a
     process hangs or is cut off: longer than others wait for it. ``blocks``: pool sizes of the executors, one for each.
+    ``spared``: an executor that, like the first gateway, is frozen at times and never ended.
     """
 
     cluster: Cluster
@@ -65,6 +66,7 @@ class Monkey:
     every: tuple[float, float] = (20.0, 40.0)
     network: Namespace | None = None
     seed: int = 0
+    spared: str = ""
     done: list[Disturbance] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     executors: dict[str, Process] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class Monkey:
             if len(able) >= 2:
                 kind = deck.pop()
                 remote = max(self.executors)
+                if kind != "hang":
+                    able = [name for name in able if name != self.spared]  # one at least, of two
                 name = remote if kind in ("cut off", "lossy network") else rng.choice(able)
                 if name in able:
                     await self._disturb_executor(kind, name)

@@ -71,6 +71,14 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
+def num_tasks() -> int:
+    """Return how many tasks of the running event loop have not ended; 0 if none is running."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
 class StopSignal:
     """SIGTERM and SIGINT, from when this is made in a running event loop.
 

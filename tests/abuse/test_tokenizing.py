@@ -102,3 +102,12 @@ def test_long_conversations_are_rendered_beside_other_clients(server: Served) ->
     for answer in (answers[0], answers[1]):
         assert "maximum context length is 8192 tokens" in answer.message
     assert charged(server) == before + 36
+
+
+def test_bad_words_are_tokenized_beside_other_clients(server: Served) -> None:
+    before = charged(server)
+    slow = body(prompt="a", max_tokens=1, bad_words=["x" + " " * 1023] * 128)
+    with unharmed(server), ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda _: post(server, COMPLETION, slow), range(32)))
+    assert {answer.status for answer in answers} == {200}, answers[0].message
+    assert charged(server) == before + 32

@@ -149,3 +149,21 @@ def test_a_port_that_is_taken_ends_it() -> None:
         )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("told", ["pagewise serve", "all processes at once"])
+def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
+    with serving("--simulate", "--executors", "2", "--gateways", "2") as server:
+        server.wait_for_metric("executors_ready", 2)
+        assert complete(server)
+        before = len(server.output)  # on a busy machine the scheduler may be late when all of them start
+        if told == "pagewise serve":
+            assert server.interrupt() == 0
+        else:  # as a service manager does
+            services = [pid for module in (SCHEDULER, EXECUTOR, GATEWAY) for pid in server.pids(module)]
+            for pid in (server.process.pid, *services):
+                os.kill(pid, signal.SIGTERM)
+            assert server.process.wait(timeout=30) == 0
+    said = server.output[before:]
+    assert any("stopping" in line for line in said)
+    assert not [line for line in said if any(word in line for word in ("WARNING", "ERROR", "Traceback"))]

@@ -155,8 +155,8 @@ def test_streams_may_end_before_executors_and_the_scheduler_are_stopped(start: S
     stops = [(name.split("-")[0], what, *details) for name, what, *details in lines if what != "started"]
     # SIGINT: as SIGTERM would, but no gateway leaves its port to the others, and no executor moves its work to others.
     assert stops[:4] == [("gateway", "told", "SIGINT")] * 2 + [("gateway", "ended")] * 2
-    assert stops[4:6] == [("scheduler", "told", "SIGTERM"), ("scheduler", "ended")]
-    assert stops[6:] == [("executor", "told", "SIGINT")] * 2 + [("executor", "ended")] * 2
+    assert stops[4:8] == [("executor", "told", "SIGINT")] * 2 + [("executor", "ended")] * 2
+    assert stops[8:] == [("scheduler", "told", "SIGTERM"), ("scheduler", "ended")]
     assert output.count("| a last word") == 5, "what is said at the end is shown"
 
 

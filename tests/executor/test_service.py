@@ -290,24 +290,32 @@ async def test_it_asks_to_be_drained_and_asks_again_when_it_is_let_in_anew(tmp_p
         await running
 
 
-async def test_heartbeats_tell_each_scheduler_of_refused_connections_once(
+async def test_heartbeats_tell_each_scheduler_of_refused_and_closed_connections_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with joined(tmp_path, heartbeat_ms=50) as (scheduler, _, service):
         runner = service._worker._runner
-        assert await scheduler.receive(Heartbeat) == Heartbeat(5)
+
+        async def told() -> tuple[int, int, int]:
+            heartbeat = await scheduler.receive(Heartbeat)
+            assert 5 <= heartbeat.tasks < 30
+            return heartbeat.epoch, heartbeat.refused, heartbeat.closed
+
+        assert await told() == (5, 0, 0)
         for total in (2, 5):
             monkeypatch.setattr(runner, "num_refused", total)
+            monkeypatch.setattr(runner, "num_closed", total - 1)
             async with asyncio.timeout(10):
-                while await scheduler.receive(Heartbeat) != Heartbeat(5, total):
+                while await told() != (5, total, total - 1):
                     pass  # was on its way
         await scheduler.send(Rejoin())
         await scheduler.receive(Hello)
         await scheduler.send(Welcome(6, 4, 16, 50))
-        assert await scheduler.receive(Heartbeat) == Heartbeat(6)
+        assert await told() == (6, 0, 0)
         monkeypatch.setattr(runner, "num_refused", 6)
+        monkeypatch.setattr(runner, "num_closed", 6)
         async with asyncio.timeout(10):
-            while await scheduler.receive(Heartbeat) != Heartbeat(6, 1):
+            while await told() != (6, 1, 2):
                 pass
 
 

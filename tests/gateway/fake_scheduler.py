@@ -93,7 +93,8 @@ class FakeScheduler:
         refuse_gateways: why gateways are not let in.
         fail_after, fail_kind: tokens after which a prompt fails.
         step_seconds: time between two rounds. tokens_per_round: of each stream.
-        silent: nothing is answered, and nothing generated. paused: nothing is generated.
+        silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
+            are not told that they may run.
         heartbeat_ms: as in the welcome.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument. queries: what was asked for.
@@ -111,6 +112,7 @@ class FakeScheduler:
     step_seconds: float = 0.0
     tokens_per_round: int = 1
     silent: bool = False
+    mute: bool = False
     paused: bool = False
     heartbeat_ms: int = 200
     submits: list[Submit] = field(default_factory=list)
@@ -271,7 +273,7 @@ class FakeScheduler:
             assert not counted.submit.prompts
         run = Run(submit, streams_of(submit))
         member.runs[submit.stream] = run
-        if not submit.prompts:
+        if not submit.prompts and not self.mute:
             await self._send(identity, Outputs(member.epoch, started=(Started(submit.stream),)))
 
     async def _generate(self) -> None:

@@ -54,7 +54,7 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
 def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     """Return the services in the order in which they stop: gateways first, so that running streams can end.
 
-    Executors stop last, when nobody is there any more to whom they could move requests and caches.
+    The scheduler stops last, so that nobody loses a connection without having left.
     """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
@@ -67,8 +67,8 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
         executors.append(Service(name, "pagewise_executor.main", argv, variables=executor_variables(gpu)))
     return [
         gateway_group(config.gateway, config.gateways),
-        Group([scheduler], signal.SIGTERM),
         Group(executors, signal.SIGINT),  # not SIGTERM, which drains
+        Group([scheduler], signal.SIGTERM),
     ]
 
 

@@ -165,6 +165,11 @@ class ModelRunner:
         """See ``Runner``."""
         return self._peers.num_refused if self._peers is not None else 0
 
+    @property
+    def num_closed(self) -> int:
+        """See ``Runner``."""
+        return self._peers.num_closed if self._peers is not None else 0
+
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """See ``Runner``."""
         self._copier.cancel(cancelled)

@@ -45,7 +45,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidPlanError: a token is outside the vocabulary, or a number is not finite or out of range.
     """
-    if not all(0 <= token < vocab_size for token in params.stop_token_ids):
+    stop_ids = params.stop_token_ids
+    if stop_ids and not (min(stop_ids) >= 0 and max(stop_ids) < vocab_size):
         raise InvalidPlanError(f"stop_token_ids: a token is outside the vocabulary of {vocab_size}")
     numbers = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty)
     if not all(map(isfinite, (*numbers, params.repetition_penalty))):
@@ -78,8 +79,12 @@ def check_constraints(constraints: Iterable[TokenConstraints], vocab_size: int) 
         InvalidPlanError: something in one of them cannot be.
     """
     for one in constraints:
-        if (flaw := one.flaw(vocab_size)) is not None:
+        if (flaw := one.flaw(vocab_size, _largest)) is not None:
             raise InvalidPlanError(flaw)
+
+
+def _largest(packed: bytes) -> int:
+    return int(np.frombuffer(packed, np.uint32).max(initial=0))
 
 
 def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:

@@ -61,6 +61,11 @@ class Runner(Protocol):
         """The number of refused connections of executors that wanted blocks; read from any thread."""
         ...
 
+    @property
+    def num_closed(self) -> int:
+        """The number of connections of executors that were closed because they sent more than was read; likewise."""
+        ...
+
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """Stop copying the blocks of a step from a peer, which nobody needs any more; called from any thread."""
         ...

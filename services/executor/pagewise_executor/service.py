@@ -36,6 +36,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER, MAX_STEP_RESULT_BYTES
 from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
+from pagewise_shared.service_process import num_tasks
 
 from pagewise_executor.worker import Worker
 
@@ -97,8 +98,9 @@ class ExecutorService:
         self._hello_wanted = asyncio.Event()
         self._hello_number = 0
         self.bad_frames = 0
-        # Refused connections: how many have been reported, and how many of them before the current Welcome.
+        # Connections refused and closed: how many have been reported, and how many of them before the current Welcome.
         self._refused_told = self._refused_before = 0
+        self._closed_told = self._closed_before = 0
 
     async def run(self) -> None:
         """Serve until SIGINT, or until SIGTERM and the Drain that follows.
@@ -214,7 +216,8 @@ class ExecutorService:
                         await self._send(hello)
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(HELLO_PAUSES):
-                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                    text = "no answer from the scheduler at %s, trying again every %g s"
+                    log.log(self._level, text, self._endpoint, pause)
                 attempt += 1
             await self._hello_wanted.wait()
 
@@ -232,8 +235,9 @@ class ExecutorService:
                 log.warning("nothing received from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
                 self._rejoin()
             else:
-                self._refused_told = self._worker.num_refused
-                await self._send(Heartbeat(welcome.epoch, self._refused_told - self._refused_before))
+                self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
+                refused, closed = self._refused_told - self._refused_before, self._closed_told - self._closed_before
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""
@@ -244,10 +248,15 @@ class ExecutorService:
             and 1 <= welcome.heartbeat_ms <= _LONGEST_HEARTBEAT_MS
         )
 
+    @property
+    def _level(self) -> int:
+        """How severe it is to have no scheduler: where all are told to stop at once, it may be the first to go."""
+        return logging.INFO if self._leaving.is_set() else logging.WARNING
+
     def _reconnected(self) -> None:
         """Send a new Hello after the connection has broken, because frames may have been lost with it."""
         if self._welcome is not None:
-            log.warning("the connection to the scheduler broke, saying Hello again")
+            log.log(self._level, "the connection to the scheduler broke, saying Hello again")
             self._rejoin()
 
     def _rejoin(self) -> None:
@@ -284,7 +293,7 @@ class ExecutorService:
                     self._welcomed.set()
                     worker.put(message)
                     if first:
-                        self._refused_before = self._refused_told
+                        self._refused_before, self._closed_before = self._refused_told, self._closed_told
                         log.info("joined the scheduler at %s", self._endpoint)
                 case Refused(reason):
                     raise RefusedError(

@@ -56,7 +56,7 @@ class SimulatedRunner:
         self._report: Callable[[Copied], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
-        self.num_refused = 0
+        self.num_refused = self.num_closed = 0
 
     def report_copies(self, report: Callable[[Copied], None]) -> None:
         """See ``Runner``. Copies are done at once, because there is nothing to copy."""

@@ -59,6 +59,11 @@ class Worker:
         """The number of refused connections of executors that wanted blocks."""
         return self._runner.num_refused
 
+    @property
+    def num_closed(self) -> int:
+        """The number of connections of executors that were closed because they sent more than was read."""
+        return self._runner.num_closed
+
     def start(self) -> RunnerInfo:
         """Start the thread and wait for its runner.
 

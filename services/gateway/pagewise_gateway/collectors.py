@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from pagewise_shared.service_process import num_tasks
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -38,7 +39,7 @@ class TokenHistogram(Collector):
 
 
 class ProcessMetrics(Collector):
-    """CPU time and memory of this process.
+    """CPU time, memory and tasks of this process.
 
     prometheus_client's own metrics of a process have no label that tells gateways apart.
     """
@@ -60,6 +61,11 @@ class ProcessMetrics(Collector):
         )
         resident.add_metric([self._model_name, self._gateway], self._resident_bytes())
         yield resident
+        tasks = GaugeMetricFamily(
+            "pagewise_gateway_tasks", "Tasks of a gateway's event loop.", labels=["model_name", "gateway"]
+        )
+        tasks.add_metric([self._model_name, self._gateway], num_tasks())
+        yield tasks
 
     def _resident_bytes(self) -> float:
         try:

@@ -20,8 +20,8 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 Drop = Literal["undecodable", "stale_epoch", "impossible"]
 """Why a frame from the scheduler was dropped."""
 
-Refusal = Literal["no_scheduler", "no_executor", "shutting_down", "body_memory", "key_body_memory"]
-"""Why requests are refused that no scheduler has seen."""
+Refusal = Literal["no_scheduler", "no_executor", "shutting_down", "body_memory", "key_body_memory", "key_unread"]
+"""Why a gateway refuses requests, without asking the scheduler or although that has let them in."""
 
 # Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -55,7 +55,9 @@ class Metrics:
         for drop in get_args(Drop):
             self.frames_dropped(drop)
         self._requests_refused = self._raw_counter(
-            "gateway_requests_refused", "Requests that a gateway refused before any scheduler saw them.", ("reason",)
+            "gateway_requests_refused",
+            "Requests that a gateway refused, and not the scheduler.",
+            ("reason",),
         )
         for refusal in get_args(Refusal):
             self.requests_refused(refusal)

@@ -8,13 +8,14 @@ from prometheus_client.registry import Collector
 
 
 class ExecutorState(NamedTuple):
-    """What one executor does now: its sequences, and the blocks of its device."""
+    """What one executor does now: its sequences, the blocks of its device, and the tasks of its event loop."""
 
     running: int
     waiting: int
     free: int
     cached: int
     in_use: int
+    tasks: int
 
 
 class ExecutorGauges(Collector):
@@ -38,6 +39,7 @@ class ExecutorGauges(Collector):
         waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
         usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
         blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
+        tasks = self._family("tasks", "Tasks of an executor's event loop.")
         for name, state in self._states.items():
             labels = [self._model_name, name]
             running.add_metric(labels, state.running)
@@ -46,7 +48,8 @@ class ExecutorGauges(Collector):
             blocks.add_metric([*labels, "free"], state.free)
             blocks.add_metric([*labels, "cached"], state.cached)
             blocks.add_metric([*labels, "in_use"], state.in_use)
-        yield from (running, waiting, usage, blocks)
+            tasks.add_metric(labels, state.tasks)
+        yield from (running, waiting, usage, blocks, tasks)
 
     def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily("pagewise_executor_" + name, text, labels=["model_name", "executor", *labels])

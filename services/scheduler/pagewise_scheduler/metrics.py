@@ -104,6 +104,14 @@ class Metrics:
         )
         for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
             self.connections_refused(reason)
+        self._connections_closed = self._raw_counter(
+            "wire_connections_closed",
+            "Connections that were closed because too much of what had come was not read, by kind of peer; blocks: of "
+            "executors to each other.",
+            ("peer",),
+        )
+        for peer in ("executor", "gateway", "blocks"):
+            self.connections_closed(peer)
         self._request_moves = self._raw_counter(
             "request_moves",
             "Requests that continued on another executor, by what became of the first one.",
@@ -133,6 +141,11 @@ class Metrics:
         """The counter of connections that were refused: by the scheduler ("unknown_key", "handshake"), or by the block
         socket of an executor ("unknown_key_blocks")."""
         return self._connections_refused.labels(self.model_name, reason)
+
+    def connections_closed(self, peer: str) -> Counter:
+        """The counter of connections closed because of unread bytes: by the scheduler ("executor", "gateway"),
+        or by an executor at its block socket ("blocks")."""
+        return self._connections_closed.labels(self.model_name, peer)
 
     def requests_refused(self, reason: str) -> Counter:
         """The counter of requests that were not accepted for this reason (one of ``REFUSALS``)."""
@@ -199,6 +212,7 @@ class Metrics:
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
+        self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
 
     def _bind_counters(self) -> None:

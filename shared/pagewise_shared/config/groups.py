@@ -72,6 +72,6 @@ GROUPS = {
         "log_level",
         "log_requests",
     ),
-    "security": ("keys", "key_name", "plaintext"),
+    "security": ("keys", "key_name", "plaintext", "max_unread_bytes"),
 }
 """The options by group, in the order in which the help lists them."""

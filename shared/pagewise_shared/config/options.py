@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
@@ -106,6 +106,16 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     keys: KeysFolder = None
     plaintext: Plaintext = False
+    max_unread_bytes: Annotated[
+        int,
+        Meta(ge=2 * MAX_FRAME_TO_SCHEDULER),
+        _help(
+            "maximum bytes that executors, or gateways, have sent and the scheduler has not read; beyond it, the "
+            "connections with the most are closed",
+            "N",
+            "It holds for connections over TCP, for each of the two sockets.",
+        ),
+    ] = 268_435_456
     log_level: LogLevel = "info"
 
 
@@ -134,7 +144,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     api_keys: Annotated[
         str | None,
         Meta(
-            description="API keys: entries NAME: KEY with commas between them, or a single key",
+            description="API keys: entries NAME: KEY with commas between them, or a single key, an operator's",
             extra={"environment_only": True},
         ),
     ] = None

@@ -200,11 +200,14 @@ class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
 
     ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
-    scheduler which let it in has not been told of in an earlier life.
+    scheduler which let it in has not been told of in an earlier life. ``tasks``: of an executor's event loop.
+    ``closed``: as ``refused``, those that were closed because too much of what they had brought was not read.
     """
 
     epoch: int
     refused: int = 0
+    tasks: int = 0
+    closed: int = 0
 
 
 class Leaving(Message, frozen=True):

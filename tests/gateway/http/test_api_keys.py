@@ -1,5 +1,6 @@
 """API keys: who gets in, how keys are replaced, and what each of them may do. On real sockets."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -98,6 +99,23 @@ def test_keys_in_the_environment() -> None:
     read_variable("alice:sk-1, bob: sk-2", "VARIABLE", KeyLimits(), table)
     read_variable("sk-3\n", "VARIABLE", KeyLimits(), table)
     assert list(table.names.values()) == ["alice", "bob", "default"]
+    assert [table.rights[name].operator for name in ("alice", "bob", "default")] == [False, False, True]
+
+
+async def test_a_single_key_without_a_name_is_the_owner_s(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for keys, key, status in (
+        ("sk-1", "sk-1", 200),
+        ("a: sk-1", "sk-1", 403),
+        ("a: sk-1, b: sk-2 operator=yes", "sk-2", 200),
+    ):
+        async with serving(api_keys=keys) as server:
+            for path in ("/metrics", "/debug/memory"):
+                async with server.http.get(server.url + path, headers=bearer(key)) as response:
+                    assert response.status == status
+    shown = [line.partition("shown to ")[2] for line in caplog.messages if "shown to" in line]
+    assert shown == ["default", "none of them: write operator=yes behind a key", "b"]
+    assert "sk-" not in caplog.text
 
 
 def test_limits_without_keys_are_an_error() -> None:

@@ -55,6 +55,17 @@ async def test_bodies_that_are_no_request(path: str, body: bytes) -> None:
         assert server.scheduler.submits == []
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "n", "best_of", "top_k", "min_tokens"])
+@pytest.mark.parametrize("number", [b"1e300", b"-1e300", b"1" * 400, b"9" * 4000])
+async def test_long_numbers_are_quoted_short(field: str, number: bytes) -> None:
+    async with serving() as server:
+        body = b'{"prompt": "a", "max_tokens": 4, "%b": %b}' % (field.encode(), number)
+        status, answer = await server.post_bytes(COMPLETION, body, "application/json")
+        error = error_of(answer)
+        assert (status, error["param"]) == (400, field)
+        assert len(error["message"]) < 300, error["message"]
+
+
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),

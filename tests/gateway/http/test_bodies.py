@@ -112,6 +112,28 @@ async def test_a_request_is_counted_once_although_the_scheduler_is_replaced_whil
         assert (again.prompts, again.resumed, real.counted_as, real.resumed) == ((), True, again.stream, False)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_request_that_was_not_answered_before_the_scheduler_is_replaced_is_counted_by_the_next(
+    keys: str, refused: bool
+) -> None:
+    body = json.dumps(BODY).encode()
+    async with serving(api_keys_file=keys) as server:
+        server.scheduler.mute = True
+        async with begun(server, LIMITED, len(body)) as (reader, writer):
+            await server.scheduler.until(lambda: server.scheduler.submits)
+            server.scheduler.mute = False
+            if refused:
+                server.scheduler.refuse = ("overloaded", "the limit of concurrent requests is 1", 60)
+                server.scheduler.refuse_after = 1
+            await server.scheduler.welcome_again()
+            if not refused:
+                await server.scheduler.until(lambda: len(server.scheduler.submits) == 2)
+                assert not server.scheduler.last.resumed
+                writer.write(body)
+            async with asyncio.timeout(5):
+                assert (b" 429 " if refused else b" 200 ") in await reader.readline()
+
+
 # ---- memory --------------------------------------------------------------------------------------------
 
 

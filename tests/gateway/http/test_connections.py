@@ -14,6 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from pagewise_gateway.http import parsing
+from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.errors import OverloadedError
+from pagewise_gateway.http.intake import Answering
+from pagewise_gateway.http.key_file import Rights
+from pagewise_gateway.metrics import Metrics
+from pagewise_shared.protocol import KeyLimits
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.server import MODEL, Server, serving
@@ -26,6 +32,7 @@ e2e_request_latency_seconds_sum request_queue_time_seconds_sum request_prefill_t
 request_decode_time_seconds_sum http_requests_in_progress http_connections http_connections_refused_total
 http_unauthorized_total http_slow_readers_total key_reloads_total certificate_reloads_total
 gateway_frames_dropped_total gateway_rejoins_total gateway_cpu_seconds_total gateway_resident_memory_bytes
+gateway_tasks
 """
 
 
@@ -123,6 +130,39 @@ async def test_a_large_answer_counts_until_it_is_read_or_cut_off(caplog: pytest.
             await server.scheduler.until(lambda: 'http_connections{model_name="fake/model"} 0.0' in server.shown())
         assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
     assert " status=499 " in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_counts_until_its_answer_is_read(stream: bool) -> None:
+    large = {"prompt": "zq" * 400_000, "echo": True, "max_tokens": 4, "n": 8, "stream": stream}
+    small, key = {"prompt": "the fox", "max_tokens": 1}, {"Authorization": "Bearer ka"}
+    scheduler = FakeScheduler(max_model_len=LONG)
+    async with serving(scheduler, api_keys="a: ka concurrent=2, b: kb concurrent=2") as server:
+        sent = http_bytes(COMPLETION, json.dumps(large).encode(), "Authorization: Bearer ka\r\n")
+        async with connection(server, sent), connection(server, sent):
+            await scheduler.until(lambda: len(scheduler.submits) == 4)
+            await scheduler.until_idle()
+            async with server.http.post(server.url + COMPLETION, json=small, headers=key) as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "2")
+                message = (await response.json())["error"]["message"]
+            assert "API key a" in message
+            assert "wait to be read" in message
+            assert message.endswith("the limit of concurrent requests is 2")
+            assert (await server.post(COMPLETION, small, Authorization="Bearer kb"))[0] == 200
+        await scheduler.until(lambda: 'http_requests_in_progress{model_name="fake/model"} 0.0' in server.shown())
+        assert (await server.post(COMPLETION, small, **key))[0] == 200
+        assert 'requests_refused_total{model_name="fake/model",reason="key_unread"} 1.0' in server.shown()
+
+
+async def test_answers_that_are_being_written_delay_the_next_request_and_do_not_refuse_it() -> None:
+    answering, one = Answering(Metrics("m")), Client("a", Rights(KeyLimits(concurrent=1)))
+    await answering.begin(one)
+    second = asyncio.create_task(answering.begin(one))
+    await asyncio.sleep(0.005)
+    answering.end(one)
+    await second
+    with pytest.raises(OverloadedError):
+        await answering.begin(one)
 
 
 async def test_a_large_answer_to_a_slow_client_is_complete(caplog: pytest.LogCaptureFixture) -> None:

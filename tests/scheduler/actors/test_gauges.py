@@ -34,6 +34,8 @@ async def test_each_executor_has_its_gauges_while_it_is_there(tmp_path: Path) ->
                 assert 0 < gauge(stack, "kv_cache_usage_perc", "busy") < 1
                 assert [gauge(stack, name, "idle") for name in PER_EXECUTOR] == [0, 0, 0]
                 assert gauge(stack, "kv_blocks", "idle", state="free") == 64
+                await until(lambda: gauge(stack, "tasks", "idle") > 0)  # with its first heartbeat
+                assert stack.metric("scheduler_tasks") > 0
             await stack.ready(1)
             refresh_gauges(stack.router, stack.metrics)
             assert b'"idle"' not in stack.metrics.render()

@@ -253,6 +253,11 @@ class Peers:
         """The number of refused connections to the block socket."""
         return self._server.num_refused
 
+    @property
+    def num_closed(self) -> int:
+        """The number of connections to the block socket that were closed because they sent more than was read."""
+        return self._server.num_closed
+
     def close(self) -> None:
         """Stop serving and fetching blocks."""
         self._server.close()

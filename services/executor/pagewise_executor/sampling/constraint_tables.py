@@ -20,18 +20,18 @@ class ConstraintTable:
     Fields:
         forbidden: bool [vocab] on the device: the tokens that may never be sampled; None: there are none.
         biased, biases: int64 [n] and float32 [n] on the host: tokens, and what is added to their logits.
-        bad_words: by the last token but one of a bad word of several tokens: all of them but the last (int32 bytes),
-            and the last.
+        bad_words: by the last token but one (int32 bytes) of a bad word of several tokens: all of them but the last
+            (int32 bytes), and the last.
     """
 
     forbidden: torch.Tensor | None
     biased: npt.NDArray[np.int64]
     biases: npt.NDArray[np.float32]
-    bad_words: dict[int, list[tuple[bytes, int]]]
+    bad_words: dict[bytes, list[tuple[bytes, int]]]
 
     def completing(self, history: bytearray) -> list[int]:
         """Return the tokens that would complete a bad word of several tokens behind ``history`` (int32 bytes)."""
-        words = self.bad_words.get(int.from_bytes(history[-_TOKEN_BYTES:], "little"), ())
+        words = self.bad_words.get(bytes(history[-_TOKEN_BYTES:]), ())
         return [last for beginning, last in words if history.endswith(beginning)]
 
 
@@ -53,10 +53,9 @@ class ConstraintTables:
         return table
 
     def _table(self, constraints: TokenConstraints) -> ConstraintTable:
-        words = [np.frombuffer(word, np.int32) for word in constraints.bad_words]
-        never = [int(word[0]) for word in words if len(word) == 1]
+        never = np.frombuffer(b"".join(word for word in constraints.bad_words if len(word) == _TOKEN_BYTES), np.int32)
         forbidden: torch.Tensor | None = None
-        if constraints.allowed or never:
+        if constraints.allowed or len(never):
             mask = np.zeros(self._vocab_size, np.bool_)
             if constraints.allowed:
                 bits = np.unpackbits(np.frombuffer(constraints.allowed, np.uint8), bitorder="little")
@@ -65,10 +64,11 @@ class ConstraintTables:
                 mask[: len(allowed)] = allowed == 0
             mask[never] = True
             forbidden = self._upload(mask)
-        bad_words: dict[int, list[tuple[bytes, int]]] = {}
-        for word in words:
-            if len(word) > 1:
-                bad_words.setdefault(int(word[-2]), []).append((word[:-1].tobytes(), int(word[-1])))
+        bad_words: dict[bytes, list[tuple[bytes, int]]] = {}
+        for word in constraints.bad_words:
+            if beginning := word[:-_TOKEN_BYTES]:
+                last = int.from_bytes(word[-_TOKEN_BYTES:], "little")
+                bad_words.setdefault(beginning[-_TOKEN_BYTES:], []).append((beginning, last))
         return ConstraintTable(
             forbidden=forbidden,
             biased=np.frombuffer(constraints.biased, np.int32).astype(np.int64),

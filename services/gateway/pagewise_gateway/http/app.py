@@ -20,7 +20,7 @@ from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
-from pagewise_gateway.http.intake import Intake
+from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
@@ -75,7 +75,8 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
-    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout, memory, Turns(1))
+    answering = Answering(metrics)
+    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout, memory, answering, Turns(1))
     app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(

@@ -16,8 +16,8 @@ from pagewise_gateway.http.params import (
     truncated,
 )
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import encode_chat
-from pagewise_gateway.http.responder import Responder
+from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
+from pagewise_gateway.http.responder import Responder, encoded_choices
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -49,6 +49,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         body,
         service.tokenizer,
         capacity,
+        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
@@ -79,7 +80,8 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
 
     async def answer(self) -> ChatResponse:
         """See ``Responder``."""
-        choices = [
+        outputs = await self._generation.outputs()
+        choices = (
             ChatChoice(
                 delta.index,
                 AssistantMessage(delta.text),
@@ -88,13 +90,13 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
                 delta.stop_reason,
                 delta.token_ids if self._token_ids_wanted else UNSET,
             )
-            for delta in await self._generation.outputs()
-        ]
+            for delta in outputs
+        )
         return ChatResponse(
             self._id,
             self._created,
             self._model,
-            choices,
+            await encoded_choices(choices),
             self._generation.usage(),
             prompt_token_ids=self._prompt_token_ids,
         )

@@ -15,6 +15,8 @@ from pagewise_gateway.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _MOST_FILE_BYTES = 4 * 1024 * 1024
+_NAMED = 10
+"""Operators that are named in the log."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,6 +91,15 @@ class Keyring:
         self._warned = False
         self._file = WatchedFiles([self._path] if self._path else [])
         self._keys = self._load()
+        names = {client.name: client.rights.operator for client in self._keys.values()}
+        operators = [name for name, operator in names.items() if operator]
+        log.info(
+            "API keys of %d clients; /metrics and /debug of all are shown to %s",
+            len(names),
+            ", ".join(operators[:_NAMED]) + ("" if len(operators) <= _NAMED else ", ...")
+            if operators
+            else "none of them: write operator=yes behind a key",
+        )
 
     def find(self, key: str) -> Client | None:
         """Return the client that holds ``key``, or None. How long this takes reveals nothing about the valid keys."""

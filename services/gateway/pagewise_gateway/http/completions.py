@@ -1,6 +1,8 @@
 """``POST /v1/completions``."""
 
 import asyncio
+from collections.abc import Callable
+from functools import cache, partial
 
 from aiohttp import web
 
@@ -17,8 +19,8 @@ from pagewise_gateway.http.params import (
     truncated,
 )
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import check_prompts, encode_prompt
-from pagewise_gateway.http.responder import Responder
+from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encode_prompt
+from pagewise_gateway.http.responder import Responder, encoded_choices
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest, strip
 from pagewise_gateway.http.sse import EventTemplate, event
@@ -44,6 +46,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         body,
         service.tokenizer,
         capacity,
+        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
@@ -89,17 +92,17 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         super().__init__(
             CompletionResponse, completion_id, service, body, generation, logprobs=body.logprobs is not None
         )
-        self._choices = [
-            _Choice(service, body, prompt, generation, number * generation.n + output)
-            for number, prompt in enumerate(prompts)
-            for output in range(generation.n)
-        ]
+        self._choices: list[_Choice] = []
+        for prompt in prompts:
+            text = cache(partial(_text, prompt, service, body.skip_special_tokens is not False))
+            for _ in range(generation.n):
+                self._choices.append(_Choice(service, body, prompt, text, generation, len(self._choices)))
 
     async def answer(self) -> CompletionResponse:
         """See ``Responder``."""
         outputs = await self._generation.outputs()
-        parts = [choice.part(delta) for choice, delta in zip(self._choices, outputs, strict=True)]
-        answer = self._chunk([part for part in parts if part is not None])
+        parts = (choice.part(delta) for choice, delta in zip(self._choices, outputs, strict=True))
+        answer = self._chunk(await encoded_choices(part for part in parts if part is not None))
         answer.usage = self._generation.usage()
         return answer
 
@@ -124,11 +127,18 @@ class _Choice:
     """
 
     def __init__(
-        self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompt: Prompt,
+        prompt_text: Callable[[], str],
+        generation: Generation,
+        index: int,
     ) -> None:
+        """``prompt_text``: returns the text of the prompt, to be echoed."""
         self.opened = False
         self.template: EventTemplate | None = None
-        self._service, self._body, self._prompt = service, body, prompt
+        self._service, self._body, self._prompt, self._prompt_text = service, body, prompt, prompt_text
         self._generation, self._index = generation, index
         self._skip_special = body.skip_special_tokens is not False
         self._logprobs: CompletionLogprobsBuilder | None = None  # made when it is needed: there may be many choices
@@ -155,7 +165,6 @@ class _Choice:
                 choice.prompt_token_ids = list(self._prompt.tokens)
         return choice
 
-    def _prompt_text(self) -> str:
-        if self._prompt.text is not None:
-            return self._prompt.text
-        return self._service.tokenizer.decode(self._prompt.tokens, self._skip_special)
+
+def _text(prompt: Prompt, service: Service, skip_special: bool) -> str:
+    return prompt.text if prompt.text is not None else service.tokenizer.decode(prompt.tokens, skip_special)

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -39,8 +40,8 @@ def client_request_id(request: web.Request) -> str:
 class Service:
     """What request handlers use.
 
-    ``write_timeout``: seconds that a client may take to read what was written. ``parsing``: turns at parsing large
-    bodies.
+    ``write_timeout``: seconds that a client may take to read what was written. ``answering``: requests of clients that
+    have limits. ``parsing``: turns at parsing large bodies.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -51,6 +52,7 @@ class Service:
     limits: Limits
     write_timeout: float
     body_memory: BodyMemory
+    answering: Answering
     parsing: Turns
 
     async def encode(self, text: str, add_special_tokens: bool, key: str) -> "array[int]":

@@ -18,6 +18,7 @@ APIError
 └── UnavailableError (503, Retry-After)
 """
 
+import re
 from typing import ClassVar
 
 import msgspec
@@ -29,6 +30,9 @@ from pagewise_gateway.generation import AdmissionError, GenerationError, NoExecu
 MAX_MESSAGE_CHARACTERS = 1024
 """Longer messages are cut in the middle: they quote what the client sent, and name the limit at their end."""
 _MAX_PARAM_CHARACTERS = 256
+_MAX_DIGITS = 32
+"""Longer numbers are cut in the middle: 1e300 is an integer of 301 digits."""
+_LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1},}}")
 
 RETRY_AFTER_SECONDS = 2
 """Default of Retry-After: about as long as an executor takes to come back."""
@@ -59,7 +63,8 @@ class APIError(Exception):
     retry_after: int | None = None
 
     def __init__(self, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
-        super().__init__(shortened(message, MAX_MESSAGE_CHARACTERS))
+        numbers_shortened = _LONG_NUMBER.sub(lambda number: shortened(number[0], _MAX_DIGITS), message)
+        super().__init__(shortened(numbers_shortened, MAX_MESSAGE_CHARACTERS))
         self.param = None if param is None else shortened(param, _MAX_PARAM_CHARACTERS)
         if retry_after is not None:
             self.retry_after = max(1, retry_after)

@@ -1,5 +1,6 @@
-"""What is held for a request from its head on until it runs: its count at its API key, and memory for its body."""
+"""What is held for a request from its head on: its count at its API key, and memory for its body."""
 
+import asyncio
 from time import monotonic
 
 from aiohttp import web
@@ -8,11 +9,55 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_gateway.generation import GenerationRequest
 from pagewise_gateway.http.body_memory import BodyMemory, Reservation
 from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.errors import OverloadedError
 from pagewise_gateway.link import LiveRequest, SchedulerLink
+from pagewise_gateway.metrics import Metrics
+
+_PAUSES = (0.0, 0.02, 0.1)
+"""Seconds between looks whether an answer that is being written has been. A request may be let in with the same frame
+from the scheduler that ends another one, before this gateway has written that one's answer."""
+
+
+class Answering:
+    """How many requests of each API key this gateway is answering, until their answers are written.
+
+    The scheduler counts a request until its last token. If a client does not read, finished answers would pile up
+    here, as many as ``--write-timeout`` gives time for.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._by_key: dict[str, int] = {}
+
+    async def begin(self, client: Client) -> None:
+        """Count one more request of a client, which the scheduler has let in.
+
+        Raises:
+            OverloadedError: with those whose answers are not read yet, they are more than the key's limit.
+        """
+        most = client.limits.concurrent
+        for pause in _PAUSES:
+            if most is None or self._by_key.get(client.name, 0) < most:
+                break
+            await asyncio.sleep(pause)
+        number = self._by_key.get(client.name, 0)
+        if most is not None and number >= most:
+            self._metrics.requests_refused("key_unread").inc()
+            raise OverloadedError(
+                f"API key {client.name}: {number} requests are being answered, and some of their answers wait to be "
+                f"read; the limit of concurrent requests is {most}"
+            )
+        self._by_key[client.name] = number + 1
+
+    def end(self, client: Client) -> None:
+        """The answer of one of them is written, or nobody reads it."""
+        self._by_key[client.name] -= 1
+        if not self._by_key[client.name]:
+            del self._by_key[client.name]
 
 
 class Intake:
-    """One request whose body is being read, parsed and tokenized.
+    """One request whose body is being read, parsed and tokenized, and which is then answered.
 
     A request counts against the limits of its API key before its body is read. Otherwise a key could have any number of
     bodies read and parsed at a time, and those that are refused would cost it nothing.
@@ -23,17 +68,19 @@ class Intake:
 
     KEY: web.RequestKey["Intake"]
 
-    def __init__(self, client: Client, request_id: str, memory: BodyMemory) -> None:
+    def __init__(self, client: Client, request_id: str, memory: BodyMemory, answering: Answering) -> None:
         self.memory = Reservation(memory, client.name)
         self.counted: LiveRequest | None = None
         self.arrival_time = monotonic()
         self._client, self._request_id = client, request_id
+        self._answering, self._begun = answering, False
 
     async def count(self, link: SchedulerLink) -> None:
         """Count it against the limits of its key, if that has any. The scheduler does so, over all gateways.
 
         Raises:
             GenerationError: the key is over one of its limits.
+            OverloadedError: it is, with answers that are not read yet.
         """
         client = self._client
         if not client.limited:
@@ -49,10 +96,15 @@ class Intake:
             )
         )
         await self.counted.next()
+        await self._answering.begin(client)
+        self._begun = True
 
     def close(self) -> None:
-        """The request runs or has ended. What it was counted as ends, unless the request has taken its place."""
+        """The request is answered. What it was counted as ends, unless the request has taken its place."""
         self.memory.release()
+        if self._begun:
+            self._begun = False
+            self._answering.end(self._client)
         if self.counted is not None:
             self.counted.abort()
 

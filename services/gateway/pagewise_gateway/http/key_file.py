@@ -23,7 +23,7 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
 SOLE_NAME = "default"
-"""The name of a key that the environment variable holds without a name."""
+"""The name of a key that the environment variable holds without a name. It is the owner's, and so an operator's."""
 
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<rights>(?:\s+\S+)*)"
@@ -113,7 +113,7 @@ def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> 
     """
     text = text.strip()
     if re.fullmatch(r"[^\s,:#]+", text):
-        text = f"{SOLE_NAME}: {text}"
+        text = f"{SOLE_NAME}: {text} operator=yes"
     read_keys(text.replace(",", "\n"), source, usual, table)
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
@@ -142,10 +143,13 @@ def sampling_params(
     tokenizer: Tokenizer,
     capacity: Capacity,
     *,
+    bad_words: Sequence[tuple[int, ...]],
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
+
+    ``bad_words``: what ``bad_word_tokens`` makes of the body's.
 
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
@@ -174,7 +178,7 @@ def sampling_params(
         constraints=token_constraints(
             _allowed_token_ids(body.allowed_token_ids or [], capacity),
             _logit_bias(body.logit_bias or {}, capacity),
-            _bad_words(body.bad_words or [], tokenizer),
+            bad_words,
         ),
     )
 
@@ -271,8 +275,10 @@ def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     return result
 
 
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences to ban: of each word as it is, and as it is tokenized after a space.
+
+    This takes up to 0.2 s, so that long words are not tokenized on the event loop (``encode_bad_words``).
 
     As in vLLM, the second form counts only if it has as many tokens and another first one. Otherwise it would ban the
     space itself.

@@ -44,12 +44,12 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
 
     Raises:
         GenerationError: the API key is over one of its limits.
-        OverloadedError: bodies take too much memory.
+        OverloadedError: the same with answers that are not read yet, or bodies take too much memory.
         MediaTypeError, BodyTooLargeError, BodyTimeoutError: the body cannot be read.
         InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
     service, client = request.app[Service.KEY], request[CLIENT]
-    intake = request[Intake.KEY] = Intake(client, request[REQUEST_ID], service.body_memory)
+    intake = request[Intake.KEY] = Intake(client, request[REQUEST_ID], service.body_memory, service.answering)
     await intake.count(service.link)
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:

@@ -1,4 +1,4 @@
-"""Turns prompts and conversations into token ids."""
+"""Turns prompts, conversations and banned words into token ids."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import msgspec
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import SHORT_CHARACTERS, Service
 from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
+from pagewise_gateway.http.params import bad_word_tokens
 from pagewise_gateway.http.schema import (
     ALWAYS_TOKENIZED_CHARACTERS,
     CHARACTERS_PER_TOKEN,
@@ -121,6 +122,18 @@ async def encode_chat(
     if not tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
     return tokens
+
+
+async def encode_bad_words(service: Service, words: list[str], key: str) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that ``bad_words`` bans. ``key``: name of the API key.
+
+    Raises:
+        InvalidRequestError: they have too many tokens.
+    """
+    characters = 2 * sum(map(len, words))  # each is tokenized twice
+    if characters <= SHORT_CHARACTERS:
+        return bad_word_tokens(words, service.tokenizer)
+    return await service.tokenizer.off_loop(lambda: bad_word_tokens(words, service.tokenizer), key, characters)
 
 
 def check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:

@@ -1,11 +1,13 @@
 """What the responses of ``/v1/completions`` and ``/v1/chat/completions`` have in common."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar, cast
 
 from aiohttp import web
+from msgspec import Raw
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.context import Service
@@ -16,6 +18,22 @@ from pagewise_gateway.http.sse import encode, event, stream_events
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
+WholeT = TypeVar("WholeT")
+
+_AT_A_TIME_SECONDS = 0.01
+"""How long choices of a whole answer are made before others run: with log-probabilities, each may take 0.1 s."""
+
+
+async def encoded_choices(choices: Iterable[WholeT]) -> list[WholeT]:
+    """Return the choices of a whole answer as they are made, each encoded already. Others run in between."""
+    encoded: list[Raw] = []
+    began = time.monotonic()
+    for choice in choices:
+        encoded.append(Raw(encode(choice)))
+        if time.monotonic() - began > _AT_A_TIME_SECONDS:
+            await asyncio.sleep(0)
+            began = time.monotonic()
+    return cast("list[WholeT]", encoded)  # the encoder copies them into the answer
 
 
 class Responder(ABC, Generic[ChunkT, ChoiceT]):

@@ -66,7 +66,8 @@ class Handler(Protocol):
 class SchedulerConnection:
     """One gateway's connection: Hello, Welcome, heartbeats, and all of it again when it breaks or falls silent.
 
-    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler.
+    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``stopping``: set it when
+    this gateway stops; that the scheduler goes too is then no reason for a warning.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class SchedulerConnection:
     ) -> None:
         """``hello``: makes the message in which the gateway offers itself now."""
         self.epoch: int | None = None
+        self.stopping = False
         self._hello = hello
         self._endpoint = endpoint
         self._keys = keys
@@ -165,7 +167,8 @@ class SchedulerConnection:
                         await self._socket.send(encode(self._hello()))
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
-                    log.warning("no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                    level = logging.INFO if self.stopping else logging.WARNING
+                    log.log(level, "no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
                 attempt += 1
             await self._lost.wait()
 
@@ -185,7 +188,10 @@ class SchedulerConnection:
     def _lose(self, why: str) -> None:
         """End this epoch, and drop what has not been sent under it. ``why`` is logged."""
         if self.epoch is not None:
-            self._complaints.warning("%s, saying Hello again", why)
+            if self.stopping:
+                log.info("%s, saying Hello again", why)
+            else:
+                self._complaints.warning("%s, saying Hello again", why)
             self._metrics.rejoins.inc()
             self.epoch = None
             self._outbox.clear()

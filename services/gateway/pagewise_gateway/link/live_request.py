@@ -126,6 +126,11 @@ class LiveRequest:
         return self._unfinished_prompts > 0 or not self.request.prompts
 
     @property
+    def resumed(self) -> bool:
+        """Whether a scheduler may have accepted it before it was last submitted. One without prompts was told so."""
+        return self.submissions > 1 and (self._admitted or bool(self.request.prompts))
+
+    @property
     def num_output_tokens(self) -> int:
         """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
         return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)

@@ -194,7 +194,7 @@ class SchedulerLink:
 
         Then those whose clients have seen tokens end there, and the others fail.
         """
-        self.closing = True
+        self.closing = self._connection.stopping = True
         if self._live:
             log.info("waiting for %d requests to end, %g s at most", len(self._live), seconds)
             ends = [asyncio.ensure_future(event.wait()) for event in (self._idle, at_once)]
@@ -293,7 +293,7 @@ class SchedulerLink:
         """
         self._table.remove(live)
         error = AdmissionError(refused.kind, refused.message, refused.retry_after or None)
-        if live.submissions == 1:
+        if not live.resumed:
             live.refuse(error)
             return
         log.warning("request %s was submitted again and not accepted: %s", live.request.request_id, error)

@@ -13,7 +13,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
     """
     request = live.request
     assert live.stream is not None
-    again = live.submissions > 1
+    again = live.resumed
     return Submit(
         epoch=epoch,
         stream=live.stream,

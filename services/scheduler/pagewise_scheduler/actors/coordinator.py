@@ -89,6 +89,7 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.executor_timeout,
+            max_unread_bytes=config.max_unread_bytes,
         )
         options = FleetOptions(
             max_num_seqs=config.max_num_seqs,
@@ -110,6 +111,7 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.gateway_timeout,
+            max_unread_bytes=config.max_unread_bytes,
         )
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout

@@ -1,7 +1,6 @@
 """The engine: one executor's scheduler, kept at most two steps ahead of it."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,6 +13,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.actors.recent_requests import RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
@@ -70,7 +70,7 @@ class Engine:
 
     A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
     ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
-    none is in flight. ``hello``: what the executor said of itself.
+    none is in flight. ``hello``: what the executor said of itself. ``num_tasks``: of its event loop, as it said last.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class Engine:
         self.executor_id = hello.executor_id
         self.scheduler = scheduler
         self.life = Life.SERVING
+        self.num_tasks = 0
         self.oldest_step_time: float | None = None
         self._link = link
         self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._recent: OrderedDict[str, tuple[RequestReport, float]] = OrderedDict()
+        self._recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
         self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
@@ -243,9 +244,7 @@ class Engine:
 
     def _forget(self, live: LiveRequest) -> None:
         now, request = clock(), live.request
-        self._recent[request.request_id] = request_report(request, self.scheduler, now, _RECENT_LIMIT), now
-        if len(self._recent) > _RECENT:
-            self._recent.popitem(last=False)
+        self._recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT), now)
         del self._live[request.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
@@ -354,7 +353,7 @@ class Engine:
         if live:
             newest = min(live, key=lambda one: (one.request_id != name, -one.arrival_time))
             reports.append(request_report(newest, self.scheduler, now, limit))
-        ended = [later(one, now - then) for one, then in self._recent.values() if is_called(one, name, key)]
+        ended = [later(one, now - then) for one, then in self._recent if is_called(one, name, key)]
         if ended:
             reports.append(min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago)))
         return reports

@@ -53,11 +53,13 @@ class FleetOptions:
 
 @dataclass(slots=True, eq=False)
 class Executor:
-    """An executor that is in. ``refused``: connections to its block socket that it has refused, as it has told."""
+    """An executor that is in. ``refused``, ``closed``: connections to its block socket that it has refused, and closed
+    because of what it had not read, as it has told."""
 
     hello: Hello
     engine: Engine
     refused: int = 0
+    closed: int = 0
 
 
 class _Guard:
@@ -229,8 +231,12 @@ class Fleet(Sessions[Executor]):
                     check_copies(message)
                     with self.guarded(engine):
                         engine.take_copied(message)
-                case Heartbeat(refused=refused):
+                case Heartbeat(refused=refused, tasks=tasks, closed=closed):
                     self._count_refused(executor, refused)
+                    engine.num_tasks = tasks
+                    if closed > executor.closed:
+                        self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))
+                        executor.closed = closed
                 case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
@@ -262,7 +268,8 @@ class Fleet(Sessions[Executor]):
     def _lost(self, session: Session[Executor], reason: str, loss: Loss) -> None:
         engine = session.peer.engine
         del self._session_of[engine]
-        log.warning("executor %s is gone: %s; its requests move on", session.name, reason)
+        level = logging.INFO if loss is Loss.LEFT else logging.WARNING
+        log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
         self.router.left(engine)
         moved = engine.lose(loss)
         endpoint = self.sharing.end(engine)

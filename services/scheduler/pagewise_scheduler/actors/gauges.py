@@ -5,6 +5,7 @@ import traceback
 
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import DEVICE, TIER_NAMES
+from pagewise_shared.service_process import num_tasks
 
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.collectors import ExecutorState
@@ -55,11 +56,17 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
             tiers = [tier for tier in lower if tier.number == number]
             metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
             metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
+    metrics.scheduler_tasks.set(num_tasks())
     metrics.executors.show(
         (
             engine.executor_id,
             ExecutorState(
-                scheduler.num_running, scheduler.num_waiting, pool.num_free, pool.num_cached, pool.num_in_use
+                running=scheduler.num_running,
+                waiting=scheduler.num_waiting,
+                free=pool.num_free,
+                cached=pool.num_cached,
+                in_use=pool.num_in_use,
+                tasks=engine.num_tasks,
             ),
         )
         for engine, scheduler, pool in zip(engines, schedulers, pools, strict=True)

@@ -17,6 +17,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Message, encode
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
+from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
 from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received
 from pagewise_scheduler.metrics import Metrics
@@ -42,6 +43,7 @@ class Wire:
 
     def __init__(self, keys: Keys | None, metrics: Metrics) -> None:
         self.context = zmq.asyncio.Context()
+        prepare(self.context)
         self.gate = (
             Gate(self.context, keys, metrics.connections_refused("unknown_key").inc) if keys is not None else None
         )
@@ -56,7 +58,8 @@ class Wire:
 class RouterSocket:
     """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
 
-    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through.
+    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``max_unread_bytes``: bytes
+    that may have come over TCP and not be read yet, of all connections together.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class RouterSocket:
         wire: Wire,
         *,
         timeout: float,
+        max_unread_bytes: int,
     ) -> None:
         """Bind.
 
@@ -88,7 +92,8 @@ class RouterSocket:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
         # No bound: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds its ping, while a
-        # queue that was full holds up reading from it (its issue 4364). A full queue is what must not be.
+        # queue that was full holds up reading from it (its issue 4364). A full queue is what must not be. ``_unread``
+        # bounds what is in it.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._has_keys = wire.gate is not None
         if wire.gate is not None:
@@ -96,6 +101,7 @@ class RouterSocket:
         self._connections = Connections(self._monitored)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._unread = UnreadBytes(self._socket, max_unread_bytes, metrics.connections_closed(kind).inc)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._will_read = False
         self._has_more_parts = False  # of a message that has brought its frame, and is none
@@ -106,6 +112,7 @@ class RouterSocket:
         descriptor = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, self._read)
         self._read_soon()
+        self._check_unread()
         try:
             while True:
                 event = await self._connections.next()
@@ -137,6 +144,12 @@ class RouterSocket:
         except zmq.ZMQError:
             return False
         return True
+
+    def _check_unread(self) -> None:
+        if self._loop is not None:
+            self._unread.check()
+            self._read_soon()
+            self._loop.call_later(CHECK_SECONDS, self._check_unread)
 
     def _read_soon(self) -> None:
         if not self._will_read and self._loop is not None:
@@ -178,12 +191,15 @@ class RouterSocket:
         if not sender.more:
             return sender.bytes, key, b""
         frame = self._socket.recv(_AT_ONCE, copy=False)
+        self._unread.read(frame, len(frame))
         self._has_more_parts = bool(frame.more)
         return sender.bytes, key, b"" if frame.more else frame.bytes
 
     def _drop_parts(self) -> None:
         """Drop some of the parts that follow; a message may have millions of them, so others have a turn in between."""
         for _ in range(_PARTS_AT_ONCE):
-            if not self._socket.recv(_AT_ONCE, copy=False).more:
+            part = self._socket.recv(_AT_ONCE, copy=False)
+            self._unread.read(part, len(part))
+            if not part.more:
                 self._has_more_parts = False
                 return

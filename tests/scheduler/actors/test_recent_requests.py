@@ -1,0 +1,36 @@
+"""Which of the requests that have ended are remembered."""
+
+from collections import Counter
+
+from pagewise_scheduler.actors.recent_requests import RecentRequests
+from pagewise_scheduler.core.memory_reports import RequestReport
+
+
+def report(name: str, key: str) -> RequestReport:
+    return RequestReport(name, "", key, 0, 0.0, None, None, [], {}, [])
+
+
+def test_a_busy_key_does_not_push_out_what_is_remembered_of_others() -> None:
+    recent = RecentRequests(8)
+    for number in range(2):
+        recent.add(report(f"quiet-{number}", "quiet"), 1.0)
+    for number in range(100):
+        recent.add(report(f"busy-{number}", "busy"), 2.0)
+    names = [one.request_id for one, _ in recent]
+    assert names == ["quiet-0", "quiet-1", *(f"busy-{number}" for number in range(94, 100))]
+
+
+def test_no_more_are_remembered_however_many_keys_there_are() -> None:
+    recent = RecentRequests(8)
+    for number in range(100):
+        recent.add(report(f"r-{number}", f"key-{number % 30}"), float(number))
+        assert len(list(recent)) <= 8
+    assert Counter(one.key for one, _ in recent).most_common(1)[0][1] == 1
+    assert "r-99" in {one.request_id for one, _ in recent}
+
+
+def test_one_whose_name_comes_again_is_remembered_once() -> None:
+    recent = RecentRequests(2)
+    for name in ("a", "b", "a", "c"):
+        recent.add(report(name, "key"), 1.0)
+    assert [one.request_id for one, _ in recent] == ["a", "c"]
