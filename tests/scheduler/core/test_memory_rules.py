@@ -4,6 +4,8 @@ The model is ``CheckingExecutor``: dictionaries that know which prefix every slo
 request gets the tokens it would get alone, every block is in one state, references add up, and nothing leaks.
 """
 
+import gc
+import tracemalloc
 from collections import deque
 
 import msgspec
@@ -242,3 +244,24 @@ def test_the_memory_rules_hold_over_20_000_operations() -> None:
 @pytest.mark.timeout(3600)
 def test_the_memory_rules_hold_over_200_000_operations() -> None:
     run_state_machine_as_test(MemoryRules, settings=_settings(2200))  # type: ignore[no-untyped-call]
+
+
+def test_serving_for_ever_takes_no_more_memory() -> None:
+    """New prompts, thousands of them: what a scheduler remembers of each is forgotten again."""
+    scheduler = create_scheduler(eviction="cost", num_host_blocks=32)
+    executor = executor_for(scheduler)
+
+    def serve(count: int) -> int:
+        for _ in range(count // 50):
+            for _ in range(50):
+                scheduler.add(create_request(prompt=6, max_tokens=2))
+            run(scheduler, executor)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = serve(6000)
+        assert serve(3000) - before < 50_000
+    finally:
+        tracemalloc.stop()

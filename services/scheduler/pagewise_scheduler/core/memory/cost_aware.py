@@ -18,6 +18,8 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 _MOST_USES = 4
 _KINDS = 7
 _STRIDE = 16
+_LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
+"""Prefixes that are remembered, which take some 160 bytes each."""
 _HALF_LIFE = 1 << 15
 """Counted uses after which what was learned weighs half."""
 
@@ -26,18 +28,26 @@ class UseHistory:
     """What is known of prefixes that were used and came back, in one executor's cache or in those of a fleet.
 
     Executors of one model may share it: the same users ask all of them, and each alone would learn from a part of what
-    there is to learn. ``memory``: prefixes that are remembered after their blocks were evicted too, so that a return is
-    noticed. Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one
-    before them.
+    there is to learn. Prefixes are remembered after their blocks were evicted too, so that a return is noticed.
+    Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one before
+    them.
     """
 
-    def __init__(self, memory: int = 1 << 18) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
+        self._most = _LEAST_REMEMBERED
         self._seen: OrderedDict[BlockHash, int] = OrderedDict()
         num_classes = (_MOST_USES + 1) * 2 * (_KINDS + 1)
         self._uses = [0.0] * num_classes
         self._returns = [0.0] * num_classes
         self._until_halved = _HALF_LIFE
+
+    def serve(self, num_blocks: int) -> None:
+        """Remember enough for a pool of so many blocks.
+
+        Those are four times as many prefixes as it has blocks: 64 times of what it holds. On the Mooncake synthetic
+        trace with a pool of a million tokens, four times and twice as many bring equal hit rates, as many bring less.
+        """
+        self._most = max(self._most, min(_REMEMBERED_PER_BLOCK * num_blocks, _MOST_REMEMBERED))
 
     def probability(self, kind: int) -> float:
         """How likely a block of that class is used again, by what became of others of it."""
@@ -63,7 +73,7 @@ class UseHistory:
                 if before:
                     self._returns[before] += 1.0
                 self._until_halved -= 1
-        while len(self._seen) > self._memory:
+        while len(self._seen) > self._most:
             self._seen.popitem(last=False)
         if self._until_halved <= 0:
             self._until_halved = _HALF_LIFE
@@ -76,9 +86,9 @@ class CostAware:
 
     learns = True
 
-    def __init__(self, seconds: Callable[[CachedBlock], float], history: UseHistory | None = None) -> None:
+    def __init__(self, seconds: Callable[[CachedBlock], float], history: UseHistory) -> None:
         self._seconds = seconds
-        self._history = history or UseHistory()
+        self._history = history
 
     def priority(self, block: CachedBlock, clock: float) -> float:
         """The clock plus the expected cost of losing the block now."""

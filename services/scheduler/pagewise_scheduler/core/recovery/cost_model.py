@@ -178,11 +178,12 @@ class CostModel:
         return min(self.block_seconds(depth, self.link_below(tier)))
 
 
-def make_policy(eviction: Eviction, costs: CostModel) -> EvictionPolicy:
-    """The eviction policy of that name, one by cost that shares a history, or the one given."""
+def make_policy(eviction: Eviction, costs: CostModel, num_blocks: int) -> EvictionPolicy:
+    """The eviction policy of that name, one by cost that shares a history, or the one given, for a pool so large."""
     if eviction == "lru":
         return LeastRecentlyUsed()
     if eviction == "cost" or isinstance(eviction, UseHistory):
-        history = eviction if isinstance(eviction, UseHistory) else None
+        history = eviction if isinstance(eviction, UseHistory) else UseHistory()
+        history.serve(num_blocks)
         return CostAware(lambda block: costs.seconds_lost(block.depth, block.nearest_tier), history)
     return eviction

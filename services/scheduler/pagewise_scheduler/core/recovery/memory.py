@@ -30,5 +30,6 @@ def make_memory(
     policy = RecoveryPolicy(model, recovery)
     if kv is None:
         lower = [TierSize(number, size, model.tiers[number]) for number, size in sizes.items()]
-        kv = KVCacheManager(num_blocks, block_size, lower, make_policy(eviction, model), policy, model_fingerprint)
+        order = make_policy(eviction, model, num_blocks)
+        kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint)
     return kv, Recoveries(kv, model, policy)
