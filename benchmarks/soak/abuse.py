@@ -1,6 +1,7 @@
 """What a stranger with an API key sends to do harm: each request is refused, or is served within the key's limits."""
 
 import asyncio
+import gzip
 import json
 import random
 from collections import Counter
@@ -34,6 +35,10 @@ def _many_messages(rng: random.Random) -> bytes:
     return _json(messages=[message] * 50_000, max_tokens=4)
 
 
+def _gzip_bomb(rng: random.Random) -> bytes:
+    return gzip.compress(_json(prompt=rng.choice("abc") * 50_000_000), 1)
+
+
 BODIES: dict[str, tuple[str, _Body]] = {
     "many outputs with long stop strings": ("/v1/completions", _many_outputs),
     "token lists": ("/v1/completions", _token_lists),
@@ -50,8 +55,12 @@ BODIES: dict[str, tuple[str, _Body]] = {
     "an unknown field with a long name": ("/v1/completions", lambda _: _json(prompt="x", **{"q" * 1_000_000: 1})),
     "a priority before everybody's": ("/v1/completions", lambda _: _json(prompt="x", max_tokens=64, priority=-1000000)),
     "no JSON": ("/v1/completions", lambda rng: rng.randbytes(100_000)),
+    "a body that inflates": ("/v1/completions", lambda rng: _BOMBS[rng.randrange(len(_BOMBS))]),
+    "a small body of many arrays": ("/v1/completions", lambda _: b'{"prompt": [' + b"[1]," * 16_000 + b"[1]]}"),
 }
 """Where each kind of request goes, and what makes its body."""
+_ENCODED = {"a body that inflates": {"Content-Encoding": "gzip"}}
+_BOMBS: list[bytes] = [_gzip_bomb(random.Random(seed)) for seed in range(2)]
 
 
 class Abuser:
@@ -73,15 +82,19 @@ class Abuser:
             for _ in range(self._at_once):
                 tasks.create_task(self._client(cluster, session))
             tasks.create_task(self._unfinished_bodies(cluster))
+            tasks.create_task(self._tiny_chunks(cluster))
+            tasks.create_task(self._document(cluster, session))
 
     async def _client(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
         while True:
             kind = self._rng.choice(sorted(BODIES))
             path, make = BODIES[kind]
             url = self._rng.choice(list(cluster.urls.values())) + path
+            headers = _ENCODED.get(kind)
             patience = self._rng.choice([0.3, _SECONDS])
             try:
-                async with asyncio.timeout(patience), session.post(url, data=make(self._rng)) as answer:
+                body = make(self._rng)
+                async with asyncio.timeout(patience), session.post(url, data=body, headers=headers) as answer:
                     await answer.read()
                     self.answers[kind, answer.status] += 1
                     if answer.status == 500:
@@ -89,6 +102,42 @@ class Abuser:
             except (aiohttp.ClientError, OSError, TimeoutError):
                 self.answers[kind, 0] += 1
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
+
+    async def _document(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
+        """The document of the API, from sixteen connections at a time."""
+
+        async def get(url: str) -> None:
+            try:
+                async with session.get(url) as answer:
+                    await answer.read()
+                    self.answers["the document of the API", answer.status] += 1
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                self.answers["the document of the API", 0] += 1
+
+        while True:
+            url = self._rng.choice(list(cluster.urls.values())) + "/openapi.json"
+            await asyncio.gather(*[get(url) for _ in range(16)])
+            await asyncio.sleep(self._rng.uniform(0.1, 1.0))
+
+    async def _tiny_chunks(self, cluster: Cluster) -> None:
+        """A body of a megabyte in chunks of one byte, and then an extension that does not end."""
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
+            "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        ).encode()
+        while True:
+            address = self._rng.choice(list(cluster.urls.values())).removeprefix("http://")
+            host, port = address.split(":")
+            try:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(head + b"1\r\n \r\n" * self._rng.choice([0, 1_000_000]) + b"5;" + b"x" * 1_000_000)
+                async with asyncio.timeout(_SECONDS):
+                    status = (await reader.readline()).split(b" ")[1:2]
+                self.answers["tiny chunks", int(status[0]) if status else 0] += 1
+                writer.transport.abort()
+            except (OSError, TimeoutError):
+                self.answers["tiny chunks", 0] += 1
+            await asyncio.sleep(self._rng.uniform(0.5, 2.0))
 
     async def _unfinished_bodies(self, cluster: Cluster) -> None:
         """Twenty at a time that stop in the middle, for some seconds."""

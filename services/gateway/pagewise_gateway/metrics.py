@@ -76,6 +76,10 @@ class Metrics:
         """The counter of requests that this gateway refused for this reason."""
         return self._requests_refused.labels(self._model_name, reason)
 
+    def key_client_errors(self, key: str) -> Counter:
+        """The counter of requests of an API key that were answered with a status from 400 to 498."""
+        return self._key_client_errors.labels(self._model_name, key)
+
     def key_reloads(self, outcome: str) -> Counter:
         """The counter of times that the file of API keys was read again: outcome is "done" or "failed"."""
         return self._key_reloads.labels(self._model_name, outcome)
@@ -109,6 +113,11 @@ class Metrics:
         self.slow_readers = self._counter("http_slow_readers", "Responses ended because their client stopped reading.")
         self._key_reloads = self._raw_counter(
             "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
+        )
+        self._key_client_errors = self._raw_counter(
+            "key_client_errors",
+            "Requests that were the client's error (4xx), by name of the API key.",
+            ("key",),
         )
         self._certificate_reloads = self._raw_counter(
             "certificate_reloads", "Times the TLS certificate was read again, by outcome.", ("outcome",)

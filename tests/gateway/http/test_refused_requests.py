@@ -5,7 +5,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from aiohttp.web_protocol import RequestHandler
+from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.link import LiveRequest
 
 from tests.gateway.server import Server, serving
@@ -41,15 +41,17 @@ async def refused(server: Server, data: bytes) -> None:
         b"GET /nowhere HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
         b"POST /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 100000\r\n\r\n" + TAIL,
         b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n" + TAIL,
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 100000\r\n\r\n" + TAIL,
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        b"Content-Encoding: gzip\r\nContent-Length: 100000\r\n\r\n" + TAIL,
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000,
     ],
-    ids=["no such path", "method", "no HTTP", "no gzip"],
+    ids=["no such path", "method", "no HTTP", "no gzip", "small chunks"],
 )
 async def test_connections_that_were_refused_do_not_stay(data: bytes) -> None:
     async with serving() as server:
         for _ in range(200):
             await refused(server, data)
-        assert sum(type(each) is RequestHandler for each in gc.get_objects()) < 100
+        assert sum(type(each) is ClientConnection for each in gc.get_objects()) < 100
 
 
 @pytest.mark.usefixtures("calm_collector")

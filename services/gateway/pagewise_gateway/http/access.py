@@ -6,6 +6,7 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
+from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT
 from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError
@@ -53,6 +54,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
                 "the API key is not valid" if sent else "an API key is needed: send Authorization: Bearer KEY"
             )
         request[CLIENT] = client
+        if isinstance(request.protocol, ClientConnection):
+            request.protocol.key = client.name
         return await handler(request)
 
     return check

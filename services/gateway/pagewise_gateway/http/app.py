@@ -21,6 +21,7 @@ from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_gateway.http.intake import Answering, Intake
+from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_model
 from pagewise_gateway.http.parsing import read_request
@@ -41,7 +42,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.writing import write_if_large
+from pagewise_gateway.http.writing import leave_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
+_OPENAPI = web.AppKey("openapi", bytes)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -75,8 +77,10 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
-    answering = Answering(metrics)
-    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout, memory, answering, Turns(1))
+    app[Service.KEY] = Service(
+        link, tokenizer, metrics, limits, config.write_timeout, memory, Answering(metrics), Turns(1), LoopTurns()
+    )
+    app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits.model_name, config.max_body_bytes, memory))
     app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -107,7 +111,8 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     """Give every request an id, and every error OpenAI's shape. Write large responses.
 
     A request counts against the limits of its API key until its response is written. The memory for its body is given
-    back before, so that a slow reader does not keep it from others.
+    back before, so that a slow reader does not keep it from others. If the body has not been read to its end, because
+    it was refused, the rest is thrown away after that.
 
     An X-Request-Id that a client sent is returned to it; the log and the id of the response use our own id.
     """
@@ -125,16 +130,22 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
             if request.app[Service.KEY].link.closing:
                 response.force_close()  # the client's next request goes to another gateway, if there is one
             await write_if_large(request, response)
+        if unread := not request.content.is_eof():
+            await write_early(request, response)
     except ConnectionError:
         # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
         log.debug("request %s: the client is gone", request[REQUEST_ID])
-        response = web.Response(status=499)
+        response, unread = web.Response(status=499), False
     finally:
         metrics.http_requests_in_progress.dec()
         if (intake := request.get(Intake.KEY)) is not None:
             intake.close()
     if response.status >= 400:
         request.app[_REFUSED].add()
+        if response.status < 499 and (client := request.get(CLIENT)) is not None and client.name:
+            metrics.key_client_errors(client.name).inc()
+    if unread:
+        await leave_body(request)
     return response
 
 
@@ -187,9 +198,8 @@ async def render_metrics(request: web.Request) -> web.Response:
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """The OpenAPI document of this application."""
-    service = request.app[Service.KEY]
-    return _json(document(package_version(), service.limits.model_name, request.client_max_size, service.body_memory))
+    """The OpenAPI document of this application. It takes milliseconds to make, so it was made at the start."""
+    return web.Response(body=request.app[_OPENAPI], content_type="application/json")
 
 
 async def list_models(request: web.Request) -> web.Response:

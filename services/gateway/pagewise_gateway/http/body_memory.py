@@ -11,11 +11,12 @@ class BodyMemory:
     """The bytes of all bodies that this gateway is reading, parsing or tokenizing.
 
     Fields:
-        total: how many there may be. share: how many of them may belong to one API key; without keys, all of them.
+        total: how many there may be. largest: how many one body may have.
+        share: how many of all may belong to one API key; without keys, all of them.
     """
 
     def __init__(self, total: int, largest_body: int, metrics: Metrics) -> None:
-        self.total = total
+        self.total, self.largest = total, largest_body
         self.share = max(total // SHARE, largest_body)
         self._metrics = metrics
         self._used = 0

@@ -9,6 +9,7 @@ from aiohttp import web
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.intake import Answering
+from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -41,7 +42,7 @@ class Service:
     """What request handlers use.
 
     ``write_timeout``: seconds that a client may take to read what was written. ``answering``: requests of clients that
-    have limits. ``parsing``: turns at parsing large bodies.
+    have limits. ``parsing``: turns at parsing large bodies. ``turns``: turns at what is short.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -54,18 +55,19 @@ class Service:
     body_memory: BodyMemory
     answering: Answering
     parsing: Turns
+    turns: LoopTurns
 
     async def encode(self, text: str, add_special_tokens: bool, key: str) -> "array[int]":
         """Return the token ids (int32) of a text. A long text is tokenized on another thread.
 
         ``key``: name of the API key for which this is done.
         """
-        if len(text) <= SHORT_CHARACTERS:
-            return array("i", self.tokenizer.encode(text, add_special_tokens))
 
         def encoded() -> "array[int]":
             return array("i", self.tokenizer.encode(text, add_special_tokens))
 
+        if len(text) <= SHORT_CHARACTERS:
+            return await self.turns.call(key, encoded)
         return await self.tokenizer.off_loop(encoded, key, len(text))
 
     @staticmethod

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 from pagewise_shared.service_process import raise_file_limit
 
+from pagewise_gateway.http.client_connection import ClientConnection
+from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.server_log import ServerLog
 from pagewise_gateway.http.tls import Certificate
@@ -20,6 +23,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
 
+_AT_ONCE = 128
 _PAUSE_SECONDS = 1.0
 
 OTHER_FILES = 256
@@ -48,19 +52,24 @@ async def listening(
     Raises:
         OSError: the address cannot be bound.
     """
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+    await runner.setup()
+    assert runner.server is not None
+    connection = partial(
+        ClientConnection,
+        runner.server,
+        app[Service.KEY].turns,
+        app[Service.KEY].body_memory.largest,
+        loop=asyncio.get_running_loop(),
         keepalive_timeout=keepalive_timeout,
-        shutdown_timeout=shutdown_timeout,
         access_log=None,
         logger=ServerLog(),
     )
-    await runner.setup()
-    assert runner.server is not None
     try:
         sockets = await _bound(host, port, reuse_port)
-        acceptor = Acceptor(runner.server, max_connections, metrics, certificate, keepalive_timeout)
+        acceptor = Acceptor(
+            runner.server, connection, max_connections, metrics, certificate, handshake_timeout=keepalive_timeout
+        )
         for listener in sockets:
             acceptor.open(listener)
         try:
@@ -99,20 +108,24 @@ async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
 class Acceptor:
     """Accepts connections up to a limit, and answers those beyond it with a 503.
 
-    It accepts all waiting connections at once. libuv accepts one per iteration of the event loop, which is a few per
-    second while thousands of streams keep the loop busy. ``address``: host and port of its first listening socket.
+    It accepts up to 128 waiting connections in each iteration of the event loop. libuv accepts one, which is a few per
+    second while thousands of streams keep the loop busy; and a thousand at once, with their first requests, would stop
+    the streams for a second. ``address``: host and port of its first listening socket.
     """
 
     def __init__(
         self,
         server: web.Server,
+        connection: Callable[[], ClientConnection],
         most: int,
         metrics: Metrics,
         certificate: Certificate | None,
+        *,
         handshake_timeout: float,
     ) -> None:
+        """``connection`` makes the protocol of one, which belongs to ``server``."""
         self.address = ("", 0)
-        self._server, self._most, self._metrics = server, most, metrics
+        self._server, self._connection, self._most, self._metrics = server, connection, most, metrics
         self._certificate, self._handshake_timeout = certificate, handshake_timeout
         metrics.http_connections.set_function(lambda: len(server.connections))
         self._loop = asyncio.get_running_loop()
@@ -131,16 +144,16 @@ class Acceptor:
     async def close(self) -> None:
         """Stop accepting. Waiting connections are accepted first, because closing the socket would break them."""
         for listener in self._listeners:
-            self._accept(listener)
+            self._accept(listener, BACKLOG)
             self._loop.remove_reader(listener)
             listener.close()
         self._listeners.clear()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, most: int = _AT_ONCE) -> None:
         number = len(self._server.connections) + len(self._arriving)
-        for _ in range(BACKLOG):
+        for _ in range(most):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -167,7 +180,7 @@ class Acceptor:
         def protocol() -> asyncio.Protocol:
             if not secure:  # with TLS this is called before the handshake
                 self._arriving.discard(connection)  # the server counts it from here on
-            return self._server() if welcome else _TurnAway()
+            return self._connection() if welcome else _TurnAway()
 
         try:
             if self._certificate is None:

@@ -19,6 +19,7 @@ from pagewise_gateway.http.errors import (
     UnknownParameterError,
     shortened,
 )
+from pagewise_gateway.http.inflating import PIECE, inflater
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.integers import with_integers
 from pagewise_gateway.http.structure import check_structure
@@ -30,7 +31,7 @@ BODY_SECONDS = 60.0
 """How long a client may take to send its body."""
 
 _SMALL_BODY_BYTES = 65_536
-"""Bodies of up to this size are parsed at once; larger ones one after the other."""
+"""Bodies of up to this size are parsed in turns with other short work; larger ones one after the other."""
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
@@ -53,7 +54,7 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
     await intake.count(service.link)
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:
-        return parse_request(body, request_type), intake
+        return await service.turns.call(client.name, lambda: parse_request(body, request_type)), intake
     # Parsing holds the GIL, so a thread would not help. Large bodies take at most half of the event loop's time: the
     # next one is parsed when as much time has passed again.
     await service.parsing.take(client.name)
@@ -67,22 +68,39 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:
-    """Read the body. The memory for it is taken as its bytes arrive: what is only announced takes none of others'."""
+    """Read the body. The memory for it is taken as its bytes arrive: what is only announced takes none of others'.
+
+    A compressed body is inflated in pieces, with turns for others in between.
+    """
+    turns, key = request.app[Service.KEY].turns, request[CLIENT].name
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise MediaTypeError(f"the body is declared as {content_type}: send Content-Type: application/json")
+    inflate = inflater(request.headers.getall("Content-Encoding", []))
     limit = request.client_max_size
     if request.content_length is not None and request.content_length > limit:
         raise BodyTooLargeError(f"the body has {request.content_length} bytes, the limit is {limit}")
     try:
         intake.memory.grow_to(min(request.content_length or 0, _SMALL_BODY_BYTES))
-        body = bytearray()
+        body, arrived = bytearray(), 0
         async with asyncio.timeout(BODY_SECONDS):
             while chunk := await request.content.readany():
-                if len(body) + len(chunk) > limit:
+                arrived += len(chunk)
+                if arrived > limit:
                     raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                intake.memory.grow_to(len(body) + len(chunk))
-                body += chunk
+                if inflate is None:
+                    intake.memory.grow_to(arrived)
+                    body += chunk
+                    continue
+                for start in range(0, len(chunk), PIECE):
+                    inflate.feed(chunk[start : start + PIECE])
+                    while piece := await turns.call(key, inflate.piece):
+                        if len(body) + len(piece) > limit:
+                            raise BodyTooLargeError(f"the body inflates to more than {limit} bytes, which is the limit")
+                        intake.memory.grow_to(len(body) + len(piece))
+                        body += piece
+            if inflate is not None:
+                inflate.end()
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except web.RequestPayloadError as error:

@@ -15,6 +15,7 @@ from pagewise_gateway.http.schema import (
     CHARACTERS_PER_TOKEN,
     MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TEMPLATE_KWARGS_DEPTH,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -23,7 +24,7 @@ from pagewise_gateway.http.schema import (
 from pagewise_gateway.text.errors import ChatTemplateError
 
 _FEW_PIECES = 32
-"""Conversations of so many messages and parts are rendered on the event loop."""
+"""Conversations of so many messages and parts are rendered on the event loop, in turns."""
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -114,7 +115,7 @@ async def encode_chat(
 
     try:
         if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:
-            tokens = encoded()
+            tokens = await service.turns.call(key, encoded)
         else:
             tokens = await service.tokenizer.off_loop(encoded, key, characters)
     except ChatTemplateError as error:
@@ -130,9 +131,11 @@ async def encode_bad_words(service: Service, words: list[str], key: str) -> tupl
     Raises:
         InvalidRequestError: they have too many tokens.
     """
+    if not words:
+        return ()
     characters = 2 * sum(map(len, words))  # each is tokenized twice
     if characters <= SHORT_CHARACTERS:
-        return bad_word_tokens(words, service.tokenizer)
+        return await service.turns.call(key, lambda: bad_word_tokens(words, service.tokenizer))
     return await service.tokenizer.off_loop(lambda: bad_word_tokens(words, service.tokenizer), key, characters)
 
 
@@ -169,6 +172,17 @@ def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
 
 
 def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
+    level: list[Any] = [kwargs] if kwargs else []
+    for _ in range(MAX_TEMPLATE_KWARGS_DEPTH):
+        if not level:
+            break
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise InvalidRequestError(
+            f"chat_template_kwargs is nested too deeply, the limit is {MAX_TEMPLATE_KWARGS_DEPTH}",
+            "chat_template_kwargs",
+        )
     if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
             f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",

@@ -17,6 +17,7 @@ MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
+MAX_TEMPLATE_KWARGS_DEPTH = 64
 MAX_IGNORED_CHARACTERS = 1024
 
 CHARACTERS_PER_TOKEN = 16
@@ -151,7 +152,10 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 TemplateKwargs = Annotated[
     dict[str, Any],
-    Meta(description=f"Variables of the chat template, at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON."),
+    Meta(
+        description=f"Variables of the chat template, at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON, and "
+        f"{MAX_TEMPLATE_KWARGS_DEPTH} levels deep."
+    ),
 ]
 
 

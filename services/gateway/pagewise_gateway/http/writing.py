@@ -1,11 +1,13 @@
-"""Writes to clients that may read slowly, or not at all."""
+"""Writes to clients that may read slowly, or not at all, or still send what nobody wants."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable
 
 from aiohttp import hdrs, web
 
+from pagewise_gateway.http.client_connection import LEFT_SECONDS, ClientConnection
 from pagewise_gateway.http.context import REQUEST_ID, Service
 
 log = logging.getLogger(__name__)
@@ -54,3 +56,33 @@ async def write_if_large(request: web.Request, response: web.StreamResponse) -> 
         await in_time(request, response.write(body[start : start + _PIECE]))
     response.body = body[max(last, 0) :]  # what ``write_eof`` writes
     await in_time(request, response.write_eof())
+
+
+async def write_early(request: web.Request, response: web.StreamResponse) -> None:
+    """Write a response before the body of its request has been read.
+
+    The connection goes on only if the rest of the body is small: nobody should have to read much for nothing.
+
+    Raises:
+        ConnectionError: as in ``in_time``.
+    """
+    if not _rest_is_small(request):
+        response.force_close()
+    await response.prepare(request)
+    await in_time(request, response.write_eof())
+
+
+async def leave_body(request: web.Request) -> None:
+    """Throw away the rest of a body, after the response is written."""
+    if not _rest_is_small(request):
+        assert isinstance(request.protocol, ClientConnection)
+        await request.protocol.leave(request.content, request.content_length)
+        return
+    with contextlib.suppress(TimeoutError, web.RequestPayloadError):
+        async with asyncio.timeout(LEFT_SECONDS):
+            while await request.content.readany():
+                pass
+
+
+def _rest_is_small(request: web.Request) -> bool:
+    return request.content_length is not None and request.content_length <= _PIECE

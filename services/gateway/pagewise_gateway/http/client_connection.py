@@ -1,0 +1,215 @@
+"""Connections of clients: how fast bytes are taken in, what HTTP itself may take, and how they are left."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from pagewise_gateway.http.loop_turns import LoopTurns
+
+MAX_FRAMING_BYTES = 65_536
+"""Bytes of the head of a request, or of what a chunked body has besides its content: sizes, extensions, trailers."""
+BODY_PER_FRAMING = 8
+"""A large chunked body may have a byte more of those for each so many bytes of content: chunks of about 50 bytes."""
+LEFT_SECONDS = 5
+"""How long the rest of a refused body is thrown away before the connection is closed."""
+LEFT_BODIES = 4
+"""The rest of a refused body may be so many times as large as the largest legal body; then the connection is closed."""
+
+_REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
+"""About what aiohttp takes for a request, however small, and for the end of a connection."""
+_PIECE = 16_384
+"""Bytes that are parsed at a time: 2 ms if they are chunks of one byte."""
+
+
+class ClientConnection(web.RequestHandler):
+    """aiohttp's connection, which takes turns with others when much arrives, and bounds what is not content of bodies.
+
+    Bytes that have to wait for a turn are kept, and nothing more is read meanwhile.
+
+    Fields:
+        key: the name of the API key that was used last on this connection; those without one take turns together.
+    """
+
+    __slots__ = ("_discarded", "_held", "_left", "_limit", "_queued", "_turns", "key")
+
+    def __init__(self, server: web.Server, turns: LoopTurns, largest_body: int, **options: Any) -> None:
+        super().__init__(server, auto_decompress=False, lingering_time=0, **options)
+        self.key = ""
+        self._turns, self._limit = turns, LEFT_BODIES * largest_body
+        self._held, self._queued = b"", False
+        self._discarded: int | None = None
+        self._left: asyncio.Future[None] | None = None
+        self._parser = cast(Any, _Parser(self._parser, turns))
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes that have arrived, or none if what was left of earlier ones may be parsed now."""
+        if not data:
+            super().data_received(data)
+        elif self._discarded is not None:
+            self._discard(len(data))
+        elif self._held or not self._turns.free():
+            self._held += data
+            self._wait_for_turn()
+        elif len(data) <= _PIECE:
+            super().data_received(data)
+            self._turns.done()
+        else:
+            self._take_in(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client has hung up. A thousand may do so at the same time, so this takes turns too."""
+        if self.ssl_context is not None:  # TLS has no half-closed connections
+            return False
+        self._turns.add(self.key, self._hang_up)
+        return True  # the transport is closed then, and not now
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """The client is gone."""
+        self._held = b""
+        super().connection_lost(error)
+
+    async def leave(self, content: StreamReader, announced: int | None) -> None:
+        """Throw away what is left of a body that was refused, so that the client reads the answer; it is written.
+
+        A client that still sends when its connection is closed would see a reset instead of the answer. What arrives is
+        not parsed. This lasts until the body has come, or the client hangs up, but only so long, for so many bytes.
+
+        ``announced``: the Content-Length of the body.
+        """
+        if self._parser is None or self.transport is None:
+            return
+        arrived = content.total_bytes + cast(Any, self._parser).framing + len(self._held)
+        self._discarded, self._held = 0, b""
+        if content.exception() is None:
+            content.read_nowait()  # gives the memory back
+        self._resume_transport_reading()
+        if announced is not None:
+            self._limit = min(self._limit, announced - arrived)
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()  # tells the client that nothing follows, so that it hangs up
+        if self._limit > 0:
+            self._left = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEFT_SECONDS):
+                    await self._left
+
+    def _discard(self, size: int) -> None:
+        assert self._discarded is not None
+        self._discarded += size
+        if self._discarded >= self._limit and self._left is not None and not self._left.done():
+            self._left.set_result(None)
+        self._wait_for_turn()
+
+    def _hang_up(self) -> None:
+        self._turns.expect(_CLOSE_SECONDS)
+        if self.transport is not None:
+            self.transport.close()
+
+    def _take_in(self, data: bytes) -> None:
+        """Parse bytes until they have taken their time, or aiohttp wants no more for now."""
+        for start in range(0, len(data), _PIECE):
+            free = self._turns.free()
+            if start and (self._reading_paused or self._buffer_paused or not free):
+                self._held = data[start:]
+                if not (self._reading_paused or self._buffer_paused):
+                    self._wait_for_turn()
+                return
+            super().data_received(data[start : start + _PIECE])
+            self._turns.done()
+
+    def _wait_for_turn(self) -> None:
+        if len(self._held) > _PIECE or self._discarded is not None:
+            self._pause_transport_reading()
+        if not self._queued:
+            self._queued = True
+            self._turns.add(self.key, self._turn)
+
+    def _turn(self) -> None:
+        self._queued = False
+        if self._reading_paused or self._buffer_paused:
+            return  # until aiohttp wants more
+        data, self._held = self._held, b""
+        if data and self._parser is not None:
+            self._take_in(data)
+        if not (self._held or self._queued or self._reading_paused or self._buffer_paused):
+            super()._resume_transport_reading()
+
+    def _resume_transport_reading(self) -> None:
+        """aiohttp wants more: first what is kept."""
+        if self._held:
+            self._wait_for_turn()
+        elif not self._queued:
+            super()._resume_transport_reading()
+
+
+class _Parser:
+    """aiohttp's parser, with a limit for all that is not content of a body. It parses nothing after an error.
+
+    aiohttp bounds single headers, but not the extensions of chunks, nor how small these are. After an error it would go
+    on, and keep an error for everything that arrives, with its bytes.
+
+    Fields:
+        framing: how many bytes have come since the head of the request, or since the body before it, that were not
+            content. Bytes that are not parsed yet count too; these are a few.
+    """
+
+    def __init__(self, parser: Any, turns: LoopTurns) -> None:
+        self.framing = 0
+        self._turns = turns
+        self._parser, self._feed = parser, parser.feed_data
+        self.message_consumed, self.pause_reading = parser.message_consumed, parser.pause_reading
+        self._content: StreamReader | None = None
+        self._seen, self._broken = 0, False
+
+    def feed_data(self, data: bytes) -> tuple[Sequence[Any], bool, bytes]:
+        """As aiohttp's.
+
+        Raises:
+            HttpProcessingError: this is no HTTP, or the head of a request is too long.
+        """
+        if self._broken:
+            return (), False, b""
+        try:
+            messages, upgraded, tail = self._feed(data)
+        except HttpProcessingError as error:
+            self._broken = True
+            if self._content is None or self._content.is_eof():
+                raise
+            self._content.set_exception(web.RequestPayloadError(str(error)))
+            return (), False, b""
+        content = self._content
+        if messages:
+            self._turns.expect(len(messages) * _REQUEST_SECONDS)
+            content = self._content = messages[-1][1]
+            self._seen, self.framing = content.total_bytes, 0
+        else:
+            self.framing += len(data)
+            if content is not None and content.total_bytes != self._seen:
+                self.framing -= content.total_bytes - self._seen
+                self._seen = content.total_bytes
+            if self.framing > MAX_FRAMING_BYTES + self._seen // BODY_PER_FRAMING:
+                self._refuse()
+        return messages, upgraded, tail
+
+    def _refuse(self) -> None:
+        """Let the reader of the body fail, or the head of a request.
+
+        Raises:
+            LineTooLong: there is no body; it is a head.
+        """
+        self._broken = True
+        if self._content is None or self._content.is_eof():
+            raise LineTooLong(b"the head of the request", MAX_FRAMING_BYTES)
+        self._content.set_exception(
+            web.RequestPayloadError(
+                f"the sizes, extensions and trailers of its chunks take more than {MAX_FRAMING_BYTES} bytes, and more "
+                f"than 1 for {BODY_PER_FRAMING} bytes of content: send larger chunks"
+            )
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
