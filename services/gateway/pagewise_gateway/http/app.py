@@ -14,6 +14,7 @@ from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
+from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
@@ -41,6 +42,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
@@ -74,9 +76,18 @@ def create_app(
         middlewares.insert(0, RequestLog(link).middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
-    memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
-    answering = Answering(metrics)
-    app[Service.KEY] = Service(link, tokenizer, metrics, limits, config.write_timeout, memory, answering, Turns(1))
+    app[Service.KEY] = Service(
+        link,
+        tokenizer,
+        metrics,
+        limits,
+        config.write_timeout,
+        body_memory=BodyMemory(config.max_body_memory, config.max_body_bytes, metrics),
+        answer_memory=AnswerMemory(config.max_answer_memory, metrics),
+        answering=Answering(metrics),
+        parsing=Turns(1),
+        slices=Slices(),
+    )
     app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -189,7 +200,8 @@ async def render_metrics(request: web.Request) -> web.Response:
 async def openapi(request: web.Request) -> web.Response:
     """The OpenAPI document of this application."""
     service = request.app[Service.KEY]
-    return _json(document(package_version(), service.limits.model_name, request.client_max_size, service.body_memory))
+    sizes = request.client_max_size, service.body_memory, service.answer_memory
+    return _json(document(package_version(), service.limits, *sizes))
 
 
 async def list_models(request: web.Request) -> web.Response:
