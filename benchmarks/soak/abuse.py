@@ -51,6 +51,26 @@ BODIES: dict[str, tuple[str, _Body]] = {
         ),
     ),
     "many messages": ("/v1/chat/completions", _many_messages),
+    "log-probabilities of many outputs": (
+        "/v1/completions",
+        lambda rng: _json(
+            prompt=["x"] * rng.choice([1, 8, 32]), n=128, max_tokens=16, logprobs=20, stream=rng.random() < 0.5
+        ),
+    ),
+    "a long prompt that all outputs repeat": (
+        "/v1/completions",
+        lambda rng: _json(prompt=[9] * rng.choice([100, 1000]), n=128, max_tokens=1, echo=True, logprobs=20),
+    ),
+    "token counts in every chunk": (
+        "/v1/completions",
+        lambda _: _json(
+            prompt=["x"] * 32,
+            n=128,
+            max_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
+    ),
     "a long text to tokenize": ("/tokenize", lambda rng: _json(prompt=rng.choice(["a ", "é", "\n"]) * 1_000_000)),
     "an unknown field with a long name": ("/v1/completions", lambda _: _json(prompt="x", **{"q" * 1_000_000: 1})),
     "a priority before everybody's": ("/v1/completions", lambda _: _json(prompt="x", max_tokens=64, priority=-1000000)),

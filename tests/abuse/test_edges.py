@@ -6,6 +6,7 @@ What stalls the stream is made smaller by hypothesis until it does not: the exam
 import http.client
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,8 @@ _MOST_TEXT, _MOST_ITEMS = 200_000, 20_000
 """Of what has no limit of its own."""
 _MOST_BYTES = 3_000_000
 """Of a list or an object: a body may be a little more."""
-_HANGS_UP = 1.5
-"""Seconds after which the client hangs up, whatever it asked for."""
+_HANGS_UP, _PATIENCE = 1.5, 6.0
+"""Seconds after which the client hangs up, whatever it asked for: most of the time, and now and then."""
 _ENDPOINTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
@@ -123,20 +124,59 @@ def bystander(server: Served) -> Iterator[Bystander]:
         yield found
 
 
-def send(server: Served, path: str, body: bytes) -> int:
-    """Send a request, and hang up after a while. Returns the status of the response, 0 if none came until then."""
-    target = urlsplit(server.url)
-    connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=_HANGS_UP)
+def send(server: Served, path: str, body: bytes, patience: float = _HANGS_UP) -> int:
+    """Send a request, read its response, and hang up after a while. Returns the status, 0 if none came until then."""
+    target, deadline = urlsplit(server.url), time.monotonic() + patience
+    connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=patience)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ABUSER}"}
     try:
         connection.request("POST", path, body, headers)
         answer = connection.getresponse()
-        answer.read(1 << 20)
+        while time.monotonic() < deadline and answer.read1(1 << 20):
+            pass
         return answer.status
     except (OSError, http.client.HTTPException):
         return 0
     finally:
         connection.close()
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """Requests whose limits multiply: prompts, outputs, tokens, log-probabilities, and what outputs repeat."""
+    body: dict[str, Any] = {
+        "n": draw(st.sampled_from([1, 8, 128])),
+        "max_tokens": draw(st.sampled_from([1, 16, 200])),
+        "ignore_eos": True,
+        "stream": draw(st.booleans()),
+        "return_token_ids": draw(st.booleans()),
+    }
+    if body["stream"] and draw(st.booleans()):
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if draw(st.booleans()):
+        body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+        return "/v1/chat/completions", body
+    prompt = list(range(1, 1 + draw(st.sampled_from([1, 500, 3000]))))
+    body |= {"prompt": [prompt] * draw(st.sampled_from([1, 4, 32])), "echo": draw(st.booleans())}
+    if draw(st.booleans()):
+        body["logprobs"] = 20
+    return "/v1/completions", body
+
+
+def test_the_limits_of_outputs_are_in_the_document(document: dict[str, Any]) -> None:
+    for name in ("CompletionRequest", "ChatRequest"):
+        fields = document["components"]["schemas"][name]["properties"]
+        for field in ("n", "best_of"):
+            assert [kind.get("maximum") for kind in fields[field]["anyOf"]] == [128, None]
+
+
+@examples(10)
+@given(request=products(), at_once=st.sampled_from([1, 3]))
+def test_no_product_of_limits_stalls_another_key(
+    server: Served, bystander: Bystander, request: tuple[str, dict[str, Any]], at_once: int
+) -> None:
+    path, body = request
+    check(server, bystander, path, json.dumps(body).encode(), at_once, _PATIENCE)
 
 
 @examples(25)
@@ -147,11 +187,17 @@ def test_no_request_within_the_limits_stalls_another_key(
     path = data.draw(st.sampled_from(sorted(_ENDPOINTS)), "path")
     body = data.draw(edges(document, document["components"]["schemas"][_ENDPOINTS[path]]), "body")
     at_once = data.draw(st.sampled_from([1, 4]), "at once")
-    text = json.dumps(body).encode()
+    check(server, bystander, path, json.dumps(body).encode(), at_once, _HANGS_UP)
+
+
+def check(server: Served, bystander: Bystander, path: str, text: bytes, at_once: int, patience: float) -> None:
+    """Send a request so many times at once; the bystander must not notice."""
     executors = server.pids(EXECUTOR)
     bystander.look()
     statuses: list[int] = []
-    clients = [threading.Thread(target=lambda: statuses.append(send(server, path, text))) for _ in range(at_once)]
+    clients = [
+        threading.Thread(target=lambda: statuses.append(send(server, path, text, patience))) for _ in range(at_once)
+    ]
     for client in clients:
         client.start()
     for client in clients:

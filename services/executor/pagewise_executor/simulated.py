@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
@@ -11,6 +11,7 @@ from pagewise_shared.protocol import (
     CancelCopies,
     Copied,
     LowerTier,
+    PromptLogprobs,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -18,7 +19,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
 )
 
-from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.runner import FinishedStep, RunnerInfo
 
 _DEFAULT_BLOCKS = 4096
@@ -98,6 +99,7 @@ class SimulatedRunner:
             held = batch.sequences[row]
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0
             self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
+        prompt_logprobs = tuple(self._prompt_logprobs(work))
         batch.advance(work)
         rows = work.sampled_rows
         tokens = [self._token(row) for row in rows]
@@ -111,12 +113,24 @@ class SimulatedRunner:
         if wanted:
             time.sleep(wanted)
         elapsed = int((time.perf_counter() - began) * 1e6)
-        return FinishedStep(StepResult(plan.epoch, plan.step, pack_int32s(tokens), logprobs, elapsed_us=elapsed))
+        result = StepResult(
+            plan.epoch, plan.step, pack_int32s(tokens), logprobs, prompt_logprobs=prompt_logprobs, elapsed_us=elapsed
+        )
+        return FinishedStep(result)
 
     def _token(self, row: int) -> int:
         position = int(self._batch.num_computed[row])
         mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % _VOCAB_SIZE
+
+    def _prompt_logprobs(self, work: StepWork) -> Iterator[PromptLogprobs]:
+        for chunk in work.chunks:
+            held = self._batch.sequences[chunk.row]
+            wanted, last = held.sampling.prompt_logprobs, min(chunk.start + chunk.size, held.num_prompt_tokens - 1)
+            if wanted is not None and last > chunk.start:
+                positions = range(chunk.start + 1, last + 1)
+                entries = tuple(_logprobs(position, int(held.tokens[position]), wanted) for position in positions)
+                yield PromptLogprobs(chunk.row, entries)
 
 
 def _logprobs(index: int, token: int, count: int) -> TokenLogprobs:

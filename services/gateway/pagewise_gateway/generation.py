@@ -10,14 +10,27 @@ SequenceDeltas. Errors::
 """
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 from pagewise_shared.protocol import FinishReason, KeyLimits, TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 RefusalKind = Literal["never_fits", "overloaded", "unavailable"]
+
+TOKEN_BYTES = 24
+"""What a token of an answer takes, about: its id, its text, and both once more as JSON."""
+REPEATED_BYTES = 8
+"""What a token of a prompt takes in each choice that repeats it as text or as an id, about."""
+LOGPROB_BYTES = 64
+"""What a log-probability in an answer takes, about: packed, and as JSON."""
+
+
+def token_bytes(logprobs: int | None) -> int:
+    """Return what a token takes with its log-probability and ``logprobs`` alternatives; None: without any."""
+    return TOKEN_BYTES if logprobs is None else TOKEN_BYTES + (1 + logprobs) * LOGPROB_BYTES
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +72,7 @@ class GenerationRequest:
         arrival_time: seconds of the monotonic clock.
         client_request_id: the X-Request-Id that the client sent; it need not be unique.
         key, limits: name of the API key that the request came with, and the limits of that key.
+        prompt_bytes: what the answer takes for what it repeats of the prompts.
     """
 
     request_id: str
@@ -78,11 +92,63 @@ class GenerationRequest:
     client_request_id: str = ""
     key: str = ""
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
+    prompt_bytes: int = 0
 
     @property
     def chooses(self) -> bool:
         """Whether the outputs are chosen from more sequences at the end (beam search, or ``best_of``)."""
         return self.beam is not None or self.best_of > 0
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token of the answer takes."""
+        return token_bytes(self.sampling.logprobs)
+
+
+class Held(Protocol):
+    """The memory that is taken for the answer of one request. ``size``: bytes."""
+
+    size: int
+
+    def grow_to(self, size: int) -> None:
+        """Take what is missing.
+
+        Raises:
+            Exception: there is not so much; nothing was taken.
+        """
+
+    def shrink_to(self, size: int) -> None:
+        """Give back what is more."""
+
+
+class PackedLogprobs:
+    """Log-probabilities of consecutive tokens: 12 bytes for each, where ``TokenLogprobs`` takes about 70."""
+
+    __slots__ = ("_ends", "_ids", "_values")
+
+    def __init__(self) -> None:
+        # Of each token: its own, then those of its alternatives; and where they end.
+        self._ids, self._values, self._ends = array("i"), array("d"), array("q")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def append(self, entry: TokenLogprobs) -> None:
+        """Add those of the next token."""
+        ids, values = self._ids, self._values
+        ids.append(entry.token_id)
+        values.append(entry.logprob)
+        if entry.top_ids:
+            ids.extend(entry.top_ids)
+            values.extend(entry.top_logprobs)
+        self._ends.append(len(ids))
+
+    def rows(self, begin: int, end: int) -> "Iterator[tuple[array[int], array[float]]]":
+        """Yield ids and log-probabilities of each of these tokens: its own first, then its alternatives, best first."""
+        first = self._ends[begin - 1] if begin else 0
+        for last in self._ends[begin:end]:
+            yield self._ids[first:last], self._values[first:last]
+            first = last
 
 
 class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
@@ -100,7 +166,7 @@ class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of wh
     index: int
     text: str
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    logprobs: PackedLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

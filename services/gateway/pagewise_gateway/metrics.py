@@ -20,7 +20,16 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 Drop = Literal["undecodable", "stale_epoch", "impossible"]
 """Why a frame from the scheduler was dropped."""
 
-Refusal = Literal["no_scheduler", "no_executor", "shutting_down", "body_memory", "key_body_memory", "key_unread"]
+Refusal = Literal[
+    "no_scheduler",
+    "no_executor",
+    "shutting_down",
+    "body_memory",
+    "key_body_memory",
+    "answer_memory",
+    "key_answer_memory",
+    "key_unread",
+]
 """Why a gateway refuses requests, without asking the scheduler or although that has let them in."""
 
 # Creation times would double the number of series.
@@ -105,6 +114,9 @@ class Metrics:
         self.http_connections = self._gauge("http_connections", "Connections of clients.")
         self.http_body_bytes = self._gauge(
             "http_body_bytes", "Bytes of HTTP request bodies that are being read, parsed or tokenized."
+        )
+        self.http_answer_bytes = self._gauge(
+            "http_answer_bytes", "Bytes of answers that are being collected or written, beyond 64 KiB of each."
         )
         self.http_connections_refused = self._counter(
             "http_connections_refused", "Connections refused because of --max-connections."

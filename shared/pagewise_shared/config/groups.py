@@ -42,6 +42,7 @@ GROUPS = {
         "write_timeout",
         "max_body_bytes",
         "max_body_memory",
+        "max_answer_memory",
         "max_n",
     ),
     "API keys": (

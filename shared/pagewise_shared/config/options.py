@@ -184,6 +184,16 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
             "Each API key may use a quarter of them (at least `--max-body-bytes`). Beyond that the answer is 429.",
         ),
     ] = 64 * 1024 * 1024
+    max_answer_memory: Annotated[
+        Positive,
+        _help(
+            "maximum bytes of answers that a gateway collects and writes at the same time, as estimated",
+            "N",
+            "A token counts as 24 bytes, a log-probability as 64; streams count as far as they are not read, and the "
+            "first 64 KiB of each request not at all. Each API key may use a quarter of them, and so may one request: "
+            "one that may need more is refused with 400. Beyond that the answer is 429.",
+        ),
+    ] = 512 * 1024 * 1024
     max_n: Annotated[Positive, _help("maximum number of outputs (n) of one request", "N")] = 128
     scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways", "ENDPOINT")] = (
         "tcp://127.0.0.1:5758"

@@ -1,16 +1,10 @@
 """What each parameter becomes, and what comes back for it."""
 
-import asyncio
-import time
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
-from pagewise_gateway.http.responder import encoded_choices
-from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_shared.protocol import pack_int32s, unpack_int32s
 from pagewise_shared.sampling import BeamParams
 
@@ -323,25 +317,3 @@ async def test_tokenize_and_detokenize() -> None:
             status, answer = await server.post(path, body)
             assert status == 400, (path, body)
             assert "error" in answer
-
-
-async def test_others_run_while_a_long_answer_is_made() -> None:
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    def choices() -> Iterator[CompletionChoice]:
-        for index in range(5):
-            time.sleep(0.015)  # as long as one with log-probabilities takes
-            yield CompletionChoice(index, "a")
-
-    running = asyncio.create_task(other())
-    made = await encoded_choices(choices())
-    running.cancel()
-    assert turns >= 5
-    told = msgspec.json.decode(msgspec.json.encode(CompletionResponse("id", 1, "m", made)), type=CompletionResponse)
-    assert told.choices == [CompletionChoice(index, "a") for index in range(5)]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 from pagewise_gateway.generation import (
+    TOKEN_BYTES,
     GenerationError,
     GenerationRequest,
     NoExecutorError,
@@ -14,7 +15,11 @@ from pagewise_gateway.generation import (
     SequenceDelta,
     SlowReaderError,
 )
-from pagewise_gateway.link.live_request import MOST_UNREAD, LiveRequest
+from pagewise_gateway.http.answer_memory import AnswerMemory
+from pagewise_gateway.http.errors import OverloadedError
+from pagewise_gateway.http.memory_budget import Reservation
+from pagewise_gateway.link import live_request
+from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import MOST_STREAMS, StreamTable
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.errors import ProtocolError
@@ -34,6 +39,8 @@ from tests.gateway.server import TOKENIZER
 TEXT = "the fox jumps"
 TOKENS = TOKENIZER.encode(TEXT)
 END = min(TOKENIZER.eos_token_ids)
+MOST_UNREAD = 32_768 * TOKEN_BYTES
+"""Instead of the limit that there is, which takes seconds to reach."""
 
 
 class Table:
@@ -44,11 +51,13 @@ class Table:
         self.table = StreamTable(self.metrics)
         self.ended: list[LiveRequest] = []
 
-    def add(self, *, prompts: int = 1, max_tokens: int = 30, **fields: Any) -> LiveRequest:
+    def add(
+        self, *, prompts: int = 1, max_tokens: int = 30, held: Reservation | None = None, **fields: Any
+    ) -> LiveRequest:
         prompt = Prompt(array("i", [1, 2, 3]), max_tokens)
         sampling = fields.pop("sampling", SamplingParams(stop_token_ids=(END,)))
         request = GenerationRequest("r", (prompt,) * prompts, sampling, wants_token_ids=True, **fields)
-        live = LiveRequest(request, TOKENIZER, self.metrics, self.table.has_news, self._end)
+        live = LiveRequest(request, TOKENIZER, self.metrics, self.table.has_news, self._end, held)
         assert self.table.add(live)
         return live
 
@@ -144,7 +153,7 @@ async def test_deltas_are_merged_until_they_are_read() -> None:
 async def test_an_answer_that_does_not_stream_comes_whole() -> None:
     table = Table()
     live = table.add(n=2, whole=True)
-    news = asyncio.create_task(live.next())
+    news = asyncio.create_task(live.outcome())
     for token in TOKENS:
         table.take([(0, token), (1, token)])
         await asyncio.sleep(0)
@@ -153,7 +162,6 @@ async def test_an_answer_that_does_not_stream_comes_whole() -> None:
     assert not news.done()
     table.take(finished=(StreamFinished(0, "length"),))
     assert [(delta.index, delta.text) for delta in await news] == [(0, TEXT), (1, TEXT)]
-    assert await live.next() == []
 
 
 async def test_a_follower_is_told_at_once_and_whoever_waits_gets_the_rest() -> None:
@@ -206,12 +214,13 @@ async def test_log_probabilities_belong_to_their_tokens() -> None:
     entries = tuple(TokenLogprobs(index, 70 + index, -1.0, 1) for index in (0, 2))
     table.take([(0, 70), (1, 71), (0, 72), (9, 73)], logprobs=entries)
     (delta,) = await first.next()
-    assert [entry.token_id for entry in delta.logprobs] == [70, 72]
-    assert (await second.next())[0].logprobs == []
+    assert delta.logprobs is not None
+    assert [list(ids) for ids, _ in delta.logprobs.rows(0, 9)] == [[70], [72]]
+    assert (await second.next())[0].logprobs is None
     entries = (TokenLogprobs(1, 5, -1.0, 1), TokenLogprobs(2, 6, -1.0, 1))
     again = (TokenLogprobs(2, 6, -1.0, 1), TokenLogprobs(3, 7, -1.0, 1))
     table.take(prompt_logprobs=(StreamPromptLogprobs(0, entries), StreamPromptLogprobs(0, again)))
-    assert [entry.index for entry in first.prompts[0].logprobs] == [1, 2, 3]
+    assert [list(ids) for ids, _ in first.prompts[0].logprobs.rows(0, 9)] == [[5], [6], [7]]
 
 
 async def test_nothing_of_a_prompt_that_was_only_to_be_computed_is_shown() -> None:
@@ -239,36 +248,82 @@ async def test_a_prompt_that_fails_takes_its_request_with_it() -> None:
         await other.next()
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"sampling": SamplingParams(logprobs=3)}])
-async def test_a_client_that_leaves_too_much_unread_is_cut_off(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompts": 2}, {"sampling": SamplingParams(logprobs=3)}])
+async def test_a_client_that_leaves_too_much_unread_is_cut_off(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_request, "MOST_UNREAD", MOST_UNREAD)
     table = Table()
     live = table.add(max_tokens=10**6, **fields)
-    limit = MOST_UNREAD // (4 if "sampling" in fields else 1)
-    for _ in range(limit // 1000 + 2):
-        table.take([(0, 70)] * 1000)
+    limit = MOST_UNREAD // live.request.token_bytes
+    table.take([(0, 70)] * (limit - 1000))
+    assert table.ended == []
+    table.take([(0, 70)] * 2000)
     assert table.ended == [live]
-    with pytest.raises(SlowReaderError):
+    with pytest.raises(SlowReaderError, match=f"at most {MOST_UNREAD} may wait"):
         await live.next()
     assert table.value("http_slow_readers_total") == 1
 
 
-async def test_one_that_is_cut_off_by_a_frame_that_also_ends_it_counts_once() -> None:
+async def test_one_that_is_cut_off_by_a_frame_that_also_ends_it_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_request, "MOST_UNREAD", MOST_UNREAD)
     table = Table()
     table.add(max_tokens=10**6, n=2, stop=("fox",))
     stopping = [(0, token) for token in TOKENIZER.encode("the fox")]
-    table.take([*stopping, *[(1, 70)] * (MOST_UNREAD + 2)], finished=(StreamFinished(1, "length"),))
+    table.take([*stopping, *[(1, 70)] * (MOST_UNREAD // TOKEN_BYTES + 2)], finished=(StreamFinished(1, "length"),))
     assert len(table.ended) == 1
     ended = [table.value("request_success_total", finished_reason=reason) for reason in ("abort", "stop", "length")]
     assert ended == [2, 0, 0]
 
 
 @pytest.mark.parametrize("fields", [{"whole": True}, {"best_of": 3}])
-async def test_what_nobody_could_have_read_yet_is_no_reason_to_cut_off(fields: dict[str, Any]) -> None:
+async def test_what_nobody_could_have_read_yet_is_no_reason_to_cut_off(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_request, "MOST_UNREAD", MOST_UNREAD)
     table = Table()
     table.add(max_tokens=10**6, **fields)
-    for _ in range(MOST_UNREAD // 1000 + 2):
+    for _ in range(MOST_UNREAD // TOKEN_BYTES // 1000 + 2):
         table.take([(0, 70)] * 1000)
     assert table.ended == []
+
+
+def answers(total: int, metrics: Metrics) -> tuple[AnswerMemory, Reservation]:
+    memory = AnswerMemory(total, metrics)
+    return memory, Reservation(memory, "a")
+
+
+async def test_a_stream_holds_memory_only_for_what_is_not_read() -> None:
+    table = Table()
+    memory, held = answers(64_000_000, table.metrics)
+    live = table.add(max_tokens=10**6, held=held)
+    for _ in range(3):
+        table.take([(0, 70)] * 2000)
+        assert memory.used == 0, "few tokens take none"
+        table.take([(0, 70)] * 8000)
+        assert 10_000 * TOKEN_BYTES <= memory.used < 14_000 * TOKEN_BYTES
+        await live.next()
+        waiting = asyncio.create_task(live.next())
+        await asyncio.sleep(0)
+        assert memory.used == 0, "it has been written when the next is asked for"
+        table.take([(0, 70)])
+        await waiting
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_an_answer_that_finds_no_memory_ends_its_request(whole: bool) -> None:
+    table = Table()
+    memory, held = answers(4_000_000, table.metrics)
+    live = table.add(max_tokens=10**6, held=held, whole=whole)
+    other = table.add(max_tokens=10**6, held=Reservation(memory, "b"), whole=whole)
+    for _ in range(100):
+        table.take([(0, 70), (1, 70)] * 500)
+    assert table.ended == [live, other]
+    for request, key in ((live, "a"), (other, "b")):
+        with pytest.raises(OverloadedError, match=f"API key {key}: .*--max-answer-memory"):
+            await (request.outcome() if whole else request.next())
+    assert table.value("gateway_requests_refused_total", reason="key_answer_memory") == 2
+    assert memory.used <= 2_000_000
 
 
 async def test_times() -> None:
@@ -334,7 +389,7 @@ def test_frames_that_no_scheduler_sends_change_nothing(frame: Outputs) -> None:
     live = table.add()
     with pytest.raises(ProtocolError):
         table.table.apply(frame)
-    assert (list(live.outputs[0].tokens), live.prompts[0].logprobs) == ([], [])
+    assert (list(live.outputs[0].tokens), len(live.prompts[0].logprobs)) == ([], 0)
 
 
 async def test_a_client_that_is_cut_off_by_the_token_that_completes_a_stop_string_costs_nobody_else_anything(

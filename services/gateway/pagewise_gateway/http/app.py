@@ -14,6 +14,7 @@ from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
+from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
@@ -42,6 +43,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import leave_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
@@ -77,10 +79,21 @@ def create_app(
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     limits = Limits(config.served_model_name or config.model, config.max_n)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
+    answers = AnswerMemory(config.max_answer_memory, metrics)
     app[Service.KEY] = Service(
-        link, tokenizer, metrics, limits, config.write_timeout, memory, Answering(metrics), Turns(1), LoopTurns()
+        link,
+        tokenizer,
+        metrics,
+        limits,
+        config.write_timeout,
+        body_memory=memory,
+        answer_memory=answers,
+        answering=Answering(metrics),
+        parsing=Turns(1),
+        slices=Slices(),
+        turns=LoopTurns(),
     )
-    app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits.model_name, config.max_body_bytes, memory))
+    app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits, config.max_body_bytes, memory, answers))
     app[_REFUSED] = RefusedRequests()
     app.on_cleanup.append(_close)
     app.add_routes(

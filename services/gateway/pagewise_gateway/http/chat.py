@@ -1,9 +1,13 @@
 """``POST /v1/chat/completions``."""
 
+from collections.abc import Generator, Iterator
+from typing import cast
+
 from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.generate import Generation
@@ -17,7 +21,7 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
-from pagewise_gateway.http.responder import Responder, encoded_choices
+from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -58,11 +62,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"{given} must be at least 1", given)
     tokens = truncated(await encode_chat(service, body, capacity, request[CLIENT].name), body, wanted, capacity)
-    budget = output_budget(body, wanted, None, len(tokens), capacity, prompt="messages", output=given)
+    size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
+    default = size.default_tokens(len(tokens))
+    budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget)
     strip(body)
     intake.memory.release()
-    with Generation(service.link, body, [prompt], sampling, n, request, intake.counted) as generation:
+    prompt_bytes = size.reserve([prompt], intake.answer)
+    with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes) as generation:
         return await _Chat(f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation).respond(request)
 
 
@@ -78,37 +85,28 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
         self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
         self._templates: dict[int, EventTemplate] = {}
 
-    async def answer(self) -> ChatResponse:
-        """See ``Responder``."""
-        outputs = await self._generation.outputs()
-        choices = (
-            ChatChoice(
-                delta.index,
-                AssistantMessage(delta.text),
-                self._logprobs(delta),
-                delta.finish_reason,
-                delta.stop_reason,
-                delta.token_ids if self._token_ids_wanted else UNSET,
-            )
-            for delta in outputs
-        )
+    def _answer(self) -> ChatResponse:
         return ChatResponse(
-            self._id,
-            self._created,
-            self._model,
-            await encoded_choices(choices),
-            self._generation.usage(),
-            prompt_token_ids=self._prompt_token_ids,
+            self._id, self._created, self._model, [], self._generation.usage(), prompt_token_ids=self._prompt_token_ids
+        )
+
+    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
+        return ChatChoice(
+            delta.index,
+            AssistantMessage(delta.text),
+            (yield from self._logprobs(delta)),
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.token_ids if self._token_ids_wanted else UNSET,
         )
 
     def _event(self, delta: SequenceDelta) -> bytes:
         template = self._templates.get(delta.index)
         if template is not None and self._only_text and delta.finish_reason is None:
             return template.event(delta.text) if delta.text else b""
-        return b"".join(map(event, self._chunks(delta)))
+        return b"".join(self._event_pieces(delta))
 
-    def _chunks(self, delta: SequenceDelta) -> list[ChatChunk]:
-        chunks: list[ChatChunk] = []
+    def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
         index = delta.index
         if index not in self._templates:
             self._templates[index] = EventTemplate(
@@ -116,21 +114,20 @@ class _Chat(Responder[ChatChunk, ChatChunkChoice]):
             )
             chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
             chunk.prompt_token_ids = self._prompt_token_ids
-            chunks.append(chunk)
-        logprobs = self._logprobs(delta)
+            yield event(chunk)
+        logprobs = yield from self._logprobs(delta)
         token_ids = delta.token_ids if self._token_ids_wanted else UNSET
         # Tokens whose text is held back get no chunk of their own, unless the client wants their ids or logprobs.
         if delta.text or logprobs is not None or token_ids:
             choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
-            chunks.append(self._chunk([choice]))
+            yield event(self._chunk([choice]))
         if delta.finish_reason is not None:
             ending = ChatChunkChoice(
                 index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
             )
-            chunks.append(self._chunk([ending]))
-        return chunks
+            yield event(self._chunk([ending]))
 
-    def _logprobs(self, delta: SequenceDelta) -> ChatLogprobs | None:
-        if not self._logprobs_wanted or not delta.logprobs:
+    def _logprobs(self, delta: SequenceDelta) -> Generator[bytes, None, ChatLogprobs | None]:
+        if not self._logprobs_wanted or delta.logprobs is None:
             return None
-        return chat_logprobs(self._service.tokenizer, delta.logprobs)
+        return cast("ChatLogprobs", (yield from chat_logprobs(self._service.tokenizer, delta.logprobs)))

@@ -1,15 +1,19 @@
 """``POST /v1/completions``."""
 
 import asyncio
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Generator, Iterator
+from functools import cached_property
+from typing import cast
 
 from aiohttp import web
+from msgspec import Raw
 
 from pagewise_gateway.generation import Capacity, Prompt, SequenceDelta
+from pagewise_gateway.http import responses
+from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.generate import Generation
-from pagewise_gateway.http.logprobs import CompletionLogprobsBuilder
+from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
 from pagewise_gateway.http.params import (
     check_common,
     check_num_sequences,
@@ -20,10 +24,10 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encode_prompt
-from pagewise_gateway.http.responder import Responder, encoded_choices
+from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest, strip
-from pagewise_gateway.http.sse import EventTemplate, event
+from pagewise_gateway.http.sse import EventTemplate, encode, event
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -50,11 +54,20 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
+    size = AnswerSize.of(
+        n,
+        body.stream,
+        service.answer_memory,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+        ids=bool(body.return_token_ids),
+    )
     prompts = await _encoded(service, given, body, capacity, request[CLIENT].name)
     del given  # this frame lives until the response has ended
     strip(body)
     intake.memory.release()
-    with Generation(service.link, body, prompts, sampling, n, request, intake.counted) as generation:
+    prompt_bytes = size.reserve(prompts, intake.answer)
+    with Generation(service.link, body, prompts, sampling, n, request, intake, prompt_bytes) as generation:
         return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
 
 
@@ -92,19 +105,18 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         super().__init__(
             CompletionResponse, completion_id, service, body, generation, logprobs=body.logprobs is not None
         )
+        self._repeats = bool(body.echo or body.return_token_ids)
         self._choices: list[_Choice] = []
         for prompt in prompts:
-            text = cache(partial(_text, prompt, service, body.skip_special_tokens is not False))
-            for _ in range(generation.n):
-                self._choices.append(_Choice(service, body, prompt, text, generation, len(self._choices)))
+            repeated = _Repeated(service, body, prompt, generation, len(self._choices))
+            self._choices += [_Choice(service, body, repeated) for _ in range(generation.n)]
+        self._unopened = len(self._choices)
 
-    async def answer(self) -> CompletionResponse:
-        """See ``Responder``."""
-        outputs = await self._generation.outputs()
-        parts = (choice.part(delta) for choice, delta in zip(self._choices, outputs, strict=True))
-        answer = self._chunk(await encoded_choices(part for part in parts if part is not None))
-        answer.usage = self._generation.usage()
-        return answer
+    def _answer(self) -> CompletionResponse:
+        return CompletionResponse(self._id, self._created, self._model, [], usage=self._generation.usage())
+
+    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, CompletionChoice | None]:
+        return (yield from self._choices[delta.index].part(delta))
 
     def _event(self, delta: SequenceDelta) -> bytes:
         choice = self._choices[delta.index]
@@ -114,57 +126,91 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
             if choice.template is None:
                 choice.template = EventTemplate(lambda text: self._chunk([CompletionChoice(delta.index, text)]))
             return choice.template.event(delta.text)
-        part = choice.part(delta)
-        return event(self._chunk([part])) if part is not None else b""
+        return b"".join(self._event_pieces(delta))
+
+    def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
+        choice = self._choices[delta.index]
+        if not choice.opened:
+            self._unopened -= 1
+        part = yield from choice.part(delta)
+        if part is not None:
+            yield event(self._chunk([part]))
+
+    def _repeating(self) -> bool:
+        return self._repeats and self._unopened > 0
+
+
+class _Repeated:
+    """What the choices of one prompt repeat of it. It is made once, when the first of them needs it.
+
+    ``prompt``: the prompt.
+    """
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
+    ) -> None:
+        """``index``: of the prompt's first choice."""
+        self.prompt = prompt
+        self._service, self._generation, self._index = service, generation, index
+        self._skip_special = body.skip_special_tokens is not False
+        self._logprobs: tuple[CompletionLogprobs, int] | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the prompt."""
+        if self.prompt.text is not None:
+            return self.prompt.text
+        return self._service.tokenizer.decode(self.prompt.tokens, self._skip_special)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """The tokens of the prompt, as JSON."""
+        return cast("list[int]", Raw(encode(list(self.prompt.tokens))))
+
+    def logprobs(self) -> Generator[bytes, None, tuple[CompletionLogprobs, int]]:
+        """Return the log-probabilities of the prompt, and the length of the text that its tokens make."""
+        if self._logprobs is None:
+            builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special)
+            entries = self._generation.prompt_logprobs(self._index)
+            self._logprobs = (yield from builder.add(entries, self.prompt.tokens[0])), builder.offset
+        return self._logprobs
 
 
 class _Choice:
     """One choice of the response.
 
     Fields:
-        opened: whether a part of it has been sent.
+        opened: whether a part of it has been made.
         template: makes the events that carry nothing but text.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        prompt: Prompt,
-        prompt_text: Callable[[], str],
-        generation: Generation,
-        index: int,
-    ) -> None:
-        """``prompt_text``: returns the text of the prompt, to be echoed."""
+    def __init__(self, service: Service, body: CompletionRequest, repeated: _Repeated) -> None:
         self.opened = False
         self.template: EventTemplate | None = None
-        self._service, self._body, self._prompt, self._prompt_text = service, body, prompt, prompt_text
-        self._generation, self._index = generation, index
-        self._skip_special = body.skip_special_tokens is not False
+        self._service, self._body, self._repeated = service, body, repeated
         self._logprobs: CompletionLogprobsBuilder | None = None  # made when it is needed: there may be many choices
 
-    def part(self, delta: SequenceDelta) -> CompletionChoice | None:
+    def part(self, delta: SequenceDelta) -> Generator[bytes, None, CompletionChoice | None]:
         """Return what a delta adds to the choice; None if there is nothing to send yet."""
-        body, text, entries, first = self._body, delta.text, delta.logprobs, None
+        body, text, repeated, prompt_logprobs = self._body, delta.text, self._repeated, NOTHING
         opening, self.opened = not self.opened, True
         if opening and body.echo:
-            text = self._prompt_text() + text
-            entries = self._generation.prompt_logprobs(self._index) + entries
-            first = self._prompt.tokens[0]
+            text = repeated.text + text
         elif not (text or delta.finish_reason or body.logprobs is not None or body.return_token_ids):
             return None
         choice = CompletionChoice(delta.index, text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         if body.logprobs is not None:
             if self._logprobs is None:
-                context = () if body.echo else self._prompt.tokens
-                self._logprobs = CompletionLogprobsBuilder(self._service.tokenizer, context, self._skip_special)
-            choice.logprobs = self._logprobs.add(entries, first)
+                offset = 0
+                if body.echo:
+                    prompt_logprobs, offset = yield from repeated.logprobs()
+                self._logprobs = CompletionLogprobsBuilder(
+                    self._service.tokenizer, repeated.prompt.tokens, body.skip_special_tokens is not False, offset
+                )
+            logprobs = prompt_logprobs.followed_by((yield from self._logprobs.add(delta.logprobs)))
+            choice.logprobs = cast("responses.CompletionLogprobs", logprobs)
         if body.return_token_ids:
             choice.token_ids = delta.token_ids
             if opening:
-                choice.prompt_token_ids = list(self._prompt.tokens)
+                choice.prompt_token_ids = repeated.token_ids
         return choice
-
-
-def _text(prompt: Prompt, service: Service, skip_special: bool) -> str:
-    return prompt.text if prompt.text is not None else service.tokenizer.decode(prompt.tokens, skip_special)

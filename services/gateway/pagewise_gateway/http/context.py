@@ -6,11 +6,13 @@ from typing import ClassVar
 
 from aiohttp import web
 
+from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
+from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -42,7 +44,8 @@ class Service:
     """What request handlers use.
 
     ``write_timeout``: seconds that a client may take to read what was written. ``answering``: requests of clients that
-    have limits. ``parsing``: turns at parsing large bodies. ``turns``: turns at what is short.
+    have limits. ``parsing``: turns at parsing large bodies. ``slices``: those of making answers. ``turns``: those at
+    what is short.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -53,8 +56,10 @@ class Service:
     limits: Limits
     write_timeout: float
     body_memory: BodyMemory
+    answer_memory: AnswerMemory
     answering: Answering
     parsing: Turns
+    slices: Slices
     turns: LoopTurns
 
     async def encode(self, text: str, add_special_tokens: bool, key: str) -> "array[int]":

@@ -1,14 +1,14 @@
 """Runs the generation that an HTTP request asks for: submits it, reads its deltas, aborts it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from aiohttp import web
-from pagewise_shared.protocol import TokenLogprobs
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_gateway.generation import GenerationRequest, Prompt, SequenceDelta
+from pagewise_gateway.generation import GenerationRequest, PackedLogprobs, Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, client_request_id
+from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
@@ -29,13 +29,15 @@ class Generation:
         sampling: SamplingParams,
         n: int,
         request: web.Request,
-        counted: LiveRequest | None = None,
+        intake: Intake,
+        prompt_bytes: int,
     ) -> None:
-        """``counted``: what the request is counted as already, if its API key has limits."""
+        """``intake``: what is held for the request. ``prompt_bytes``: what ``AnswerSize.reserve`` returned."""
         self.n = n
         client = request[CLIENT]
         self._link = link
-        self._counted = counted
+        self._intake = intake
+        self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._request = GenerationRequest(
             request_id=request[REQUEST_ID],
             client_request_id=client_request_id(request),
@@ -54,11 +56,12 @@ class Generation:
             arrival_time=monotonic(),
             key=client.name,
             limits=client.limits,
+            prompt_bytes=prompt_bytes,
         )
         self._live: LiveRequest
 
     def __enter__(self) -> "Generation":
-        self._live = self._link.submit(self._request, self._counted)
+        self._live = self._link.submit(self._request, self._intake.counted, self._intake.answer)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +76,7 @@ class Generation:
         return await self._live.next()
 
     def follow(self, ready: Callable[[], bool], tell: Callable[[list[SequenceDelta]], None]) -> None:
-        """From now on, call ``tell`` with deltas as they arrive, whenever ``ready`` returns true.
+        """Until ``news`` returns, call ``tell`` with deltas as they arrive, whenever ``ready`` returns true.
 
         This does not wake a task for every token, which would take as long as all other work on it. Deltas that arrive
         while ``ready`` returns false, and the last ones, come from ``news``.
@@ -87,23 +90,26 @@ class Generation:
 
         self._live.follow(follower)
 
-    async def outputs(self) -> list[SequenceDelta]:
-        """Wait until all choices have ended. Returns one delta for each, in order.
+    async def outcome(self) -> Iterator[SequenceDelta]:
+        """Wait until all choices have ended. Returns one delta for each, in order, which is made when it is taken.
 
         Raises:
             GenerationError: the request was not accepted, or failed.
+            OverloadedError: its answer takes more memory than there is.
         """
-        deltas = await self._live.next()  # all of them: the request is ``whole``
-        await self._live.next()
-        return sorted(deltas, key=lambda delta: delta.index)
+        return await self._live.outcome()
 
-    def prompt_logprobs(self, index: int) -> list[TokenLogprobs]:
+    @property
+    def num_unread(self) -> int:
+        """How many tokens have arrived that ``news`` has not returned, or a few more."""
+        return self._live.num_unread
+
+    def prompt_logprobs(self, index: int) -> PackedLogprobs:
         """Return the log-probabilities of a choice's prompt, if requested. They are complete before its first delta."""
         return self._live.outputs[index].prompt.logprobs
 
     def usage(self) -> Usage:
         """Return the token counts so far."""
-        live = self._live
-        prompt = sum(len(one.tokens) for one in self._request.prompts)
+        live, prompt = self._live, self._num_prompt_tokens
         output = live.num_output_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))

@@ -1,4 +1,4 @@
-"""What is held for a request from its head on: its count at its API key, and memory for its body."""
+"""What is held for a request from its head on: its count at its API key, and memory for its body and its answer."""
 
 import asyncio
 from time import monotonic
@@ -7,9 +7,11 @@ from aiohttp import web
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import GenerationRequest
-from pagewise_gateway.http.body_memory import BodyMemory, Reservation
+from pagewise_gateway.http.answer_memory import AnswerMemory
+from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.errors import OverloadedError
+from pagewise_gateway.http.memory_budget import Reservation
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 
@@ -63,13 +65,17 @@ class Intake:
     bodies read and parsed at a time, and those that are refused would cost it nothing.
 
     Fields:
-        memory: what is taken for its body. counted: what it is counted as; None: its key has no limits.
+        memory: what is taken for its body. answer: what is taken for its answer.
+        counted: what it is counted as; None: its key has no limits.
     """
 
     KEY: web.RequestKey["Intake"]
 
-    def __init__(self, client: Client, request_id: str, memory: BodyMemory, answering: Answering) -> None:
+    def __init__(
+        self, client: Client, request_id: str, memory: BodyMemory, answers: AnswerMemory, answering: Answering
+    ) -> None:
         self.memory = Reservation(memory, client.name)
+        self.answer = Reservation(answers, client.name)
         self.counted: LiveRequest | None = None
         self.arrival_time = monotonic()
         self._client, self._request_id = client, request_id
@@ -102,6 +108,7 @@ class Intake:
     def close(self) -> None:
         """The request is answered. What it was counted as ends, unless the request has taken its place."""
         self.memory.release()
+        self.answer.release()
         if self._begun:
             self._begun = False
             self._answering.end(self._client)

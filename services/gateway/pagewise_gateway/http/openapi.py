@@ -5,9 +5,11 @@ from typing import Any
 
 import msgspec
 
+from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.parsing import BODY_SECONDS
 from pagewise_gateway.http.responses import (
     ChatChunk,
@@ -44,14 +46,16 @@ _GETS: dict[str, tuple[str, type | None]] = {
     "/debug/requests/{request_id}": ("A request's blocks and their history, by our id or your X-Request-Id.", None),
 }
 _ERRORS = {
-    400: "The request is wrong; param names the field.",
+    400: "The request is wrong; param names the field. An answer that is not a stream may take {answer} bytes: "
+    "24 for a token, 64 for each log-probability, 8 for each token of a prompt that a choice repeats.",
     401: "The API key is missing or not valid.",
     404: "No such model.",
     408: f"The body did not arrive within {BODY_SECONDS:g} s.",
     413: "The body is larger than {max_body_bytes} bytes.",
     415: "The body is not declared as JSON.",
-    429: "The queue is full, the API key is over one of its limits, or bodies take too much memory at the same time "
-    "({memory} bytes, those of one API key {share}); Retry-After says when to try again.",
+    429: "The queue is full, the API key is over one of its limits, or bodies or answers take too much memory at the "
+    "same time (bodies {memory} bytes, those of one API key {share}; answers {answers} and {answer}); Retry-After says "
+    "when to try again.",
     500: "The server failed.",
     503: "No scheduler answers, or no executor is ready.",
 }
@@ -64,12 +68,23 @@ _OPERATORS = "The API key is not an operator's."
 _REF = "#/components/schemas/{name}"
 
 
-def document(version: str, model_name: str, max_body_bytes: int, memory: BodyMemory) -> dict[str, Any]:
-    """Return the document as plain JSON values. ``max_body_bytes``, ``memory``: what bodies may take."""
-    limits = {"max_body_bytes": max_body_bytes, "memory": memory.total, "share": memory.share}
+def document(
+    version: str, limits: Limits, max_body_bytes: int, memory: BodyMemory, answers: AnswerMemory
+) -> dict[str, Any]:
+    """Return the document as plain JSON values. ``max_body_bytes``, ``memory``, ``answers``: what requests may take."""
+    sizes = {
+        "max_body_bytes": max_body_bytes,
+        "memory": memory.total,
+        "share": memory.share,
+        "answers": answers.total,
+        "answer": answers.share,
+    }
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
     _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
-    paths: dict[str, Any] = {path: {"post": _post(path, limits)} for path in _POSTS}
+    for kind in (CompletionRequest, ChatRequest):
+        for name in ("n", "best_of"):
+            components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
+    paths: dict[str, Any] = {path: {"post": _post(path, sizes)} for path in _POSTS}
     paths |= {path: {"get": _get(path)} for path in _GETS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
     text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -77,7 +92,7 @@ def document(version: str, model_name: str, max_body_bytes: int, memory: BodyMem
     paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"Pagewise, serving {model_name}", "version": version},
+        "info": {"title": f"Pagewise, serving {limits.model_name}", "version": version},
         "paths": paths,
         "components": {
             "schemas": dict(sorted(components.items())),
@@ -87,7 +102,7 @@ def document(version: str, model_name: str, max_body_bytes: int, memory: BodyMem
     }
 
 
-def _post(path: str, limits: dict[str, int]) -> dict[str, Any]:
+def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
     responses = _good(_ref(answer))
     if event is not None:
@@ -96,10 +111,10 @@ def _post(path: str, limits: dict[str, int]) -> dict[str, Any]:
         data = {"anyOf": [{"const": "[DONE]"}, chunk]}
         item = {"type": "object", "required": ["data"], "properties": {"data": data}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    responses |= {str(status): _error(text.format_map(limits)) for status, text in _ERRORS.items()}
+    responses |= {str(status): _error(text.format_map(sizes)) for status, text in _ERRORS.items()}
     body = {
         "required": True,
-        "description": _BODY.format_map(limits),
+        "description": _BODY.format_map(sizes),
         "content": {"application/json": {"schema": _ref(request)}},
     }
     return _operation(summary, responses) | {"requestBody": body}

@@ -50,7 +50,9 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
         InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
     service, client = request.app[Service.KEY], request[CLIENT]
-    intake = request[Intake.KEY] = Intake(client, request[REQUEST_ID], service.body_memory, service.answering)
+    intake = request[Intake.KEY] = Intake(
+        client, request[REQUEST_ID], service.body_memory, service.answer_memory, service.answering
+    )
     await intake.count(service.link)
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:

@@ -1,16 +1,14 @@
 """What the responses of ``/v1/completions`` and ``/v1/chat/completions`` have in common."""
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Generic, TypeVar
 
 from aiohttp import web
-from msgspec import Raw
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.context import Service
+from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse
 from pagewise_gateway.http.schema import GenerationFields
@@ -18,26 +16,19 @@ from pagewise_gateway.http.sse import encode, event, stream_events
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
-WholeT = TypeVar("WholeT")
 
-_AT_A_TIME_SECONDS = 0.01
-"""How long choices of a whole answer are made before others run: with log-probabilities, each may take 0.1 s."""
-
-
-async def encoded_choices(choices: Iterable[WholeT]) -> list[WholeT]:
-    """Return the choices of a whole answer as they are made, each encoded already. Others run in between."""
-    encoded: list[Raw] = []
-    began = time.monotonic()
-    for choice in choices:
-        encoded.append(Raw(encode(choice)))
-        if time.monotonic() - began > _AT_A_TIME_SECONDS:
-            await asyncio.sleep(0)
-            began = time.monotonic()
-    return cast("list[WholeT]", encoded)  # the encoder copies them into the answer
+_NO_CHOICES = b'"choices":[]'
+"""Where the choices of an answer go. Nothing else of its JSON looks so: in a string the quotes would be escaped."""
+_FEW = 32
+"""Tokens whose events are made as they arrive, even if they carry more than text."""
 
 
 class Responder(ABC, Generic[ChunkT, ChoiceT]):
-    """Turns what a generation brings into the response to its request: a stream of events, or one JSON body."""
+    """Turns what a generation brings into the response to its request: a stream of events, or one JSON body.
+
+    What takes long is made in pieces (see ``Slices``). Generators yield those that are done, and an empty one whenever
+    others may run.
+    """
 
     def __init__(
         self,
@@ -59,18 +50,39 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         self._usage_in_every_chunk = bool(self._usage_wanted and options and options.continuous_usage_stats)
         # Most chunks carry nothing but text, and are made from a template.
         self._only_text = not (self._usage_in_every_chunk or body.return_token_ids or logprobs)
+        self._repeats = False
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
         if self._body.stream:
-            return await stream_events(request, self._generation, self.events, self.last)
-        return web.Response(body=encode(await self.answer()), content_type="application/json")
+            return await stream_events(request, self._generation, self)
+        pieces = self._answer_pieces(await self._generation.outcome())
+        body = bytearray()
+        while (piece := await self._service.slices.next(request[CLIENT].name, pieces)) is not None:
+            body += piece
+        return web.Response(body=body, content_type="application/json")
+
+    # ---- for ``stream_events`` -----------------------------------------------------------------------
+
+    @property
+    def cheap(self) -> bool:
+        """Whether all events are made so fast that there is no need for slices."""
+        return self._only_text and not self._repeats
+
+    def quick(self) -> bool:
+        """Whether the events of what has arrived may be made at once."""
+        return not self._repeating() and self._generation.num_unread <= _FEW and self._service.slices.room()
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """Return the events for these deltas."""
         if len(news) == 1:
             return self._event(news[0])
         return b"".join([self._event(delta) for delta in news])
+
+    def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the same in pieces."""
+        for delta in news:
+            yield from self._event_pieces(delta)
 
     def last(self) -> bytes:
         """Return the event with the token counts that ends a stream, or nothing if the client did not ask for it."""
@@ -80,13 +92,37 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         chunk.usage = self._generation.usage()
         return event(chunk)
 
+    # ---- inside --------------------------------------------------------------------------------------
+
     @abstractmethod
-    async def answer(self) -> ChatResponse | CompletionResponse:
-        """Wait until all outputs have ended, and return the one body that has them all."""
+    def _answer(self) -> ChatResponse | CompletionResponse:
+        """Return the whole answer without its choices."""
+
+    @abstractmethod
+    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, object]:
+        """Return one choice of the whole answer."""
 
     @abstractmethod
     def _event(self, delta: SequenceDelta) -> bytes:
         """Return the events for this delta; there may be none."""
+
+    @abstractmethod
+    def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
+        """Yield the same in pieces."""
+
+    def _repeating(self) -> bool:
+        """Whether some choice has not sent yet what it repeats of its prompt."""
+        return False
+
+    def _answer_pieces(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        before, after = encode(self._answer()).split(_NO_CHOICES)
+        yield before + _NO_CHOICES[:-1]
+        comma = b""
+        for delta in outputs:
+            choice = yield from self._whole_choice(delta)
+            yield comma + encode(choice)
+            comma = b","
+        yield _NO_CHOICES[-1:] + after
 
     def _chunk(self, choices: list[ChoiceT]) -> ChunkT:
         """Return a chunk of the stream with these choices."""

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from pagewise_gateway.generation import GenerationError, SequenceDelta
-from pagewise_gateway.http.context import REQUEST_ID, Service
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.writing import in_time
@@ -99,32 +101,68 @@ class EventWriter:
         return await self.finish()
 
 
-async def stream_events(
-    request: web.Request,
-    generation: Generation,
-    events: Callable[[list[SequenceDelta]], bytes],
-    last: Callable[[], bytes],
-) -> web.StreamResponse:
-    """Answer with a stream: ``events`` of all deltas as they arrive, then ``last``, then ``[DONE]``.
+class EventSource(Protocol):
+    """What makes the events of a stream."""
+
+    @property
+    def cheap(self) -> bool:
+        """Whether all events are made so fast that there is no need for slices."""
+
+    def quick(self) -> bool:
+        """Whether the events of what has arrived may be made at once."""
+
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """Return the events for these deltas."""
+
+    def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the same in pieces."""
+
+    def last(self) -> bytes:
+        """Return the event that ends a stream before ``[DONE]``, or nothing."""
+
+
+async def stream_events(request: web.Request, generation: Generation, source: EventSource) -> web.StreamResponse:
+    """Answer with a stream: events of all deltas as they arrive, then the last one, then ``[DONE]``.
 
     The response begins with the first deltas. So a request that fails before them still gets an error status, and
     clients that measure the time to the first event measure the time to the first token.
     """
-    writer = EventWriter(request)
+    writer, slices, key = EventWriter(request), request.app[Service.KEY].slices, request[CLIENT].name
+    ready, tell = writer.ready, lambda news: writer.write(source.events(news))
+    if not source.cheap:
+
+        def ready() -> bool:
+            return writer.ready() and source.quick()
+
+        def tell(news: list[SequenceDelta]) -> None:
+            began = monotonic()
+            writer.write(source.events(news))
+            slices.spend(monotonic() - began)
+
     try:
         while news := await generation.news():
-            await writer.send(events(news))
-            generation.follow(writer.ready, lambda news: writer.write(events(news)))
+            if source.cheap:
+                await writer.send(source.events(news))
+            else:
+                pieces = source.pieces(news)
+                del news  # each delta is let go when its events are made
+                while (piece := await slices.next(key, pieces)) is not None:
+                    await writer.send(piece)
+            generation.follow(ready, tell)
     except GenerationError as error:
         if not writer.response.prepared:
             raise
         return await writer.fail(failure(error))
     except (ConnectionError, asyncio.CancelledError):
         raise
+    except APIError as error:
+        if not writer.response.prepared:
+            raise
+        return await writer.fail(error)
     except Exception:
         if not writer.response.prepared:
             raise
         log.exception("request %s failed", request[REQUEST_ID])
         return await writer.fail(InternalError("internal error"))
-    await writer.send(last() + DONE)
+    await writer.send(source.last() + DONE)
     return await writer.finish()

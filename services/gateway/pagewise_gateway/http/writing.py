@@ -47,7 +47,7 @@ async def write_if_large(request: web.Request, response: web.StreamResponse) -> 
     if not isinstance(response, web.Response) or transport is None or request.method == hdrs.METH_HEAD:
         return
     body = response.body
-    if not isinstance(body, bytes) or len(body) + transport.get_write_buffer_size() <= _PIECE:
+    if not isinstance(body, (bytes, bytearray)) or len(body) + transport.get_write_buffer_size() <= _PIECE:
         return
     transport.set_write_buffer_limits(0)  # from now on, waiting ends when nothing is left of what was written
     await response.prepare(request)

@@ -41,6 +41,8 @@ SILENCE_SECONDS = 5.0
 _LONGEST_HEARTBEAT_MS = 60_000
 _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
+_FRAMES_SECONDS = 0.01
+"""How long frames are taken one after the other before others run."""
 
 
 class Handler(Protocol):
@@ -226,8 +228,13 @@ class SchedulerConnection:
                 await self._socket.send(self._outbox.popleft())
 
     async def _receive(self) -> None:
+        paused = monotonic()
         while True:
             self.take(await self._socket.recv())
+            # Frames that are there already come without a pause, and a backlog of them would hold up everything else.
+            if monotonic() - paused > _FRAMES_SECONDS:
+                await asyncio.sleep(0)
+                paused = monotonic()
 
     def take(self, frame: bytes) -> None:
         """Handle a frame from the scheduler.

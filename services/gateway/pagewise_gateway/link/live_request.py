@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 from pagewise_shared.protocol import FinishReason
@@ -10,6 +10,7 @@ from pagewise_shared.protocol import FinishReason
 from pagewise_gateway.generation import (
     AdmissionError,
     GenerationRequest,
+    Held,
     SequenceDelta,
     SlowReaderError,
 )
@@ -20,9 +21,11 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MOST_UNREAD = 32_768
-"""How many entries per prompt may wait for the client before its request is stopped. An entry is a token, or one of the
-alternatives that are listed with its log-probability."""
+MOST_UNREAD = 32 * 1024 * 1024
+"""Bytes of a stream that may wait for the client before its request is stopped, as ``token_bytes`` counts them."""
+_FREE = 65_536
+"""Bytes that each request may have without taking memory for them, as most do."""
+_STEP = 65_536
 
 
 class LiveRequest:
@@ -34,6 +37,7 @@ class LiveRequest:
         stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
         refusal: why it was not accepted when it was last submitted again.
+        num_taken: tokens that have arrived. num_cached_tokens: of the prompts, those that were found in a prefix cache.
         counted_as: the request without prompts whose place it takes when it is submitted, if there is one.
         ended: whether nothing comes any more. ``on_end`` is called once then.
 
@@ -48,7 +52,9 @@ class LiveRequest:
         metrics: Metrics,
         on_news: Callable[["LiveRequest"], None],
         on_end: Callable[["LiveRequest"], None],
+        held: Held | None = None,
     ) -> None:
+        """``held``: the memory that is taken for the answer; without it, only ``MOST_UNREAD`` bounds what is unread."""
         self.request = request
         self.stop_strings = StopStrings(request.stop, request.include_stop_str_in_output) if request.stop else None
         self.stream: int | None = None
@@ -57,6 +63,7 @@ class LiveRequest:
         self.refusal: AdmissionError | None = None
         self.counted_as: LiveRequest | None = None
         self.ended = False
+        self.num_taken = self.num_cached_tokens = 0
         self.prompts: list[LivePrompt] = []
         self.outputs: list[Output] = []
         for prompt in request.prompts:
@@ -68,7 +75,10 @@ class LiveRequest:
         self._on_news, self._on_end = on_news, on_end
         self._changed: list[Output] = []
         self._unread = 0
-        self._most_unread = MOST_UNREAD // (1 + (request.sampling.logprobs or 0)) * len(request.prompts)
+        self._held = held
+        self._token_bytes = request.token_bytes
+        reserved = held.size - request.prompt_bytes if held is not None else 0
+        self._may_wait = max(_FREE, reserved) // self._token_bytes  # tokens, before more memory is taken
         self._bounded = not request.chooses and not request.whole
         self._admitted = False
         self._error: Exception | None = None
@@ -86,14 +96,30 @@ class LiveRequest:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
             Exception: whatever a follower has raised.
         """
-        while not self._changed or (self.request.whole and not self.ended):
+        self._let_go()
+        while not self._changed:
             if self._error is not None:
                 raise self._error
             if self.ended or self._admitted:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._follower = None
         return self.take_news()
+
+    async def outcome(self) -> Iterator[SequenceDelta]:
+        """Wait until all outputs have ended. Returns one delta for each, in order, which is made when it is taken.
+
+        Raises:
+            GenerationError: the request was not accepted, or failed.
+            Exception: there was not enough memory for its answer.
+        """
+        while not self.ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        return (output.news() for output in self.outputs)
 
     def take_news(self) -> list[SequenceDelta]:
         """Return the deltas that there are now."""
@@ -102,7 +128,7 @@ class LiveRequest:
         return [output.news() for output in changed]
 
     def follow(self, follower: Callable[[], bool]) -> None:
-        """From now on, call ``follower`` when there are new deltas.
+        """Call ``follower`` when there are new deltas, until ``next`` returns some.
 
         It takes them and returns true, or it returns false and leaves them to ``next``. The last ones always come from
         ``next``.
@@ -133,12 +159,12 @@ class LiveRequest:
     @property
     def num_output_tokens(self) -> int:
         """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
-        return sum(len(output.tokens) for output in self.outputs if output.prompt.given.max_tokens)
+        return self.num_taken if self.request.prompts and self.request.prompts[0].max_tokens else 0
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found in a prefix cache."""
-        return sum(prompt.cached_tokens for prompt in self.prompts)
+    def num_unread(self) -> int:
+        """How many tokens and ends of outputs wait for the client."""
+        return len(self._changed) + self._unread
 
     def finish_reasons(self) -> list[FinishReason]:
         """Return why each output of a request that has ended did so."""
@@ -174,12 +200,8 @@ class LiveRequest:
     def count_unread(self) -> None:
         """Count a token that has arrived before the client has read the one before it."""
         self._unread += 1
-        if self._unread > self._most_unread and self._bounded and not self.ended:
-            log.info("request %s: its client has left too much unread, stopping the request", self.request.request_id)
-            self._metrics.slow_readers.inc()
-            self._error = SlowReaderError("the response was not read fast enough")
-            self._end("abort")
-            self._changed.clear()
+        if self._unread > self._may_wait and not self.ended:
+            self._take_memory()
 
     def output_finished(self, output: Output, reason: FinishReason, now: float) -> None:
         """An output has ended."""
@@ -223,6 +245,33 @@ class LiveRequest:
             if not output.finished:
                 output.finish("abort", -1, now)
         self._end("abort")
+
+    def _take_memory(self) -> None:
+        """Take memory for what waits for the client, and for a little more. Without it the request ends."""
+        size = self._unread * self._token_bytes
+        try:
+            if self._bounded and size > MOST_UNREAD:
+                self._metrics.slow_readers.inc()
+                raise SlowReaderError(
+                    f"the response was not read as fast as its tokens came: {self._unread} of them take {size} bytes, "
+                    f"at most {MOST_UNREAD} may wait"
+                )
+            size = min(size + _STEP, MOST_UNREAD) if self._bounded else size + _STEP
+            if self._held is not None:
+                most = self.request.n * sum(prompt.max_tokens for prompt in self.request.prompts) * self._token_bytes
+                self._held.grow_to(self.request.prompt_bytes + min(size, most))
+            self._may_wait = size // self._token_bytes
+        except Exception as error:
+            log.info("request %s is stopped: %s", self.request.request_id, error)
+            self._error = error
+            self._end("abort")
+            self._changed.clear()
+
+    def _let_go(self) -> None:
+        """Give the memory back that was taken for what the client has read by now."""
+        if self._held is not None and self._held.size > self.request.prompt_bytes:
+            self._held.shrink_to(self.request.prompt_bytes)
+            self._may_wait = _FREE // self._token_bytes
 
     def _end(self, reason: FinishReason) -> None:
         now = monotonic()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import FinishReason, Started, StreamProgress, TokenLogprobs
 
-from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.generation import PackedLogprobs, Prompt, SequenceDelta
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class Output:
         # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
         self._pending = False
         self._parts: list[str] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: PackedLogprobs | None = None
         self._told = 0
         self._delta_finish: tuple[FinishReason, str | int | None] | None = None
 
@@ -79,6 +79,7 @@ class Output:
         else:
             self._first(now)
         self.tokens.append(token)
+        self._live.num_taken += 1
         if token != self.hidden and (fresh := self._push(token)):
             self._parts.append(fresh)
         if self._pending:
@@ -90,6 +91,8 @@ class Output:
 
     def take_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the last token."""
+        if self._logprobs is None:
+            self._logprobs = PackedLogprobs()
         self._logprobs.append(entry)
 
     def expect_stop(self, token: int) -> None:
@@ -123,15 +126,15 @@ class Output:
         self._pending = False
         parts, self._parts = self._parts, []
         delta = SequenceDelta(self.index, "".join(parts))
-        if self._logprobs:
-            delta.logprobs, self._logprobs = self._logprobs, []
+        if self._logprobs is not None:
+            delta.logprobs, self._logprobs = self._logprobs, None
         if self._live.request.wants_token_ids:
             delta.token_ids = self.tokens[self._told :].tolist()
             self._told = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
         if not self.prompt.given.max_tokens:  # a token may have been computed nevertheless
-            delta.text, delta.token_ids, delta.logprobs = "", [], []
+            delta.text, delta.token_ids, delta.logprobs = "", [], None
         return delta
 
     @property
@@ -181,6 +184,7 @@ class LivePrompt:
     """
 
     __slots__ = (
+        "_known",
         "_metrics",
         "_started",
         "cached_tokens",
@@ -197,7 +201,8 @@ class LivePrompt:
         self.live = live
         self.given = prompt
         self.index = index
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs = PackedLogprobs()
+        self._known = 0
         self.cached_tokens = 0
         self.queue_seconds: float | None = None
         self.unfinished = live.request.n
@@ -211,6 +216,7 @@ class LivePrompt:
             return
         self._started = True
         self.cached_tokens = started.cached_tokens
+        self.live.num_cached_tokens += started.cached_tokens
         waited = self.live.submission_time - self.live.request.arrival_time
         self.queue_seconds = waited + started.queue_us / 1e6
         self._metrics.prompt_tokens.inc(len(self.given.tokens))
@@ -225,8 +231,10 @@ class LivePrompt:
 
     def take_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
         """Add the log-probabilities of one prefill chunk. Those of a chunk that was computed again are dropped."""
-        known = self.logprobs[-1].index if self.logprobs else 0
-        self.logprobs += [entry for entry in entries if entry.index > known]
+        for entry in entries:
+            if entry.index > self._known:
+                self.logprobs.append(entry)
+                self._known = entry.index
 
     def end(self, now: float) -> None:
         """All outputs of the prompt have ended."""

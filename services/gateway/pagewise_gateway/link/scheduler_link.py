@@ -26,7 +26,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
-from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest
+from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest, Held
 from pagewise_gateway.link.connection import SchedulerConnection
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import StreamTable
@@ -141,16 +141,19 @@ class SchedulerLink:
         self._metrics.requests_refused("no_executor").inc()
         raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
 
-    def submit(self, request: GenerationRequest, counted_as: LiveRequest | None = None) -> LiveRequest:
+    def submit(
+        self, request: GenerationRequest, counted_as: LiveRequest | None = None, held: Held | None = None
+    ) -> LiveRequest:
         """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
 
         ``counted_as``: the request without prompts that it was counted as. It ends when this one takes its place.
+        ``held``: the memory that is taken for its answer.
 
         Raises:
             AdmissionError: this gateway accepts no more requests.
         """
         self._check_open()
-        live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended)
+        live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended, held)
         live.counted_as = counted_as
         self._live[live] = None
         self._idle.clear()
