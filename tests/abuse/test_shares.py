@@ -24,7 +24,7 @@ def opened(server: Served, body: dict[str, Any]) -> socket.socket:
     address, content = urlsplit(server.url), json.dumps(body).encode()
     connection = socket.create_connection((address.hostname or "", address.port or 0), timeout=30)
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: server\r\nContent-Type: application/json\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: server\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {ABUSER}\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     connection.sendall(head.encode() + content)
@@ -50,7 +50,7 @@ def read_for(connection: socket.socket, seconds: float) -> int:
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "options"),
     [
-        pytest.param(2, 2000, ("--num-blocks=65536",), id="all rows"),
+        pytest.param(2, 4000, ("--num-blocks=65536",), id="all rows"),
         pytest.param(8, 4000, (), id="all rows, and all blocks again and again"),
         pytest.param(4, 4000, ("--num-blocks=1024", "--max-num-seqs=512"), id="all blocks"),
     ],
