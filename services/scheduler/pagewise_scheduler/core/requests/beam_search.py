@@ -4,7 +4,7 @@ Source: transformers' beam search (``GenerationMixin._beam_search``), whose scor
 find the same sequences. The blocks of hypotheses are shared like those of any fork.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
@@ -40,7 +40,7 @@ class BeamSearch:
     ended: list[Ended] = field(default_factory=list)
 
     def advance(
-        self, histories: Sequence[Sequence[int]], candidates: list[list[tuple[int, float]]]
+        self, histories: Sequence[Sequence[int]], candidates: Sequence[Iterable[tuple[int, float]]]
     ) -> list[Continuation] | None:
         """The hypotheses that go on, best first; None: the search is over and ``ended`` holds its results.
 
@@ -68,7 +68,7 @@ class BeamSearch:
             return None
         return living
 
-    def _continuations(self, parent: int, best_first: list[tuple[int, float]]) -> Iterator[Continuation]:
+    def _continuations(self, parent: int, best_first: Iterable[tuple[int, float]]) -> Iterator[Continuation]:
         score = self.scores[parent]
         return (Continuation(parent, token, score + logprob) for token, logprob in best_first)
 

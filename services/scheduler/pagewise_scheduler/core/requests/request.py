@@ -70,6 +70,7 @@ class Sequence:
         last_step: last step planned that runs it.
         path: cached blocks it was last seen to begin with, while it waits.
         logprob: of its output tokens together, if its request chooses the likeliest.
+        num_tokens_preempted: output tokens that it had when it was preempted last.
         history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
             each ``Preempted``.
         num_passed: times others were started before it while it was the first to wait.
@@ -93,6 +94,7 @@ class Sequence:
     length_due: int = 0
     last_step: int = 0
     num_preemptions: int = 0
+    num_tokens_preempted: int = 0
     path: list[CachedBlock] = field(default_factory=list)
     num_passed: int = 0
     logprob: float = 0.0
@@ -124,6 +126,13 @@ class Sequence:
     def finished(self) -> bool:
         """Whether it takes no more tokens."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_used(self) -> int | None:
+        """What eviction learns from its end: output tokens, or None because others tell it. The outputs of one
+        request are one use of its prompt."""
+        last = all(other.finished or other is self for other in self.request.sequences)
+        return len(self.output_token_ids) if last and not self.request.chooses else None
 
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""

@@ -38,19 +38,29 @@ class Admission:
         if stop <= sequence.num_tokens:
             self._busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
 
-    def next(self, room: int, oldest_step: int | None) -> tuple[Sequence, CachedPrefix] | None:
+    def next(
+        self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
+    ) -> tuple[Sequence, CachedPrefix] | None:
         """Who starts, and the longest prefix it begins with; None: nobody can.
 
-        ``room``: blocks that a start may take. ``oldest_step``: the oldest step in flight, if any; whoever takes part
-        in it or a later one has to wait.
+        ``room``: blocks that there are, ``watermark`` of which stay free unless ``favoured`` is next. ``oldest_step``:
+        the oldest step in flight, if any; whoever takes part in it or a later one has to wait.
         """
-        if room <= 0:
+        if room <= (watermark if favoured is None else 0):
             return None
         for head in self._waiting.heads(_WINDOW):
             best = self._best(head, oldest_step)
             if best is not None:
-                return self._start(head, best, room)
+                return self._start(head, best, room if head is favoured else room - watermark)
         return None
+
+    def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
+        """Blocks that a waiting sequence takes when it starts; None: it waits for something else than room."""
+        if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
+            return None
+        if self._is_computed_elsewhere(sequence, self._find(sequence)):
+            return None
+        return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
     def _best(self, head: Sequence, oldest_step: int | None) -> Sequence | None:
         """Of the window of ``head``, who can start with the longest prefix; None: they all wait for something, and it

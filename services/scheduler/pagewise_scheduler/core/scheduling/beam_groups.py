@@ -25,7 +25,7 @@ class _Group:
 
     search: BeamSearch
     members: list[Sequence]
-    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    candidates: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
 
 
 class BeamGroups:
@@ -55,11 +55,14 @@ class BeamGroups:
         if group is None:
             sequence.logprob += entry.logprob
             return
-        group.candidates[sequence] = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        group.candidates[sequence] = entry
         if len(group.candidates) < len(group.members):
             return
         histories = [member.output_token_ids for member in group.members]
-        continuations = group.search.advance(histories, [group.candidates[member] for member in group.members])
+        entries = [group.candidates[member] for member in group.members]
+        # Pairs as they are asked for: of all that the hypotheses have, few are looked at.
+        candidates = [zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in entries]
+        continuations = group.search.advance(histories, candidates)
         group.candidates.clear()
         if continuations is None:
             results = group.search.results(sequence.request.n)
@@ -103,28 +106,29 @@ class BeamGroups:
         histories = [parent.output_token_ids for parent in parents]
         members: list[Sequence] = []
         for one in continuations:
-            parent = parents[one.parent]
-            heir = heirs.setdefault(one.parent, parent)
-            if heir in members:  # the first to go on takes the blocks over, the others fork them
+            parent, history = parents[one.parent], histories[one.parent]
+            if one.parent not in heirs:  # the first to go on takes the blocks over, the others fork them
+                heir = heirs[one.parent] = parent
+            else:
                 heir = spare.pop() if spare else self._new_sequence(parent.request)
-                heir.table = self._fork(parent.table, len(histories[one.parent]) + parent.num_prompt_tokens)
+                heir.table = self._fork(parent.table, len(history) + parent.num_prompt_tokens)
+            heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
-        for heir, one in zip(members, continuations, strict=True):
-            heir.output_token_ids = array("i", (*histories[one.parent], one.token))
+            if not (heir.table.blocks and self._prefilling.rejoin(heir)):
+                self._let_wait(heir)
         group.members = members
-        for heir in members:
-            if heir.table.blocks and self._prefilling.rejoin(heir):
-                continue
-            if heir.table.blocks:
-                self._plan.copies.give_up(heir.table.blocks)
-                self._kv.free(heir.table, None)
-            heir.path = []
-            self._waiting.push(heir)
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
             unused.end(None)
         request = group.members[0].request
         request.sequences = [*members]
+
+    def _let_wait(self, heir: Sequence) -> None:
+        if heir.table.blocks:
+            self._plan.copies.give_up(heir.table.blocks)
+            self._kv.free(heir.table, None)
+        heir.path = []
+        self._waiting.push(heir)
 
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""

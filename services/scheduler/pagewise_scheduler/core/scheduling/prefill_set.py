@@ -11,6 +11,7 @@ from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCach
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
+from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
@@ -20,7 +21,8 @@ _WATERMARK = 0.01
 
 
 class PrefillSet:
-    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies.
+    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: which
+    keys have them.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
@@ -42,6 +44,7 @@ class PrefillSet:
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
+        self.shares = FairShares(kv, waiting, limits, recoveries.costs)
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -60,14 +63,38 @@ class PrefillSet:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
+        if not self.shares.may_keep_row(sequence):
+            return False
         sequence.status = SequenceStatus.PREFILL
-        sequence.row = self._free_rows.pop()
-        sequence.prefilled = False
+        self._take_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
         sequence.request.account.served += OUTPUT_WEIGHT
         self._members[sequence] = None
         self._plan.join(sequence, sequence.num_tokens - 1, self._root(sequence))
         return True
+
+    def _take_row(self, sequence: Sequence) -> None:
+        sequence.row = self._free_rows.pop()
+        sequence.prefilled = False
+        self.shares.take_row(sequence)
+
+    def who_makes_room(
+        self, step: int, decoding: list[Sequence], in_flight: ReadOnlyList[StepInFlight]
+    ) -> list[Sequence]:
+        """Whom to preempt before ``step`` for a sequence of another key that has waited for room in vain."""
+        if (head := self.shares.waits_in_vain(step)) is None:
+            return []
+        self._computing(in_flight)
+        needed = self._admission.num_needed(head, in_flight[0].step if in_flight else None)
+        if needed is None:
+            return []
+        running = len(decoding) + len(self._members)
+        lacks_row = not self._free_rows or running >= self._limits.max_num_seqs
+        # Those that decode go on taking blocks until what is freed now has come back from the steps in flight.
+        coming = 1 + (1 + len(in_flight)) * len(decoding) // self._kv.block_size
+        missing = needed + self._owed() + coming - self._kv.num_available - self._kv.num_retiring
+        everyone = [*self._members, *decoding]
+        return self.shares.victims(head, step, everyone, rows=int(lacks_row), needed=needed, missing=missing)
 
     def chunks(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
@@ -116,9 +143,8 @@ class PrefillSet:
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
             return chunks
-        owed = sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
-        # Whose prompts are being computed, or have been by a step in flight.
-        self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        owed = self._owed()
+        self._computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
         share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
         while (
@@ -127,8 +153,8 @@ class PrefillSet:
             and num_decoding + len(self._members) < self._limits.max_num_seqs
             and not self._plan_is_full
         ):
-            room = self._kv.num_available - owed - self._watermark(num_decoding + len(self._members))
-            start = self._admission.next(room, oldest)
+            watermark = self._watermark(num_decoding + len(self._members))
+            start = self._admission.next(self._kv.num_available - owed, oldest, watermark, self.shares.favoured)
             if start is None:
                 break
             sequence, prefix = start
@@ -138,6 +164,14 @@ class PrefillSet:
             self._admission.computing_too(sequence)
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
+
+    def _owed(self) -> int:
+        """Blocks that members will take for tokens that are known."""
+        return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
+
+    def _computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
+        """Tell whose prompts are being computed, or have been by a step in flight."""
+        self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
@@ -154,8 +188,7 @@ class PrefillSet:
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])
-        sequence.row = self._free_rows.pop()
-        sequence.prefilled = False
+        self._take_row(sequence)
         sequence.num_scheduled_tokens += size
         self._members[sequence] = None
         self._plan.join(sequence, prefix.num_tokens, self._root(sequence))

@@ -20,7 +20,6 @@ from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
@@ -75,6 +74,7 @@ class Scheduler:
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
+        self._shares = self._prefilling.shares
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
@@ -141,6 +141,7 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} is here already")
         request.create_sequences()
         self.waiting.arrive(request)
+        self._shares.arrive(request)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
@@ -175,8 +176,9 @@ class Scheduler:
             self._forget(sequence.request)
 
     def _forget(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
-        self._beam_groups.drop(request)
+        if self._requests.pop(request.request_id, None) is not None:
+            self._shares.leave(request)
+            self._beam_groups.drop(request)
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
@@ -188,6 +190,7 @@ class Scheduler:
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()
+        self._shares.clear()
         self._requests.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -207,6 +210,8 @@ class Scheduler:
             self._decoding.remove(sequence)
             self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
+        for sequence in self._prefilling.who_makes_room(step, self._decoding.order(), self.steps_in_flight):
+            self._preempt(sequence, "another key has less than its share")
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
@@ -235,7 +240,7 @@ class Scheduler:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring:
-                self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "decoding sequences need blocks")
+                self._preempt(self._shares.victim(self.running), "decoding sequences need blocks")
             elif self.steps_in_flight:
                 return False
         return True
@@ -259,7 +264,7 @@ class Scheduler:
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
-        self._preempt(choose_victim(self.running, self.kv.pool, self.costs), "prefills hold each other up")
+        self._preempt(self._shares.victim(self.running), "prefills hold each other up")
         return self.schedule(now)
 
     def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: dict[TransferKey, Load]) -> StepPlan:
@@ -336,8 +341,7 @@ class Scheduler:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
 
         ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
-        Returns the requests that failed for good: those of a step that had a single sequence and could not be made
-        smaller.
+        Returns the requests that failed for good: those of a step of one sequence that could not be made smaller.
         """
         step = self.steps_in_flight[0] if self.steps_in_flight and blame_step else None
         failed: list[Request] = []
@@ -362,6 +366,7 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
+        self._shares.leave_row(sequence)
         sequence.row = -1
         sequence.last_step = self.last_step
 
@@ -380,14 +385,7 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
-        self.kv.free(sequence.table, self.last_step if touched else None, self._use(sequence, ends))
-
-    def _use(self, sequence: Sequence, ends: bool) -> int | None:
-        """What eviction learns from the sequence's end. The outputs of one request are one use of its prompt."""
-        if not ends:
-            return PREEMPTED
-        last = all(other.finished or other is sequence for other in sequence.request.sequences)
-        return len(sequence.output_token_ids) if last and not sequence.request.chooses else None
+        self.kv.free(sequence.table, self.last_step if touched else None, sequence.num_used if ends else PREEMPTED)
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
@@ -396,5 +394,6 @@ class Scheduler:
         sequence.history.append(Preempted(self._now, reason, len(blocks), freed))
         self._vacate(sequence, ends=False)
         sequence.num_preemptions += 1
+        sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1
         self.waiting.push(sequence)

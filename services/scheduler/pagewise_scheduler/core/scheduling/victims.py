@@ -6,22 +6,26 @@ from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Sequence
 
 _CANDIDATES = 16
 
 
-def choose_victim(running: list[Sequence], pool: BlockPool, costs: CostModel) -> Sequence:
+def choose_victim(
+    running: list[Sequence], pool: BlockPool, costs: CostModel, account: Account | None = None
+) -> Sequence:
     """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
 
     Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
-    share becomes nobody's gain.
+    share becomes nobody's gain. ``account``: it should be a sequence of that key's, if there is one.
     """
     lowest = max(sequence.request.priority for sequence in running)
     first = min(running, key=_order)
-    latest = heapq.nlargest(
-        _CANDIDATES, (s for s in running if s.request.priority == lowest and s is not first), key=_order
-    )
+    others = [s for s in running if s.request.priority == lowest and s is not first]
+    if account is not None:
+        others = [s for s in others if s.request.account is account] or others
+    latest = heapq.nlargest(_CANDIDATES, others, key=_order)
     if not latest:
         return first
     return min(latest, key=lambda sequence: _seconds_per_block(sequence, pool, costs))
