@@ -135,6 +135,14 @@ def test_nothing_is_taken_for_granted(key: str, tmp_path: Path) -> None:
         read_llama_config(tmp_path)
 
 
+def test_an_adapter_is_left_to_transformers(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    read_llama_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotReadableError, match="adapter"):
+        read_llama_config(tmp_path)
+
+
 def test_the_log_says_why_transformers_loads_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build_model("llama", tmp_path)
     edit(tmp_path, lambda settings: settings.update(no_such_key=1))

@@ -144,6 +144,8 @@ def read_llama_config(path: Path) -> LlamaConfig:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise NotReadableError(f"config.json cannot be read: {error}") from error
+    if (path / "adapter_config.json").exists():
+        raise NotReadableError("it has an adapter")
     family = str(settings.get("model_type"))
     if family not in _CLASSES or settings.get("architectures") != [_CLASSES[family]]:
         raise NotReadableError(f"its architecture is {settings.get('architectures')}")
