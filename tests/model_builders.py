@@ -59,12 +59,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose decoder layers the executor computes by layers of its own."""
 
-def build_model(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
-    """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next)."""
+
+def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:
+    """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next).
+
+    ``more``: settings of its configuration that differ from the family's.
+    """
     name, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**settings)
+    config = getattr(transformers, name)(**settings | more)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,10 +1,11 @@
-"""How long ``make serve`` takes to its first token, and what the idle processes without torch weigh.
+"""How long ``make serve`` takes to its first token, the CPU time of each process until then, and what they weigh idle.
 
-    python -m benchmarks.start.run [--rounds 3] [--json FILE]
+    python -m benchmarks.start.run [--rounds 3] [--beside CHECKOUT] [--json FILE]
 
 Runs ``make serve`` (everything installed already) on the demo model, sends the request that its curl line shows as soon
-as the server says it serves, and stops the clock at the first token. Then reads the resident memory of the scheduler,
-the gateway, and ``pagewise serve`` itself.
+as the server says it serves, and stops the clock at the first token. It reads the CPU time of the scheduler, the
+gateway, the executor, and ``pagewise serve`` itself when the server is ready, and their resident memory a second later.
+``--beside``: another checkout, such as one of the commit before, whose starts take turns with those of this one.
 """
 
 import argparse
@@ -15,27 +16,33 @@ import statistics
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from benchmarks.processes import GATEWAY, SCHEDULER
+from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER
 from benchmarks.record import record_file, write_record
 
 ROOT = Path(__file__).parents[2]
 
 
-def one_start() -> dict[str, float]:
-    """Seconds from the command to ready and to the first token, and MB of the idle processes."""
+SIGNS = {"scheduler": SCHEDULER, "gateway": GATEWAY, "serve": "serve", "executor": EXECUTOR}
+"""A word in the command line of each process."""
+
+
+def one_start(checkout: Path) -> dict[str, float]:
+    """Seconds from the command to ready and to the first token, CPU seconds and resident MB of the processes."""
     began = time.perf_counter()
     process = subprocess.Popen(
         ["make", "--no-print-directory", "serve", "ARGS=--port 0 --log-level warning"],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=checkout, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         assert process.stdout is not None
         url = next(line.split(" at ")[1].split(" ")[0] for line in process.stdout if line.startswith("Serving "))
         ready = time.perf_counter() - began
+        cpu = of_processes(process.pid, "cpu_s", lambda one: sum(one.cpu_times()[:2]))
         body = {"prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0, "stream": True}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -46,36 +53,54 @@ def one_start() -> dict[str, float]:
                     break
             first = time.perf_counter() - began
         time.sleep(1)
-        return {"ready_s": ready, "first_token_s": first, **memory(process.pid)}
+        memory = of_processes(process.pid, "mb", lambda one: float(one.memory_info().rss) / 1e6)
+        without_torch = sum(memory.values()) - memory["executor_mb"]
+        return {"ready_s": ready, "first_token_s": first} | cpu | memory | {"without_torch_mb": without_torch}
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=30)
 
 
-def memory(pid: int) -> dict[str, float]:
-    """Resident MB (10^6 bytes) of the processes below ``pid`` that have no torch, and their sum."""
-    found = dict.fromkeys(("scheduler_mb", "gateway_mb", "serve_mb"), 0.0)
+def of_processes(pid: int, unit: str, measure: Callable[[psutil.Process], float]) -> dict[str, float]:
+    """What ``measure`` says of each process below ``pid``, as ``scheduler_unit`` and so on."""
+    found = {f"{name}_{unit}": 0.0 for name in SIGNS}
     for process in (one := psutil.Process(pid), *one.children(recursive=True)):
         words = process.cmdline()
-        for name, sign in (("scheduler_mb", SCHEDULER), ("gateway_mb", GATEWAY), ("serve_mb", "serve")):
+        for name, sign in SIGNS.items():
             if sign in words and "make" not in Path(words[0]).name:
-                found[name] += float(process.memory_info().rss) / 1e6
-    return {**found, "all_mb": sum(found.values())}
+                found[f"{name}_{unit}"] += measure(process)
+    return found
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each number."""
+    return {key: round(statistics.median(one[key] for one in rounds), 2) for key in rounds[0]}
+
+
+def show(title: str, medians: dict[str, float]) -> None:
+    print(f"{title}: ready after {medians['ready_s']} s, first token after {medians['first_token_s']} s")
+    for unit, what in (("cpu_s", "CPU seconds until ready"), ("mb", "idle, MB resident")):
+        print(f"  {what}: " + ", ".join(f"{name} {medians[f'{name}_{unit}']:.4g}" for name in SIGNS))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=Path, help="another checkout, with everything installed, which takes turns")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    rounds = [one_start() for _ in range(args.rounds)]
-    medians = {key: round(statistics.median(r[key] for r in rounds), 2) for key in rounds[0]}
-    print(f"make serve, installed: ready after {medians['ready_s']} s, first token after {medians['first_token_s']} s")
-    print(
-        "idle, MB resident: " + ", ".join(f"{name[:-3]} {medians[name]:.0f}" for name in medians if name.endswith("mb"))
-    )
+    rounds, others = [], []
+    for _ in range(args.rounds):
+        rounds.append(one_start(ROOT))
+        if args.beside is not None:
+            others.append(one_start(args.beside))
+    numbers: dict[str, object] = {"medians": summary(rounds), "rounds": rounds}
+    show("make serve, installed", summary(rounds))
+    if others:
+        numbers |= {"beside": {"medians": summary(others), "rounds": others}}
+        show(f"the same in {args.beside.name}", summary(others))
     if args.json:
-        write_record(args.json, {"medians": medians, "rounds": rounds})
+        write_record(args.json, numbers)
 
 
 if __name__ == "__main__":

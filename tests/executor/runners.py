@@ -8,6 +8,8 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
 
+from tests.executor.driver import request, run_requests
+
 BLOCK_SIZE = 8
 
 
@@ -38,3 +40,12 @@ def host_of(runner: ModelRunner) -> HostTier:
     host = runner._tiers[HOST]
     assert isinstance(host, HostTier)
     return host
+
+
+def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], list[float]]:
+    """What a runner samples for a few prompts, and the log-probabilities of it."""
+    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64))
+    requests = [request(list(range(5, 5 + n)), 12, f"r{n}", logprobs=0) for n in (3, 17, 40)]
+    _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)
+    tokens = {one.request_id: one.sequences[0].output_token_ids.tolist() for one in requests}
+    return tokens, [entry.logprob for output in outputs for entry in output.logprobs.values()]

@@ -1,6 +1,7 @@
 """The KV pool in each of its layouts: the same blocks, wherever their bytes lie."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from pagewise_executor.kv.block_store import BlockStore
@@ -44,9 +45,23 @@ def test_a_device_that_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(ModelError, match=r"not enough memory on cpu for a KV pool of .*--kv-memory"):
-        KVPool(EVEN, 7, 4, torch.float32, torch.device("cpu"))
+        KVPool(EVEN, 10**12, 4, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(torch, "zeros", full)  # as a GPU does it
+    with pytest.raises(ModelError, match=r"not enough memory on meta for a KV pool of .*--kv-memory"):
+        KVPool(EVEN, 7, 4, torch.float32, torch.device("meta"))
+
+
+def test_a_new_pool_on_the_cpu_is_zero_and_takes_no_memory_yet() -> None:
+    blocks = 2**18
+    size = blocks * bytes_per_block(EVEN, 4, torch.float32)
+    before = psutil.Process().memory_info().rss
+    pool = KVPool(EVEN, blocks, 4, torch.float32, torch.device("cpu"))
+    assert psutil.Process().memory_info().rss - before < size / 10
+    last = np.array([blocks - 1], np.int32)
+    assert not pool.gather(last).any()
+    pool.scatter(last, np.ones((1, pool.bytes_per_block), np.uint8))
+    assert pool.gather(last).all()
 
 
 def test_blocks_are_written_from_a_frame_that_may_only_be_read(device: torch.device) -> None:

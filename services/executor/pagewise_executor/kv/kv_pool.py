@@ -1,5 +1,6 @@
 """The KV pool: the device memory that blocks are made of, and how large it may be."""
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,8 @@ class KVPool:
 
     def _region(self, parts: int, size: int) -> torch.Tensor:
         try:
-            region = torch.zeros(parts, self.num_blocks, size, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
+            region = _zeros(parts * self.num_blocks * size, self.device).view(parts, self.num_blocks, size)
+        except (torch.OutOfMemoryError, OSError) as error:
             pool = size_text(self.num_blocks * self.bytes_per_block)
             raise ModelError(
                 f"not enough memory on {self.device} for a KV pool of {pool}: "
@@ -168,6 +169,19 @@ class KVPool:
 
     def _to_device(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device, non_blocking=True)
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    """Return ``size`` bytes that are zero: uint8 [size].
+
+    On the CPU, blocks take no physical memory before they are written for the first time: filling gigabytes with zeros
+    takes as long as importing torch. Not ``numpy.zeros``, which asks for huge pages: where those are emulated, as in
+    some virtual machines, writing to new memory took five times as long as with ordinary pages.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:

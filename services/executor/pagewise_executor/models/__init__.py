@@ -1,1 +1,1 @@
-"""Models: loading them through transformers, and making them fast."""
+"""Models: loading them, through transformers or without it, and making them fast."""

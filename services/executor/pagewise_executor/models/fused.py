@@ -4,12 +4,18 @@ Q, K and V are one matrix product, gate and up another, RoPE rotates queries and
 called directly. The results are the same up to the order of floating-point operations.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.models.operations import Operations
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from pagewise_executor.models.llama_config import LlamaConfig
 
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
@@ -24,7 +30,7 @@ class FusedDecoderLayer(nn.Module):
         assert isinstance(source, nn.Module)
         assert isinstance(mlp, nn.Module)
         self.self_attn = source  # for its ``paged_layer``; its projections move here
-        config: PretrainedConfig = source.config  # type: ignore[assignment]
+        config: LlamaConfig | PretrainedConfig = source.config  # type: ignore[assignment]
         self.head_dim = int(source.head_dim)  # type: ignore[arg-type]
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.scale = float(source.scaling)  # type: ignore[arg-type]

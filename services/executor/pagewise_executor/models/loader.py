@@ -1,4 +1,7 @@
-"""Loads a model through transformers, and says why a model cannot be served."""
+"""Loads a model, and says why a model cannot be served.
+
+transformers is imported only for models that need it, because that takes seconds.
+"""
 
 import hashlib
 import json
@@ -6,19 +9,21 @@ import logging
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from pagewise_executor.attention.paged import NAME
 from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.llama import LlamaCheckpoint
+from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.operations import TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
-from pagewise_executor.models.rope import fix_rope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +40,6 @@ class LoadedModel:
     """
 
     model: torch.nn.Module
-    config: PretrainedConfig
     fingerprint: str
     weights_changed: int
     vocab_size: int
@@ -55,32 +59,21 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     files = _weight_files(path)
-    for file in files:
-        _check_safetensors(file)
-    try:
-        model_config = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
-            path, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
-    text = model_config.get_text_config(decoder=True)
+    headers = {file: _checked_header(file) for file in files}
+    device = choose_device(config)
+    checkpoint = _llama_checkpoint(config, path, headers, device)
+    model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
+    text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text)
-    device, dtype = choose_device(config), choose_dtype(config, text)
+    dtype = choose_dtype(config, text)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     max_model_len = _max_model_len(config, text)
+    fixed: list[str] = []
     try:
-        model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
-            path,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-        )
-        model = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-        model.to(device)
-        if fixed := fix_rope(model, max_model_len):
-            log.info("%s rope fixed for sequences of up to %d tokens", fixed[0], max_model_len)
+        if checkpoint is not None:
+            model: torch.nn.Module = checkpoint.load(dtype)
+        else:
+            model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -95,7 +88,6 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
     return LoadedModel(
         model=model,
-        config=text,
         # A rope that was fixed for a length makes other keys with another length.
         fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else ""),
         weights_changed=max(file.stat().st_mtime_ns for file in files),
@@ -107,6 +99,62 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         shapes=shapes,
         kernels=kernels,
     )
+
+
+def _llama_checkpoint(
+    config: ExecutorConfig, path: Path, headers: dict[Path, dict[str, Any]], device: torch.device
+) -> LlamaCheckpoint | None:
+    """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
+
+    On a GPU the imports are a small part of the start, and transformers loads large models in parallel.
+    """
+    if device.type != "cpu":
+        return None
+    try:
+        return LlamaCheckpoint(read_llama_config(path), headers)
+    except NotReadableError as error:
+        log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
+        return None
+
+
+def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(  # type: ignore[no-any-return]  # nosec B615 # a directory, pinned by --revision when it was downloaded
+            path, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
+
+
+def _load_with_transformers(
+    config: ExecutorConfig,
+    path: Path,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> tuple[torch.nn.Module, list[str]]:
+    """Load the model through transformers; return it, and which rope types were fixed to ``max_model_len``."""
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+    from pagewise_executor.models.rope import fix_rope
+
+    model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+        path,
+        config=model_config,
+        dtype=dtype,
+        attn_implementation=NAME,
+        use_safetensors=True,
+        trust_remote_code=config.trust_remote_code,
+    )
+    model = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
+    model.to(device)
+    if fixed := fix_rope(model, max_model_len):
+        log.info("%s rope fixed for sequences of up to %d tokens", fixed[0], max_model_len)
+    return model, fixed
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:
@@ -156,13 +204,13 @@ def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fus
     make_rowwise(model)
 
 
-def choose_dtype(config: ExecutorConfig, text: PretrainedConfig) -> torch.dtype:
+def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig") -> torch.dtype:
     """Return the type that ``--dtype`` asks for; auto is the model's own on CUDA and float32 on the CPU."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     if choose_device(config).type == "cpu":
         return torch.float32
-    own = text.dtype
+    own = getattr(text, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
@@ -202,8 +250,11 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _check_safetensors(file: Path) -> None:
-    """Compare a file's size with its header, so that a truncated download is found before the model is loaded."""
+def _checked_header(file: Path) -> dict[str, Any]:
+    """Return a file's header, by the names of its tensors.
+
+    Its size is compared with the header, so that a truncated download is found before the model is loaded.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -217,9 +268,10 @@ def _check_safetensors(file: Path) -> None:
             raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
     if size < 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes of {8 + length + end}")
+    return header
 
 
-def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfig) -> None:
+def _check_supported(model: str, config: object, text: object) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -229,7 +281,9 @@ def _check_supported(model: str, config: PretrainedConfig, text: PretrainedConfi
         raise ModelError(f"{model} uses ALiBi, which paged attention does not support")
 
 
-def _attention_modules(name: str, model: torch.nn.Module, text: PretrainedConfig) -> list[torch.nn.Module]:
+def _attention_modules(
+    name: str, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig"
+) -> list[torch.nn.Module]:
     found: dict[int, torch.nn.Module] = {
         int(module.layer_idx): module  # type: ignore[arg-type]
         for module in model.modules()
@@ -242,13 +296,13 @@ def _attention_modules(name: str, model: torch.nn.Module, text: PretrainedConfig
     return [found[layer] for layer in sorted(found)]
 
 
-def _kv_shape(module: torch.nn.Module, text: PretrainedConfig) -> tuple[int, int]:
+def _kv_shape(module: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> tuple[int, int]:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None)
     return int(heads), int(dim or text.hidden_size // text.num_attention_heads)
 
 
-def _max_model_len(config: ExecutorConfig, text: PretrainedConfig) -> int:
+def _max_model_len(config: ExecutorConfig, text: object) -> int:
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
     if config.max_model_len is not None and config.max_model_len > own:
         raise ModelError(f"--max-model-len {config.max_model_len} is over the model's own limit of {own}")

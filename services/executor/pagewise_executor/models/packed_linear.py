@@ -7,7 +7,6 @@ than the product. With weights that are reordered once, a small batch is several
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
@@ -45,6 +44,14 @@ def pack_linears(model: nn.Module) -> int:
 def _packed(module: nn.Module) -> PackedLinear | None:
     if type(module) is nn.Linear and module.weight.dtype in _TYPES:
         return PackedLinear(module.weight, module.bias)
-    if type(module) is Conv1D and module.weight.dtype in _TYPES:
-        return PackedLinear(module.weight.t(), module.bias)
+    if _is_conv1d(module):
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, torch.Tensor)
+        assert isinstance(bias, torch.Tensor)
+        return PackedLinear(weight.t(), bias) if weight.dtype in _TYPES else None
     return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer with transposed weights; told without importing it."""
+    return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"

@@ -1,0 +1,187 @@
+"""Models of Llama's structure, built and loaded without transformers.
+
+Their decoder layers are only described here: ``fuse_layers`` replaces them by what computes them. Names are those of
+the checkpoints, and of transformers' modules.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
+
+_TYPES = {"F32", "BF16", "F16"}
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""Old checkpoints carry the frequencies of RoPE, which follow from the configuration."""
+
+
+class CausalLMOutput(NamedTuple):
+    """What a model returns: logits [1, n, vocab]."""
+
+    logits: torch.Tensor
+
+
+class LlamaAttention(nn.Module):
+    """The projections of an attention layer. ``sliding_window``: the length of its window, None for full attention."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.sliding_window = config.windows[layer_idx]
+        qwen2 = config.model_type == "qwen2"
+        hidden, queries = config.hidden_size, config.num_attention_heads * self.head_dim
+        keys = config.num_key_value_heads * self.head_dim
+        self.q_proj = _linear(hidden, queries, qwen2 or config.attention_bias)
+        self.k_proj = _linear(hidden, keys, qwen2 or config.attention_bias)
+        self.v_proj = _linear(hidden, keys, qwen2 or config.attention_bias)
+        self.o_proj = _linear(queries, hidden, config.attention_bias)
+        if config.model_type == "qwen3":
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+
+class LlamaMLP(nn.Module):
+    """The projections of a gated MLP."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = _linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = _linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """The parts of a decoder layer, for ``FusedDecoderLayer``."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich, 2019), computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
+        self.variance_epsilon = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the last dimension of x."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles of RoPE at given positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        assert config.head_dim is not None
+        self.inv_freq = nn.Buffer(config.rope_parameters.frequencies(config.head_dim), persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin [1, tokens, head_dim] for positions [1, tokens]."""
+        half = positions[..., None].float() * self.inv_freq
+        angles = torch.cat((half, half), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class LlamaModel(nn.Module):
+    """Embeddings, decoder layers and the last norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        # Not ``nn.Embedding(..., device="meta")``: it draws random weights, which on this device are Python's work, for
+        # which torch imports its compiler.
+        embeddings = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings)  # type: ignore[no-untyped-call]
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [1, tokens, hidden] of ids and positions [1, tokens]."""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        angles = self.rotary_emb(position_ids, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=angles)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+
+class LlamaForCausalLM(nn.Module):
+    """A model of Llama's structure whose weights have no data yet."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = LlamaModel(config)
+        self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
+    ) -> CausalLMOutput:
+        """Compute the logits of ids and positions [1, tokens], at the indices ``logits_to_keep``, or at all if 0."""
+        hidden = self.model(input_ids, position_ids)
+        if isinstance(logits_to_keep, torch.Tensor):
+            hidden = hidden[:, logits_to_keep]
+        return CausalLMOutput(self.lm_head(hidden))
+
+
+class LlamaCheckpoint:
+    """The weight files of a model. Their headers have been compared with the model; the weights are not read yet.
+
+    ``headers``: of each file, as safetensors has them: by the name of a tensor its ``dtype`` and ``shape``.
+
+    Raises:
+        NotReadableError: the files do not have exactly the weights of the model.
+    """
+
+    def __init__(self, config: LlamaConfig, headers: Mapping[Path, Mapping[str, Any]]) -> None:
+        self.config = config
+        self._model = LlamaForCausalLM(config)
+        wanted = {name: list(weight.shape) for name, weight in self._model.state_dict().items()}
+        if config.tie_word_embeddings:
+            del wanted["lm_head.weight"]
+        self._names: dict[Path, list[str]] = {}
+        for file, header in headers.items():
+            names = [name for name in header if name != "__metadata__" and not name.endswith(_FREQUENCIES)]
+            for name in names:
+                if wanted.pop(name, None) != header[name]["shape"]:
+                    raise NotReadableError(f"its weight {name} has an unexpected name or shape")
+                if header[name]["dtype"] not in _TYPES:
+                    raise NotReadableError(f"its weight {name} is of type {header[name]['dtype']}")
+            self._names[file] = names
+        if wanted:
+            raise NotReadableError(f"it has no weight {min(wanted)}")
+
+    def load(self, dtype: torch.dtype) -> LlamaForCausalLM:
+        """Read the weights as ``dtype``; to be called once.
+
+        Raises:
+            OSError: a file cannot be read.
+            RuntimeError: there is not enough memory.
+        """
+        weights = {}
+        for file, names in self._names.items():
+            with safe_open(file, framework="pt") as opened:
+                for name in names:
+                    # A copy even where the type is the same: the original is the file, which may change or go.
+                    weights[name] = opened.get_tensor(name).to(dtype, copy=True)
+        if self.config.tie_word_embeddings:
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        self._model.load_state_dict(weights, assign=True)
+        return self._model.eval().requires_grad_(False)
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, device="meta")
