@@ -22,8 +22,10 @@ class Service:
         self.served: defaultdict[str, float] = defaultdict(float)
         self.known: dict[Request, int] = {}
 
-    def send(self, key: str, prompt: int, max_tokens: int, priority: int = 0) -> Request:
-        request = create_request(prompt, max_tokens, priority=priority)
+    def send(
+        self, key: str, prompt: int, max_tokens: int, priority: int = 0, arrival_time: float | None = None
+    ) -> Request:
+        request = create_request(prompt, max_tokens, priority=priority, arrival_time=arrival_time)
         request.key = key
         self.scheduler.add(request)
         self.known[request] = 0
@@ -110,6 +112,18 @@ def test_fairness_holds_within_a_priority_and_not_between_them() -> None:
     while not modest.finished:
         service.step()
     assert all(request.finished for request in urgent)
+
+
+def test_requests_that_have_grown_old_do_not_leave_other_keys_behind() -> None:
+    """A flood of a worse priority that has waited for minutes is before newer requests, but not before other keys."""
+    service = Service(create_scheduler(max_num_seqs=2))
+    for _ in range(100):
+        service.send("flood", 8, 8, priority=1, arrival_time=0.0)
+    service.step()
+    late = service.send("late", 8, 8, arrival_time=1000.0)
+    while not late.finished:
+        service.step()
+    assert service.waiting("flood") >= 95
 
 
 def test_a_key_whose_prompt_somebody_computes_lets_the_next_key_start() -> None:

@@ -33,8 +33,10 @@ def queue_time_of(request: Request) -> float:
 class WaitingQueue:
     """A sorted line for each priority and key.
 
-    The priority of whoever has the smallest ``queue_time`` is next; within it, the key that has been served least; of
-    that key, the first in line. With one key that is the order of ``queue_time``.
+    Whoever has the smallest ``queue_time`` says which priority is next. Of the keys that have somebody waiting with
+    that priority or a better one, the one that has been served least is next; of that key, who has the smallest
+    ``queue_time``. With one key that is the order of ``queue_time``. Better priorities take part, because a priority
+    that is next by its age would else leave all keys behind that have nobody waiting there.
 
     ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
     """
@@ -84,7 +86,7 @@ class WaitingQueue:
         return None
 
     def heads(self, number: int) -> list[Sequence]:
-        """The first of each key in the priority that is next: ``number`` at most, in order."""
+        """The first of each key that may be next: ``number`` at most, in order."""
         lines = self._next_lines()
         if len(lines) > 1:
             return [line[0][-1] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
@@ -138,9 +140,16 @@ class WaitingQueue:
         return sequence.num_prompt_tokens if min(before, before + change) == 0 else 0
 
     def _next_lines(self) -> dict[Account, list[_Entry]]:
-        """The lines of the priority that is next."""
+        """Of each key that may be next, the line of whoever of it is first."""
         if len(self._lines) > 1:
-            return min(self._lines.values(), key=lambda lines: min(line[0] for line in lines.values()))
+            last = min(self._lines, key=lambda priority: min(line[0] for line in self._lines[priority].values()))
+            first: dict[Account, list[_Entry]] = {}
+            for priority, lines in self._lines.items():
+                if priority <= last:
+                    for account, line in lines.items():
+                        if account not in first or line[0] < first[account][0]:
+                            first[account] = line
+            return first
         for lines in self._lines.values():
             return lines
         return {}
