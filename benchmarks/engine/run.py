@@ -161,7 +161,7 @@ def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: fl
     runner = ModelRunner(config)
     weights = sum(p.numel() * p.element_size() for p in runner._model.parameters())
     if not MODELS[model][1]["tie_word_embeddings"]:  # a decode step reads one row of it for each sequence
-        embedding: Any = runner._model.get_input_embeddings()  # type: ignore[operator]
+        embedding = next(part for part in runner._model.modules() if isinstance(part, torch.nn.Embedding))
         weights -= embedding.weight.numel() * embedding.weight.element_size()
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
