@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -330,10 +331,14 @@ class Served:
         return total(self.scrape(), name, **labels)
 
     def wait_for_metric(self, name: str, value: float, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while (now := self.metric(name)) != value:
+        """Wait until a metric has a value. While the scheduler is started again there are no metrics."""
+        deadline, now = time.monotonic() + seconds, None
+        while now != value:
             assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.2)
+            with contextlib.suppress(urllib.error.HTTPError):
+                now = self.metric(name)
+            if now != value:
+                time.sleep(0.2)
 
     def wait_for_line(self, text: str, seconds: float = 20.0) -> None:
         """Wait until it has printed a line that holds ``text``: lines of a service come later than its metrics."""

@@ -1,9 +1,9 @@
-"""A peer with a key that sends the scheduler a message of very many parts.
+"""A peer with a key that sends the scheduler messages of very many parts.
 
     python endless_message.py ENDPOINT KEYS NAME SIZE PARTS
 
-ZeroMQ sends no part of a message before it has the last one. So the message has an end, but one that is never to come
-through. Prints a line when it begins to be sent.
+ZeroMQ sends no part of a message before it has the last one. So each has an end, but one that is not to come through.
+If one does, because the scheduler looked too late, another follows. Prints a line when one begins to be sent.
 """
 
 import sys
@@ -21,11 +21,12 @@ def main(endpoint: str, folder: str, name: str, size: int, parts: int) -> None:
     Keys(Path(folder), name).secure_client(socket)
     socket.connect(endpoint)
     part = b"x" * size
-    for _ in range(parts):
-        socket.send(part, zmq.SNDMORE)
-    print("sending", flush=True)
-    socket.send(b"end")
-    time.sleep(600)
+    while True:
+        for _ in range(parts):
+            socket.send(part, zmq.SNDMORE)
+        print("sending", flush=True)
+        socket.send(b"end")
+        time.sleep(3)
 
 
 if __name__ == "__main__":

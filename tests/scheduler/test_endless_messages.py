@@ -96,7 +96,6 @@ async def test_the_schedulers_memory_is_bounded_and_others_go_on(tmp_path: Path,
             await peer.wait()
         assert requests > 5
         assert MOST * 0.9 < greatest < MEMORY_OF_A_BYTE * 1.25 * MOST
-        assert await metric(gateway, 'wire_frames_dropped_total{model_name="m",reason="undecodable"}') == 0
         assert len((await (await gateway.submit([1, 2, 3], max_tokens=8)).result())[0]) == 8
         assert service._welcome is welcome, "its session goes on"
         await gateway.close()

@@ -118,8 +118,9 @@ def test_a_message_that_does_not_end_is_cut_off_and_nobody_else_is(
     server: Server, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = server.peer(b"good"), server.peer(b"bad")
-    # So much that reading it takes longer than a check.
-    sending = threading.Thread(target=send_endless, args=(bad, b"x" * size, 32 * MOST if size > 40 else 4 * MOST))
+    # So much that reading it takes far longer than a check, in a number of parts that is not too many to send.
+    total = max(4 * MOST, min(32 * MOST, 400_000 * (size + 2)))
+    sending = threading.Thread(target=send_endless, args=(bad, b"x" * size, total))
     with caplog.at_level(logging.WARNING):
         sending.start()
         server.until(lambda: server.closed)

@@ -240,7 +240,8 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all its sequences have finished."""
-        return all(sequence.finished for sequence in self.sequences)
+        # From the last one: they mostly end in their order, and this is asked after each.
+        return all(sequence.status is SequenceStatus.FINISHED for sequence in reversed(self.sequences))
 
 
 def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
