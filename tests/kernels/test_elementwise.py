@@ -53,7 +53,8 @@ def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.de
     write_kv(k, v, *pool, slots, scales)
     for stored, scale, new in zip(pool, (scales.keys, scales.values), (k, v), strict=True):
         back = stored.float().flatten(0, 1)[slots] * scale.flatten(0, 1)[slots][..., None]
-        torch.testing.assert_close(back, new.float(), atol=1e-6, rtol=0.07)
+        # The smallest numbers are multiples of 2^-9 times the scale.
+        torch.testing.assert_close(back, new.float(), atol=float(scale.max()) / 512, rtol=0.07)
 
 
 def test_kv_that_does_not_fit_is_refused() -> None:

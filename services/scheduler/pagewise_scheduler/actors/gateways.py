@@ -147,7 +147,9 @@ class Gateways(Sessions[Gateway]):
 
     def _send(self, session: Session[Gateway], message: Message) -> None:
         if not self.socket.send(session.identity, message):
-            self.lose(session, "it does not read what it is sent, or its connection broke")
+            # One without requests may have left, and what it said last is still to be read: that is no reason to warn.
+            loss = Loss.DIED if session.peer.submissions else Loss.LEFT
+            self.lose(session, "it does not read what it is sent, or its connection broke", loss)
 
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
