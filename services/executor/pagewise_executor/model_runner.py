@@ -258,8 +258,8 @@ class ModelRunner:
         self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
-        if loaded.kernels == "torch":
-            self._attention, self._token_sampler = TorchBackend(device), TorchTokenSampler(device)
+        if loaded.kernels != "triton":
+            self._attention, self._token_sampler = _backend(loaded.kernels, device), TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
             return
         from pagewise_kernels.logprobs import token_logprobs
@@ -369,6 +369,14 @@ def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tup
                 reported.append((chunk, count))
         offset += chunk.size
     return kept + extra, reported
+
+
+def _backend(kernels: str, device: torch.device) -> AttentionBackend:
+    if kernels == "torch":
+        return TorchBackend(device)
+    from pagewise_executor.attention.cpu_attention import CpuBackend
+
+    return CpuBackend()
 
 
 def _device_name(device: torch.device) -> str:
