@@ -1,12 +1,11 @@
-"""What one step of a model costs on the CPU: decodes, a prefill, and decodes that share a prefix, on each of the kernels.
+"""What a step of a model costs on the CPU: decodes, a prefill, and decodes that share a prefix, on several kernels.
 
     python -m benchmarks.cpu_steps.run
     python -m benchmarks.cpu_steps.run --kernels torch cpu --json FILE
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
-scheduler. The processes take turns. CPU milliseconds are those of the whole process, over as many steps as fit into a
-second; every number is the median and the least of the rounds. Other work on the machine makes these numbers larger,
-so kernels are compared within one run.
+scheduler. The processes take turns. CPU milliseconds are those of the whole process; every number is the median and the
+least of the rounds. Other work on the machine makes these numbers larger, so kernels are compared within one run.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
     config = ExecutorConfig(
         model=model,
         device="cpu",
-        dtype=os.environ.get("DTYPE", "float32"),
+        dtype="float32",
         kernels=kernels,  # type: ignore[arg-type]
         num_blocks=1600,
         profile=False,
@@ -89,15 +88,14 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         began, cpu = time.perf_counter(), time.process_time()
         for step in range(STEPS - 2):
             runner.execute(StepPlan(0, 3 + step)).result()
-        seconds = STEPS - 2
-        return 1e3 * (time.process_time() - cpu) / seconds, 1e3 * (time.perf_counter() - began) / seconds
+        per_step = 1e3 / (STEPS - 2)
+        return per_step * (time.process_time() - cpu), per_step * (time.perf_counter() - began)
 
     run(2, 64, 0, False)
     print("ready", flush=True)
     for line in sys.stdin:
         sequences, context, shared = CASES[line.strip()]
-        taken = [run(sequences, context, shared, line.startswith("prefill"))]
-        print(json.dumps(min(taken)), flush=True)
+        print(json.dumps(run(sequences, context, shared, line.startswith("prefill"))), flush=True)
 
 
 class Contender:

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU, with the norm, rotation and KV write before it, as one operation for a layer of a step."""
+"""Paged attention on the CPU: norm, rotation, KV write and attention of a layer are one operation."""
 
 import ctypes
 from typing import NamedTuple
@@ -138,7 +138,9 @@ class CpuStep:
         out = q.new_empty(q.shape)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        (a.q_token, a.q_head, _), (a.k_token, a.k_head, _), (a.v_token, a.v_head, _) = q.stride(), k.stride(), v.stride()
+        a.q_token, a.q_head, _ = q.stride()
+        a.k_token, a.k_head, _ = k.stride()
+        a.v_token, a.v_head, _ = v.stride()
         a.keys, a.values = keys.data_ptr(), values.data_ptr()
         a.key_block, a.key_slot, a.key_head, _ = keys.stride()
         a.value_block, a.value_slot, a.value_head, _ = values.stride()
@@ -225,7 +227,7 @@ def _check_tensors(
     if rotation is not None:
         for tensor in rotation.cos, rotation.sin:
             if tensor.shape != (tokens, dim) or dim % 2 or tensor.dtype != q.dtype or not tensor.is_contiguous():
-                raise ValueError(f"cos and sin are {q.dtype} [tokens, head_dim] and contiguous, not {list(tensor.shape)}")
+                raise ValueError(f"cos and sin are contiguous {q.dtype} [tokens, head_dim], not {list(tensor.shape)}")
         norm = rotation.head_norm
         if norm is not None and (
             norm.shape != (heads + kv_heads, dim) or norm.dtype != q.dtype or not norm.is_contiguous()

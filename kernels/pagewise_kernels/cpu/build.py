@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     ),
     "aarch64": (Variant(4, ("-mcpu=generic",)),),
 }
-_FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC", "-s")
+_FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-shared", "-fPIC", "-s")
 
 
 def machine() -> str | None:
@@ -53,7 +53,18 @@ def compile_command(name: str, variant: Variant, target: Path, extra: Sequence[s
     sources = [str(FOLDER / source) for source in SOURCES]
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"{name}-linux-gnu.{GLIBC}"]
     checks = () if extra else ("-fno-sanitize=undefined",)  # which zig would add otherwise
-    return [*compiler, *_FLAGS, *checks, *variant.flags, *extra, f"-DVEC={variant.vec}", *sources, "-o", str(target)]
+    return [
+        *compiler,
+        *_FLAGS,
+        "-fvisibility=hidden",
+        *checks,
+        *variant.flags,
+        *extra,
+        f"-DVEC={variant.vec}",
+        *sources,
+        "-o",
+        str(target),
+    ]
 
 
 def build(folder: Path = FOLDER, name: str | None = None, extra: Sequence[str] = ()) -> list[Path]:
@@ -63,11 +74,14 @@ def build(folder: Path = FOLDER, name: str | None = None, extra: Sequence[str] =
         subprocess.CalledProcessError: the compiler failed; it has said why.
     """
     name = name or machine()
-    built = []
-    for variant in VARIANTS[name] if name else ():
+    built: list[Path] = []
+    if name is None:
+        return built
+    for variant in VARIANTS[name]:
         target = folder / variant.file
         partial = target.with_suffix(".partial")
-        subprocess.run(compile_command(name, variant, partial, extra), check=True)  # type: ignore[arg-type] # noqa: S603
+        command = compile_command(name, variant, partial, extra)
+        subprocess.run(command, check=True)  # noqa: S603 # nosec B603 # our own arguments
         partial.replace(target)  # a process may have the old one loaded
         built.append(target)
     return built

@@ -53,7 +53,7 @@ INLINE void norm_row(const struct rows *a, long row, int bf16) {
 INLINE floats silu_mul_of(floats gate, floats up, int bf16) {
   floats power = gate * -LOG2E;
   floats grown = exp2_of(select(power > 126.0f, all(126.0f), power));
-  return rounded(gate / (1.0f + grown), bf16) * up;
+  return rounded(select(power > 126.0f, all(0), gate / (1.0f + grown)), bf16) * up;
 }
 
 INLINE void silu_row(const struct rows *a, long row, int bf16) {

@@ -74,7 +74,7 @@ INLINE float max_of(floats x) {
   return most;
 }
 
-// 2^x for x up to 126, and 0 below -126. The polynomial is that of Cephes' exp2f: its error is 2 units in the last place.
+// 2^x for x up to 126, 0 below -126, and no number for what is none. The polynomial is that of Cephes' exp2f: its error is 2 units in the last place.
 INLINE floats exp2_of(floats x) {
   floats bounded = larger(x, all(-126.0f));
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
@@ -87,7 +87,7 @@ INLINE floats exp2_of(floats x) {
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
   ints scaled = (ints)p + (__builtin_convertvector(whole, ints) << 23);
-  return select(x < -126.0f, all(0), (floats)scaled);
+  return select(x < -126.0f, all(0), select(x == x, (floats)scaled, x));
 }
 
 INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }

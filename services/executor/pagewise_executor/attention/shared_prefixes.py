@@ -1,4 +1,4 @@
-"""Finds decodes whose contexts begin with the same blocks, so that attention reads these blocks once for all of them."""
+"""Finds decodes whose contexts begin with the same blocks, which attention then reads once for all of them."""
 
 import numpy as np
 

@@ -158,7 +158,9 @@ class CpuOperations:
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """See ``Operations``."""
-        from pagewise_executor.attention.cpu_attention import CpuStepAttention, Rotation
+        from pagewise_kernels.cpu.attention import Rotation
+
+        from pagewise_executor.attention.cpu_attention import CpuStepAttention
 
         step = layer.forward_context.step
         assert isinstance(step, CpuStepAttention)
