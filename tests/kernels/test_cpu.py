@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.attention import CpuStep, Rotation, _Arguments
 from pagewise_kernels.cpu.build import FOLDER, VARIANTS, machine
+from pagewise_kernels.cpu.linear import PackedWeight
 from pagewise_kernels.cpu.operations import rms_norm, silu_mul
 
 from tests.cpu_kernels import need_cpu_kernels
@@ -248,6 +249,27 @@ def test_norm_and_activation(build: int, dtype: torch.dtype, shape: tuple[int, i
     gate_up = (10 * torch.randn(shape[0], 2 * shape[1])).to(dtype)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -3e38, 0.0])
     torch.testing.assert_close(silu_mul(gate_up).double(), oracles.silu_mul(gate_up), **tolerance)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 200), ins=st.integers(1, 70) | st.just(2100), outs=st.integers(1, 200), biased=st.booleans())
+def test_a_linear_layer_is_a_product(rows: int, ins: int, outs: int, biased: bool) -> None:
+    need_cpu_kernels()
+    check_linear(rows, ins, outs, biased)
+
+
+@pytest.mark.parametrize("outs", [1, 16, 32, 48, 64, 83, 129])
+def test_every_build_computes_linear_layers(build: int, outs: int) -> None:
+    for rows in (1, 7, 100):
+        check_linear(rows, 1100, outs, biased=rows != 7)
+
+
+def check_linear(rows: int, ins: int, outs: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, ins + 3)[:, :ins], torch.randn(outs, ins), torch.randn(outs)
+    found = PackedWeight(weight, bias if biased else None).linear(x)
+    expected = x.double() @ weight.double().t() + (bias.double() if biased else 0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * ins**0.5)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "elementwise.c")
+SOURCES = ("attention.c", "elementwise.c", "linear.c")
 GLIBC = "2.17"
 """The oldest C library that the result runs with, that of manylinux2014."""
 

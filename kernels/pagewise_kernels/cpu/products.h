@@ -5,9 +5,11 @@
 
 // A block of MR rows times NR vectors is summed in registers: of 32, or of 16 on x86 without AVX-512.
 #if VEC == 16 || defined(__aarch64__)
-enum { MR = 6, NR = 4 };
+#define MR 6
+#define NR 4
 #else
-enum { MR = 6, NR = 2 };
+#define MR 6
+#define NR 2
 #endif
 enum { PANEL = NR * VEC };
 

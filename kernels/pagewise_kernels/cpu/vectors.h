@@ -15,7 +15,12 @@ typedef int32_t ints __attribute__((vector_size(VEC * 4)));
 typedef uint32_t words __attribute__((vector_size(VEC * 4)));
 typedef uint16_t halves __attribute__((vector_size(VEC * 2)));
 
-INLINE floats all(float x) { return (floats){} + x; }
+// Not a sum with zeros, which the compiler would have to add: zero plus minus zero is zero.
+INLINE floats all(float x) {
+  floats y;
+  for (int i = 0; i < VEC; i++) y[i] = x;
+  return y;
+}
 
 INLINE floats select(ints where, floats yes, floats no) {
   return (floats)((where & (ints)yes) | (~where & (ints)no));

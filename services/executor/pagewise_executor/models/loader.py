@@ -87,7 +87,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     fused = fuse_layers(model, _operations(kernels))
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, len(attention) - fused)
-    packed = pack_linears(model) if device.type == "cpu" else 0
+    packed = pack_linears(model, kernels) if device.type == "cpu" else 0
     log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
     return LoadedModel(
         model=model,
