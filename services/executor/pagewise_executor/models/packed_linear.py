@@ -43,7 +43,7 @@ class CpuLinear(nn.Module):
         """Map [.., in] to [.., out]."""
         if x.dim() == 2:
             return self.packed.linear(x)
-        return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
 
 
 def pack_linears(model: nn.Module, kernels: Literal["torch", "triton", "cpu"]) -> int:
