@@ -23,7 +23,7 @@ from typing import Any
 from pagewise_shared.cpu_threads import wait_variables
 
 from benchmarks.record import record_file, write_record
-from benchmarks.serving.run import build_model
+from benchmarks.serving.workloads import build_model
 
 BLOCK_SIZE = 16
 STEPS = 24
