@@ -9,6 +9,7 @@ import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 
+from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
@@ -16,7 +17,9 @@ from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
 LENGTHS = [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20), (5, 40), (90, 16)]
 
 
-def check_family(family: str, path: Path, device: str, block_size: int, attention: str = "sdpa") -> None:
+def check_family(
+    family: str, path: Path, device: str, block_size: int, attention: str = "sdpa", kernels: str = "auto"
+) -> None:
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
@@ -26,7 +29,9 @@ def check_family(family: str, path: Path, device: str, block_size: int, attentio
     expected = reference(model, prompts, [length for _, length in LENGTHS], device)
     assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
     runner = ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", block_size=block_size, num_blocks=600)  # type: ignore[arg-type]
+        ExecutorConfig(  # type: ignore[arg-type]
+            model=str(path), device=device, dtype="float32", block_size=block_size, num_blocks=600, kernels=kernels
+        )
     )
     everyone = list(range(len(LENGTHS)))
     # Short prompts with long outputs, twice each, in a pool that holds hardly one of them at full length.
@@ -65,9 +70,12 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     assert scheduler.kv.num_available == blocks
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize(("family", "block_size"), [(f, (16, 5, 1)[i % 3]) for i, f in enumerate(FAMILIES)])
-def test_greedy_tokens_equal_generate(family: str, block_size: int, tmp_path: Path) -> None:
-    check_family(family, tmp_path, "cpu", block_size)
+def test_greedy_tokens_equal_generate(family: str, block_size: int, kernels: str, tmp_path: Path) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
 @pytest.mark.gpu

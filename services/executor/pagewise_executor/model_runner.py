@@ -24,7 +24,7 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
-from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.models.loader import Kernels, LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
@@ -125,7 +125,7 @@ class ModelRunner:
             block_size=config.block_size,
             num_blocks=num_blocks,
             bytes_per_block=pool.bytes_per_block,
-            device=_device_name(self._device),
+            device=_device_name(self._device, loaded.kernels),
             dtype=str(loaded.dtype).removeprefix("torch."),
         )
 
@@ -258,8 +258,8 @@ class ModelRunner:
         self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
-        if loaded.kernels == "torch":
-            self._attention, self._token_sampler = TorchBackend(device), TorchTokenSampler(device)
+        if loaded.kernels != "triton":
+            self._attention, self._token_sampler = _backend(loaded.kernels, device), TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
             return
         from pagewise_kernels.logprobs import token_logprobs
@@ -371,5 +371,13 @@ def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tup
     return kept + extra, reported
 
 
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+def _backend(kernels: Kernels, device: torch.device) -> AttentionBackend:
+    if kernels == "torch":
+        return TorchBackend(device)
+    from pagewise_executor.attention.cpu_attention import CpuBackend
+
+    return CpuBackend()
+
+
+def _device_name(device: torch.device, kernels: Kernels) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{kernels} kernels'})"

@@ -226,9 +226,9 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help("data type of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "triton", "torch"],
+        Literal["auto", "triton", "cpu", "torch"],
         _help(
-            "implementation of attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU",
+            "implementation of attention and the small operations; auto: Triton on CUDA, cpu (in C) on the CPU",
             more="On the CPU `triton` needs `TRITON_INTERPRET=1`, which is slow and only meant for trying the kernels.",
         ),
     ] = "auto"

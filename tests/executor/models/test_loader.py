@@ -8,9 +8,11 @@ import pytest
 import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
 from pagewise_executor.models.loader import load_model
+from pagewise_kernels.cpu.library import LibraryMissingError
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
+from tests.cpu_kernels import need_cpu_kernels
 from tests.model_builders import build_model
 
 
@@ -69,6 +71,27 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
     assert "config.json is unusable" in refused(model)
     (model / "config.json").write_text("{")
     assert "config.json is unusable" in refused(model)
+
+
+def test_without_the_cpu_operations_it_says_so_and_computes_in_pytorch(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise LibraryMissingError("it is not there")
+
+    assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="float16")).kernels == "torch"
+    assert "do not compute in float16" in caplog.text
+    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
+    assert load_model(ExecutorConfig(model=str(model), device="cpu")).kernels == "torch"
+    assert "computed by PyTorch, which is slower: it is not there" in caplog.text
+    assert "--kernels cpu: it is not there" in refused(model, kernels="cpu")
+
+
+def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
+    need_cpu_kernels()
+    assert load_model(ExecutorConfig(model=str(model), device="cpu")).kernels == "cpu"
+    assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="bfloat16")).kernels == "cpu"
+    assert load_model(ExecutorConfig(model=str(model), device="cpu", kernels="torch")).kernels == "torch"
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

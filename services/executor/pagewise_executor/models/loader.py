@@ -19,7 +19,7 @@ from pagewise_shared.model_files import resolve_model
 from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
-from pagewise_executor.models.operations import TorchOperations, TritonOperations
+from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
+
+
+Kernels = Literal["torch", "triton", "cpu"]
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class LoadedModel:
     dtype: torch.dtype
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
-    kernels: Literal["torch", "triton"]
+    kernels: Kernels
 
 
 def load_model(config: ExecutorConfig) -> LoadedModel:
@@ -80,11 +83,11 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    kernels = choose_kernels(config, device, [dim for _, dim in shapes])
-    fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
+    kernels = choose_kernels(config, device, dtype, [dim for _, dim in shapes])
+    fused = fuse_layers(model, _operations(kernels))
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, len(attention) - fused)
-    packed = pack_linears(model) if device.type == "cpu" else 0
+    packed = pack_linears(model, kernels) if device.type == "cpu" else 0
     log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
     return LoadedModel(
         model=model,
@@ -169,14 +172,26 @@ def choose_device(config: ExecutorConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
-def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list[int]) -> Literal["torch", "triton"]:
-    """Return the kernels that ``--kernels`` asks for; auto is Triton on CUDA and PyTorch on the CPU.
+def choose_kernels(
+    config: ExecutorConfig, device: torch.device, dtype: torch.dtype, head_dims: list[int]
+) -> Literal["torch", "triton", "cpu"]:
+    """Return the kernels that ``--kernels`` asks for; auto is Triton on CUDA, and the CPU operations on the CPU.
+
+    Where auto cannot have these, it is PyTorch, with a warning.
 
     Raises:
-        ModelError: Triton is asked for and cannot run here, or not with this model.
+        ModelError: kernels are asked for that cannot run here, or not with this model.
     """
     kernels = config.kernels
-    if kernels == "torch" or (kernels == "auto" and device.type == "cpu"):
+    if kernels == "torch":
+        return "torch"
+    if kernels == "cpu" or (kernels == "auto" and device.type == "cpu"):
+        flaw = _flaw_of_cpu_kernels(device, dtype, max(head_dims))
+        if flaw is None:
+            return "cpu"
+        if kernels == "cpu":
+            raise ModelError(f"--kernels cpu: {flaw}")
+        log.warning("attention and the small operations are computed by PyTorch, which is slower: %s", flaw)
         return "torch"
     try:
         from pagewise_kernels.launch import interpreted
@@ -192,6 +207,35 @@ def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list
         )
         return "torch"
     return "triton"
+
+
+def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return why the CPU operations cannot run a model; None if they can."""
+    from pagewise_kernels.cpu.attention import MAX_HEAD_DIM
+    from pagewise_kernels.cpu.library import LibraryMissingError, load_library
+    from pagewise_kernels.cpu.operations import TYPES
+
+    if device.type != "cpu":
+        return f"the model runs on {device}"
+    if dtype not in TYPES:
+        return f"the CPU operations do not compute in {_name(dtype)}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
+    try:
+        load_library()
+    except LibraryMissingError as error:
+        return str(error)
+    return None
+
+
+def _operations(kernels: Kernels) -> Operations:
+    match kernels:
+        case "triton":
+            return TritonOperations()
+        case "cpu":
+            return CpuOperations()
+        case "torch":
+            return TorchOperations()
 
 
 def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fused: int) -> None:

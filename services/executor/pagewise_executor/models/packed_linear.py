@@ -1,9 +1,11 @@
-"""Linear layers whose weights are packed in the layout that oneDNN reads.
+"""Linear layers whose weights are packed in the layout that oneDNN reads, or that of the CPU operations.
 
 PyTorch passes a plain weight to MKL or reorders it on every call; for the few rows of a decode step, either costs more
 than the product. With weights that are reordered once, a small batch is several times faster (the numbers are in
 ``docs/performance.md``).
 """
+
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,29 +29,57 @@ class PackedLinear(nn.Module):
         return result
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace the linear layers of a model on the CPU by packed ones, if oneDNN is available; return how many."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+class CpuLinear(nn.Module):
+    """The same by the CPU operations, in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        from pagewise_kernels.cpu.linear import PackedWeight
+
+        self.packed = PackedWeight(weight, bias)
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        if x.dim() == 2:
+            return self.packed.linear(x)
+        return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
+
+
+def pack_linears(model: nn.Module, kernels: Literal["torch", "triton", "cpu"]) -> int:
+    """Replace the linear layers of a model on the CPU by packed ones; return how many.
+
+    They are those of the CPU operations if the model runs on these, in float32, on a processor where they are faster,
+    and oneDNN's otherwise, if it is available.
+    """
+    own = False
+    if kernels == "cpu":
+        from pagewise_kernels.cpu.library import has_fast_products
+
+        own = has_fast_products()
+    if not own and not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child)
+            packed = _packed(child, own)
             if packed is not None:
                 setattr(parent, name, packed)
                 count += 1
     return count
 
 
-def _packed(module: nn.Module) -> PackedLinear | None:
-    if type(module) is nn.Linear and module.weight.dtype in _TYPES:
-        return PackedLinear(module.weight, module.bias)
-    if _is_conv1d(module):
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, torch.Tensor)
-        assert isinstance(bias, torch.Tensor)
-        return PackedLinear(weight.t(), bias) if weight.dtype in _TYPES else None
-    return None
+def _packed(module: nn.Module, own: bool) -> PackedLinear | CpuLinear | None:
+    transposed = _is_conv1d(module)
+    if type(module) is not nn.Linear and not transposed:
+        return None
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, torch.Tensor)
+    assert bias is None or isinstance(bias, torch.Tensor)
+    if weight.dtype not in _TYPES:
+        return None
+    kind = CpuLinear if own and weight.dtype == torch.float32 else PackedLinear
+    return kind(weight.t() if transposed else weight, bias)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
