@@ -20,6 +20,7 @@ def build_runner(
 ) -> ModelRunner:
     """A runner with small blocks and a host tier that verifies its copies."""
     settings = {
+        "dtype": "float32",
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
         "host_memory": "4MiB",
@@ -27,7 +28,7 @@ def build_runner(
         "profile": False,
     }
     return ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
+        ExecutorConfig(model=str(path), device=device, **(settings | options)),  # type: ignore[arg-type]
         exchange=exchange,
         host_folder=host_folder,
     )

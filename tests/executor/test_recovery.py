@@ -40,12 +40,14 @@ def revisits(rng: random.Random) -> tuple[list[list[int]], list[int]]:
     return prompts, [rng.choice([6, 11, 17]) for _ in prompts]
 
 
-def check(path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", n: int = 1) -> tuple[ModelRunner, int]:
+def check(
+    path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", n: int = 1, **options: object
+) -> tuple[ModelRunner, int]:
     rng = random.Random(num_blocks)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     prompts, lengths = revisits(rng)
     expected = reference(model, prompts, lengths, device)
-    runner = build_runner(path, device)
+    runner = build_runner(path, device, **options)
     requests: list[Request] = [
         request(prompt, length, name=f"r{i}", n=n if i % 3 == 0 else 1)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
@@ -76,10 +78,14 @@ def test_several_outputs_of_one_prompt_come_back_too(model_path: Path, mode: Rec
 
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
+    check_mixture(model_path, seed, block_size=random.Random(seed).choice([3, 8, 16]))
+
+
+def check_mixture(model_path: Path, seed: int, **options: object) -> None:
     """Beams, several outputs, prompts that come back whole, longer, and cut inside a block, in too little memory."""
     rng = random.Random(seed)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    runner = build_runner(model_path, block_size=rng.choice([3, 8, 16]))
+    runner = build_runner(model_path, **options)
     texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
     requests, expected = [], []
     for number in range(14):

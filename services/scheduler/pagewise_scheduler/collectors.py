@@ -8,13 +8,15 @@ from prometheus_client.registry import Collector
 
 
 class ExecutorState(NamedTuple):
-    """What one executor does now: its sequences, and the blocks of its device."""
+    """What one executor does now: its sequences, the blocks of its device, and whether (1 or 0) it computes by other
+    kernels than would have been chosen."""
 
     running: int
     waiting: int
     free: int
     cached: int
     in_use: int
+    fallback: int = 0
 
 
 class ExecutorGauges(Collector):
@@ -38,6 +40,9 @@ class ExecutorGauges(Collector):
         waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
         usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
         blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
+        fallback = self._family(
+            "fallback", "Whether an executor computes by slower kernels, because those it would choose cannot."
+        )
         for name, state in self._states.items():
             labels = [self._model_name, name]
             running.add_metric(labels, state.running)
@@ -46,7 +51,8 @@ class ExecutorGauges(Collector):
             blocks.add_metric([*labels, "free"], state.free)
             blocks.add_metric([*labels, "cached"], state.cached)
             blocks.add_metric([*labels, "in_use"], state.in_use)
-        yield from (running, waiting, usage, blocks)
+            fallback.add_metric(labels, state.fallback)
+        yield from (running, waiting, usage, blocks, fallback)
 
     def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily("pagewise_executor_" + name, text, labels=["model_name", "executor", *labels])

@@ -6,8 +6,9 @@ import logging
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -15,12 +16,18 @@ from pagewise_shared.model_files import resolve_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from pagewise_executor.attention.paged import NAME
+from pagewise_executor.models import openvino_choice
 from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.operations import TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.rope import fix_rope
 
+if TYPE_CHECKING:
+    import openvino
+
 log = logging.getLogger(__name__)
+
+Kernels = Literal["torch", "triton", "openvino"]
 
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
 
@@ -29,9 +36,11 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and its properties.
 
-    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: which
-    kernels compute attention and the small operations of fused layers. ``weights_changed``: when the newest weight file
-    was written, in nanoseconds.
+    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
+    computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
+    computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
+    ``fallback``: other kernels would have been chosen, but cannot compute the model. ``weights_changed``: when the
+    newest weight file was written, in nanoseconds.
     """
 
     model: torch.nn.Module
@@ -44,7 +53,14 @@ class LoadedModel:
     dtype: torch.dtype
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
-    kernels: Literal["torch", "triton"]
+    kernels: Kernels
+    compiled: "openvino.CompiledModel | None" = None
+    fallback: bool = False
+
+    @property
+    def heads_first(self) -> bool:
+        """Whether the heads come before the tokens in the memory of the KV pool."""
+        return self.compiled is not None
 
 
 def load_model(config: ExecutorConfig) -> LoadedModel:
@@ -87,14 +103,15 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    kernels = choose_kernels(config, device, [dim for _, dim in shapes])
-    fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
-    if config.deterministic:
-        _make_deterministic(config.model, model, kernels, len(attention) - fused)
-    packed = pack_linears(model) if device.type == "cpu" else 0
-    log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
+    compiled, fallback = openvino_choice.choose_openvino(config, model, text, attention, shapes, device, dtype)
+    if compiled is not None:
+        kernels: Kernels = "openvino"
+    else:
+        kernels = choose_kernels(config, device, [dim for _, dim in shapes])
+        fallback = fallback or (kernels == "torch" and config.kernels == "auto" and device.type == "cuda")
+        _prepare(config, model, kernels, len(attention))
     return LoadedModel(
-        model=model,
+        model=model if compiled is None else torch.nn.Module(),
         config=text,
         # A rope that was fixed for a length makes other keys with another length.
         fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else ""),
@@ -103,10 +120,29 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
-        attention=attention,
+        attention=attention if compiled is None else [],
         shapes=shapes,
         kernels=kernels,
+        compiled=compiled,
+        fallback=fallback,
     )
+
+
+def _prepare(config: ExecutorConfig, model: torch.nn.Module, kernels: Kernels, layers: int) -> None:
+    """Replace what torch computes faster otherwise than transformers does."""
+    fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
+    if config.deterministic:
+        _make_deterministic(config.model, model, kernels, layers - fused)
+    packed = pack_linears(model) if next(model.parameters()).device.type == "cpu" else 0
+    log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, layers, packed)
+
+
+def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
+    """Return the configuration with the block size that these kernels need."""
+    if kernels != "openvino" or config.block_size == openvino_choice.BLOCK_SIZE:
+        return config
+    log.info("blocks of %d tokens, as OpenVINO needs them, not of %d", openvino_choice.BLOCK_SIZE, config.block_size)
+    return msgspec.structs.replace(config, block_size=openvino_choice.BLOCK_SIZE)
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:

@@ -59,7 +59,12 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
         (
             engine.executor_id,
             ExecutorState(
-                scheduler.num_running, scheduler.num_waiting, pool.num_free, pool.num_cached, pool.num_in_use
+                scheduler.num_running,
+                scheduler.num_waiting,
+                pool.num_free,
+                pool.num_cached,
+                pool.num_in_use,
+                int(engine.hello.fallback),
             ),
         )
         for engine, scheduler, pool in zip(engines, schedulers, pools, strict=True)
