@@ -16,11 +16,10 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_shared.errors import ModelError
 
-from tests.executor import test_beam_search, test_recovery
 from tests.executor.driver import request, run_requests
+from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.executor.test_greedy_equality import check_family
 from tests.model_builders import VOCAB_SIZE, build_model
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
@@ -47,19 +46,19 @@ def test_greedy_tokens_equal_generate(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "n"), [("swap", 1), ("recompute", 1), ("both", 1), ("auto", 1), ("both", 4)])
 def test_greedy_tokens_stay_equal_whichever_method_recovers_kv(model_path: Path, mode: RecoveryMode, n: int) -> None:
-    _, loaded = test_recovery.check(model_path, mode, 6, n=n, kernels="openvino")
+    _, loaded = check_recovery(model_path, mode, 6, n=n, kernels="openvino")
     assert (loaded > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
-    test_recovery.check_mixture(model_path, seed, kernels="openvino")
+    check_mixture(model_path, seed, kernels="openvino")
 
 
 @pytest.mark.parametrize(("width", "n"), [(2, 2), (5, 5)])
 def test_beams_equal_those_of_transformers(model_path: Path, runner: ModelRunner, width: int, n: int) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    test_beam_search.test_beams_equal_those_of_transformers(runner, model, width, n, False)
+    check_beams(runner, model, width, n, False)
 
 
 def test_samples_and_log_probabilities_are_those_of_the_torch_executor(model_path: Path, runner: ModelRunner) -> None:

@@ -104,11 +104,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
     compiled, fallback = openvino_choice.choose_openvino(config, model, text, attention, shapes, device, dtype)
-    if compiled is not None:
-        kernels: Kernels = "openvino"
-    else:
-        kernels = choose_kernels(config, device, [dim for _, dim in shapes])
-        fallback = fallback or (kernels == "torch" and config.kernels == "auto" and device.type == "cuda")
+    kernels: Kernels = "openvino" if compiled else choose_kernels(config, device, [dim for _, dim in shapes])
+    if compiled is None:
         _prepare(config, model, kernels, len(attention))
     return LoadedModel(
         model=model if compiled is None else torch.nn.Module(),
@@ -124,7 +121,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         shapes=shapes,
         kernels=kernels,
         compiled=compiled,
-        fallback=fallback,
+        fallback=fallback or (kernels == "torch" and config.kernels == "auto" and device.type == "cuda"),
     )
 
 
