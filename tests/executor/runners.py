@@ -21,6 +21,8 @@ def build_runner(
     """A runner with small blocks and a host tier that verifies its copies."""
     settings = {
         "dtype": "float32",
+        # Also in processes that a test starts, where OpenVINO may be installed.
+        "kernels": "torch" if device == "cpu" else "auto",
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
         "host_memory": "4MiB",

@@ -156,7 +156,7 @@ def test_auto_chooses_it_where_it_is_installed(
 ) -> None:
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
     with caplog.at_level(logging.INFO):
-        info = build_runner(model_path).info
+        info = build_runner(model_path, kernels="auto").info
     assert (info.kernels, info.block_size, info.fallback) == ("openvino", 32, False)
     assert "OpenVINO computes the model" in caplog.text
     assert "blocks of 32 tokens, as OpenVINO needs them, not of 8" in caplog.text
@@ -170,7 +170,7 @@ def test_what_it_cannot_compute_is_computed_by_torch_or_refused(
     with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
         build_runner(tmp_path, kernels="openvino")
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
-    info = build_runner(tmp_path).info
+    info = build_runner(tmp_path, kernels="auto").info
     assert (info.kernels, info.fallback) == ("torch", True)
     assert [why in record.message for record in caplog.records if "OpenVINO is installed" in record.message] == [True]
 
