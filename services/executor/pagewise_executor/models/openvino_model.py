@@ -20,6 +20,7 @@ from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
 from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.op import _PagedAttentionExtension
 from torch import nn
+from transformers import PreTrainedModel
 
 from pagewise_executor.models.openvino_choice import BLOCK_SIZE, NotConvertibleError
 
@@ -44,6 +45,9 @@ def compile_model(
     Raises:
         NotConvertibleError: OpenVINO has no form of an operation, or what it computes is something else.
     """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.loss_function = None  # the tracer reads all properties, and this one warns if nobody has set it
     layers = [_AttentionLayer(number) for number in range(len(attention))]
     for module, layer in zip(attention, layers, strict=True):
         module.paged_layer = layer
