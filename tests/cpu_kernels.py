@@ -6,6 +6,15 @@ import pytest
 from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
 
+def kernels_without_openvino() -> str:
+    """What ``--kernels auto`` chooses on the CPU for the models of the tests."""
+    try:
+        load_library()
+    except LibraryMissingError:
+        return "torch"
+    return "cpu"
+
+
 def need_cpu_kernels() -> None:
     """Skip a test where the library has not been built; installing the package builds it, so in CI this is an error."""
     try:

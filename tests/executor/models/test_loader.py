@@ -83,7 +83,7 @@ def test_without_the_cpu_operations_it_says_so_and_computes_in_pytorch(
     assert "do not compute in float16" in caplog.text
     monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
     assert load_model(ExecutorConfig(model=str(model), device="cpu")).kernels == "torch"
-    assert "computed by PyTorch, which is slower: it is not there" in caplog.text
+    assert "kernels: torch, because others cannot compute this: cpu: it is not there" in caplog.text
     assert "--kernels cpu: it is not there" in refused(model, kernels="cpu")
 
 

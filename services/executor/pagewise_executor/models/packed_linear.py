@@ -5,10 +5,10 @@ than the product. With weights that are reordered once, a small batch is several
 ``docs/performance.md``).
 """
 
-from typing import Literal
-
 import torch
 from torch import nn
+
+from pagewise_executor.models.kernel_choice import Kernels
 
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
@@ -46,7 +46,7 @@ class CpuLinear(nn.Module):
         return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
 
 
-def pack_linears(model: nn.Module, kernels: Literal["torch", "triton", "cpu"]) -> int:
+def pack_linears(model: nn.Module, kernels: Kernels) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
     They are those of the CPU operations if the model runs on these, in float32, on a processor where they are faster,

@@ -1,0 +1,138 @@
+"""Decides what computes a model: OpenVINO, the Triton kernels, the CPU operations in C, or PyTorch."""
+
+import logging
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.models import openvino_choice
+
+if TYPE_CHECKING:
+    import openvino
+    from transformers import PretrainedConfig
+
+    from pagewise_executor.models.llama_config import LlamaConfig
+
+log = logging.getLogger(__name__)
+
+Kernels = Literal["torch", "triton", "cpu", "openvino"]
+
+
+class KernelChoice(NamedTuple):
+    """What computes a model.
+
+    ``fallback``: ``--kernels auto`` would have chosen other kernels, but they cannot compute the model. ``compiled``:
+    the model as OpenVINO computes it, if it does.
+    """
+
+    kernels: Kernels
+    fallback: bool = False
+    compiled: "openvino.CompiledModel | None" = None
+
+
+def choose_kernels(
+    config: ExecutorConfig,
+    model: torch.nn.Module,
+    text: "LlamaConfig | PretrainedConfig",
+    attention: list[torch.nn.Module],
+    shapes: list[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KernelChoice:
+    """Choose the kernels that ``--kernels`` asks for; say in the log which ones, and why.
+
+    The arguments are those of ``LoadedModel``; ``text`` is the model's configuration.
+
+    With ``auto`` these are the first that can compute the model: on a GPU the Triton kernels, on the CPU OpenVINO where
+    it is installed, then the CPU operations in C; last PyTorch, which computes everything.
+
+    Raises:
+        ModelError: kernels are asked for by name and cannot compute the model; the text says why.
+    """
+    unfit: list[str] = []
+    for kernels in _candidates(config, device):
+        compiled = None
+        match kernels:
+            case "openvino":
+                compiled, flaw = openvino_choice.convert(config, model, text, attention, shapes, device)
+            case "triton":
+                flaw = _flaw_of_triton(device, shapes)
+            case "cpu":
+                flaw = _flaw_of_cpu_kernels(device, dtype, shapes, int(text.num_attention_heads))
+            case "torch":
+                flaw = ""
+        if not flaw:
+            _report(config, kernels, unfit)
+            return KernelChoice(kernels, bool(unfit), compiled)
+        if config.kernels != "auto":
+            raise ModelError(f"--kernels {kernels}: {flaw}")
+        unfit.append(f"{kernels}: {flaw}")
+    raise AssertionError("torch computes every model")
+
+
+def tries_openvino(config: ExecutorConfig, device: torch.device) -> bool:
+    """Whether OpenVINO is tried, so that the model has to be one of transformers."""
+    return "openvino" in _candidates(config, device) and not openvino_choice.flaw_of_options(config, device)
+
+
+def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
+    """Return the configuration with the block size that these kernels need."""
+    if kernels != "openvino" or config.block_size == openvino_choice.BLOCK_SIZE:
+        return config
+    log.info("blocks of %d tokens, as OpenVINO needs them, not of %d", openvino_choice.BLOCK_SIZE, config.block_size)
+    return msgspec.structs.replace(config, block_size=openvino_choice.BLOCK_SIZE)
+
+
+def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
+    if config.kernels != "auto":
+        return (config.kernels,)
+    if device.type != "cpu":
+        return ("triton", "torch")
+    return ("openvino", "cpu", "torch") if openvino_choice.is_installed() else ("cpu", "torch")
+
+
+def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
+    if config.kernels != "auto":
+        log.info("kernels: %s, by --kernels", kernels)
+    elif unfit:
+        log.warning("kernels: %s, because others cannot compute this: %s", kernels, "; ".join(unfit))
+    else:
+        first = {"triton": "on a GPU", "openvino": "on a CPU", "cpu": "on a CPU without OpenVINO"}[kernels]
+        log.info("kernels: %s, the first choice %s", kernels, first)
+
+
+def _flaw_of_triton(device: torch.device, shapes: list[tuple[int, int]]) -> str:
+    """Return why the Triton kernels cannot compute a model; empty if they can."""
+    try:
+        from pagewise_kernels.launch import interpreted
+    except ImportError as error:
+        return f"Triton is not installed: {error}"
+    if device.type == "cpu" and not interpreted():
+        return "on the CPU only Triton's interpreter runs them: set TRITON_INTERPRET=1"
+    head_dim = max(dim for _, dim in shapes)
+    return f"heads of {head_dim} are too large, up to 256 are supported" if head_dim > 256 else ""
+
+
+def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int]], heads: int) -> str:
+    """Return why the CPU operations cannot compute a model; empty if they can."""
+    if device.type != "cpu":
+        return f"they run on the CPU, not on {device}"
+    from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
+    from pagewise_kernels.cpu.library import LibraryMissingError, load_library
+    from pagewise_kernels.cpu.operations import TYPES
+
+    head_dim, group = max(dim for _, dim in shapes), heads // min(kv_heads for kv_heads, _ in shapes)
+    if dtype not in TYPES:
+        return f"they do not compute in {str(dtype).removeprefix('torch.')}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
+    if group > MAX_GROUP:
+        return f"{group} query heads share a KV head, up to {MAX_GROUP} are supported"
+    try:
+        load_library()
+    except LibraryMissingError as error:
+        return str(error)
+    return ""
