@@ -6,9 +6,11 @@ library.
 """
 
 import argparse
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,13 +41,15 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     ),
     "aarch64": (Variant(4, ("-mcpu=generic",)),),
 }
+_PATIENCE = 300.0
+"""Seconds that the compiler may take for a variant."""
 _FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-shared", "-fPIC", "-s")
 
 
 def machine() -> str | None:
-    """Return the architecture to build for; None where the library is not supported."""
-    name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    return name if sys.platform == "linux" and name in VARIANTS else None
+    """Return the architecture to build for; None where the library is not supported: only Linux with glibc has it."""
+    glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+    return platform.machine() if glibc and platform.machine() in VARIANTS else None
 
 
 def compile_command(name: str, variant: Variant, target: Path, extra: Sequence[str] = ()) -> list[str]:
@@ -71,19 +75,22 @@ def build(folder: Path = FOLDER, name: str | None = None, extra: Sequence[str] =
     """Compile all variants for an architecture, by default this machine's, into ``folder``; return the files.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; it has said why.
+        subprocess.SubprocessError: the compiler failed, and has said why; or it took longer than it ever should.
     """
     name = name or machine()
     built: list[Path] = []
     if name is None:
         return built
-    for variant in VARIANTS[name]:
-        target = folder / variant.file
-        partial = target.with_suffix(".partial")
-        command = compile_command(name, variant, partial, extra)
-        subprocess.run(command, check=True)  # noqa: S603 # nosec B603 # our own arguments
-        partial.replace(target)  # a process may have the old one loaded
-        built.append(target)
+    with tempfile.TemporaryDirectory() as cache:
+        # Where the compiler cannot write to its usual cache, in the home folder, it tries for ever.
+        environ = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+        for variant in VARIANTS[name]:
+            target = folder / variant.file
+            partial = target.with_suffix(".partial")
+            command = compile_command(name, variant, partial, extra)
+            subprocess.run(command, check=True, env=environ, timeout=_PATIENCE)  # noqa: S603 # nosec B603 # our own arguments
+            partial.replace(target)  # a process may have the old one loaded
+            built.append(target)
     return built
 
 

@@ -35,7 +35,7 @@ def load_library(folder: Path = FOLDER) -> ctypes.CDLL:
     """
     name = machine()
     if name is None:
-        raise LibraryMissingError("the CPU operations are built for Linux on x86_64 and aarch64 only")
+        raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
     # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
     variant = max(variant for variant in VARIANTS[name] if variant.vec <= widest)
@@ -69,7 +69,9 @@ def threads() -> int:
 
 def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
-        raise LibraryMissingError(f"{path.name} has not been built: python -m pagewise_kernels.cpu.build does it")
+        raise LibraryMissingError(
+            f"{path.name} has not been built; python -m pagewise_kernels.cpu.build builds it, with ziglang"
+        )
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
