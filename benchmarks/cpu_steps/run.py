@@ -57,6 +57,7 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         block_size=BLOCK_SIZE,
     )
     runner = ModelRunner(config)
+    block_size = runner.info.block_size  # OpenVINO has its own
     rng = np.random.default_rng(0)
     prompt = rng.integers(10, 4000, 4096).tolist()
 
@@ -64,9 +65,9 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         runner.reset(Welcome(0, max(32, sequences), 4096))
         # Blocks lie scattered, as they do after a while of serving.
         scattered = np.random.default_rng(1).permutation(1600).astype(np.int32)
-        common = scattered[: shared // BLOCK_SIZE]
-        per_sequence = -(-(context + STEPS + 1 - shared) // BLOCK_SIZE)
-        own = scattered[shared // BLOCK_SIZE :][: sequences * per_sequence].reshape(sequences, per_sequence)
+        common = scattered[: shared // block_size]
+        per_sequence = -(-(context + STEPS + 1 - shared) // block_size)
+        own = scattered[shared // block_size :][: sequences * per_sequence].reshape(sequences, per_sequence)
         joined = tuple(
             NewSequence(
                 row,
