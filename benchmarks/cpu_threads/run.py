@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_threads.run
     python -m benchmarks.cpu_threads.run --preload libiomp5.so     # also Intel's OpenMP runtime in place of GNU's
-    python -m benchmarks.cpu_threads.run --engines                 # torch and OpenVINO, as executors run them
+    python -m benchmarks.cpu_threads.run --engines                 # torch, CPU operations and OpenVINO
 
 Each setting of the OpenMP runtime has a process of its own, which runs decode steps of 16 sequences on a model runner,
 without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     name: str
     variables: dict[str, str]
     threads: int | None = None
-    kernels: Literal["torch", "openvino"] = "torch"
+    kernels: Literal["torch", "cpu", "openvino"] = "torch"
 
 
 SETTINGS = [
@@ -55,7 +55,11 @@ SETTINGS = [
     Setting("one thread", {}, 1),
 ]
 _SLEEPING = {"GOMP_SPINCOUNT": "0"}
-ENGINES = [Setting("torch", _SLEEPING), Setting("openvino", _SLEEPING, kernels="openvino")]
+ENGINES = [
+    Setting("torch", _SLEEPING),
+    Setting("cpu", _SLEEPING, kernels="cpu"),
+    Setting("openvino", _SLEEPING, kernels="openvino"),
+]
 
 
 @dataclass
@@ -74,7 +78,7 @@ class Run:
 # ---- the process of one setting --------------------------------------------------------------------------
 
 
-def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "openvino"]) -> None:
+def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "cpu", "openvino"]) -> None:
     """Answer each line of standard input by a run: tokens, seconds and CPU seconds."""
     import numpy as np
     from pagewise_executor.model_runner import ModelRunner
@@ -266,7 +270,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=10.0, help="seconds that a run waits for a quiet moment")
     parser.add_argument("--first", action="store_true", help="run at the highest priority, before other processes")
     parser.add_argument("--preload", metavar="FILE", help="an OpenMP runtime of Intel or LLVM to compare with")
-    parser.add_argument("--engines", action="store_true", help="compare torch and OpenVINO in place of the settings")
+    parser.add_argument(
+        "--engines", action="store_true", help="compare torch, the CPU operations and OpenVINO in place of the settings"
+    )
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--smoke", action="store_true", help="one short round of the demo model, to see that it runs")
     parser.add_argument("--child", help=argparse.SUPPRESS)
