@@ -79,19 +79,29 @@ def test_without_the_cpu_operations_it_says_so_and_computes_in_pytorch(
     def missing() -> None:
         raise LibraryMissingError("it is not there")
 
-    assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="float16")).kernels == "torch"
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu", dtype="float16"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
     assert "do not compute in float16" in caplog.text
     monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
-    assert load_model(ExecutorConfig(model=str(model), device="cpu")).kernels == "torch"
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
     assert "kernels: torch, because others cannot compute this: cpu: it is not there" in caplog.text
     assert "--kernels cpu: it is not there" in refused(model, kernels="cpu")
 
 
 def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
     need_cpu_kernels()
-    assert load_model(ExecutorConfig(model=str(model), device="cpu")).kernels == "cpu"
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("cpu", False)
     assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="bfloat16")).kernels == "cpu"
     assert load_model(ExecutorConfig(model=str(model), device="cpu", kernels="torch")).kernels == "torch"
+
+
+def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, hidden_size=61 * 4, num_attention_heads=61, num_key_value_heads=1, head_dim=8)
+    assert "61 query heads share a KV head, up to 60 are supported" in refused(tmp_path, kernels="cpu")
+    loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
