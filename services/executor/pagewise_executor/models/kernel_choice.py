@@ -121,7 +121,7 @@ def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype, shapes: list[
     if device.type != "cpu":
         return f"they run on the CPU, not on {device}"
     from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
-    from pagewise_kernels.cpu.library import LibraryMissingError, load_library
+    from pagewise_kernels.cpu.library import LibraryMissingError, load_library, parallel_regions
     from pagewise_kernels.cpu.operations import TYPES
 
     head_dim, group = max(dim for _, dim in shapes), heads // min(kv_heads for kv_heads, _ in shapes)
@@ -131,6 +131,8 @@ def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype, shapes: list[
         return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, up to {MAX_GROUP} are supported"
+    if torch.get_num_threads() > 1 and parallel_regions() is None:
+        return "torch's OpenMP runtime has no GOMP_parallel, so they would compute on one thread"
     try:
         load_library()
     except LibraryMissingError as error:
