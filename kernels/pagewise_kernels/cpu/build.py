@@ -16,30 +16,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "elementwise.c", "linear.c")
+SOURCES = ("attention.c", "elementwise.c", "linear.c", "linear_int8.c")
 GLIBC = "2.17"
 """The oldest C library that the result runs with, that of manylinux2014."""
 
 
 class Variant(NamedTuple):
-    """A build for processors of one kind. ``vec``: how many float32 its vector registers hold."""
+    """A build for processors of one kind. ``vec``: how many float32 its vector registers hold. ``vnni``: whether they
+    have AVX-512's instructions for products of eight bits."""
 
     vec: int
+    vnni: bool
     flags: tuple[str, ...]
 
     @property
     def file(self) -> str:
         """The name of the library."""
-        return f"_cpu_{self.vec}.so"
+        return f"_cpu_{self.vec}{'_vnni' if self.vnni else ''}.so"
 
 
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "x86_64": (
-        Variant(4, ("-mcpu=x86_64_v2",)),
-        Variant(8, ("-mcpu=x86_64_v3",)),
-        Variant(16, ("-mcpu=x86_64_v4", "-mprefer-vector-width=512")),
+        Variant(4, False, ("-mcpu=x86_64_v2",)),
+        Variant(8, False, ("-mcpu=x86_64_v3",)),
+        Variant(16, False, ("-mcpu=x86_64_v4", "-mprefer-vector-width=512")),
+        Variant(16, True, ("-mcpu=x86_64_v4+avx512vnni", "-mprefer-vector-width=512")),
     ),
-    "aarch64": (Variant(4, ("-mcpu=generic",)),),
+    "aarch64": (Variant(4, False, ("-mcpu=generic",)),),
 }
 _PATIENCE = 300.0
 """Seconds that the compiler may take for a variant."""

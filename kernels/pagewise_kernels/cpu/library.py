@@ -22,6 +22,9 @@ _ARGUMENTS = {
     "pagewise_linear": [
         _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
+    "pagewise_linear_int8": [
+        _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
     "pagewise_attend": [_POINTER],
 }  # fmt: skip
 
@@ -38,7 +41,8 @@ def load_library(folder: Path = FOLDER) -> ctypes.CDLL:
         raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
     # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
-    variant = max(variant for variant in VARIANTS[name] if variant.vec <= widest)
+    vnni = widest == 16 and bool(torch.cpu._is_vnni_supported())
+    variant = max(variant for variant in VARIANTS[name] if variant.vec <= widest and variant.vnni <= vnni)
     library = _open(folder / variant.file)
     for function, arguments in _ARGUMENTS.items():
         getattr(library, function).argtypes = arguments

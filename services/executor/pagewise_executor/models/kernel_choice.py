@@ -52,6 +52,8 @@ def choose_kernels(
     Raises:
         ModelError: kernels are asked for by name and cannot compute the model; the text says why.
     """
+    if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype)):
+        raise ModelError(f"--quantization {config.quantization}: {flaw}")
     unfit: list[str] = []
     for kernels in _candidates(config, device):
         compiled = None
@@ -89,6 +91,8 @@ def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
 def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
     if config.kernels != "auto":
         return (config.kernels,)
+    if config.quantization != "none":
+        return ("cpu", "torch")
     if device.type != "cpu":
         return ("triton", "torch")
     return ("openvino", "cpu", "torch") if openvino_choice.is_installed() else ("cpu", "torch")
@@ -102,6 +106,23 @@ def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
     else:
         first = {"triton": "on a GPU", "openvino": "on a CPU", "cpu": "on a CPU without OpenVINO"}[kernels]
         log.info("kernels: %s, the first choice %s", kernels, first)
+
+
+def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why linear layers cannot compute in eight bits; empty if they can."""
+    if device.type != "cpu":
+        return f"weights in eight bits are for the CPU, not for {device}"
+    if config.kernels in ("openvino", "triton") or config.deterministic:
+        return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
+    if dtype != torch.float32:
+        return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
+    from pagewise_kernels.cpu.library import LibraryMissingError, load_library
+
+    try:
+        load_library()
+    except LibraryMissingError as error:
+        return str(error)
+    return ""
 
 
 def _flaw_of_triton(device: torch.device, shapes: list[tuple[int, int]]) -> str:

@@ -21,7 +21,7 @@ from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, trie
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
-from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.packed_linear import pack_linears, quantise_linears
 
 if TYPE_CHECKING:
     import openvino
@@ -98,7 +98,10 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
-        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else ""),
+        # Quantised weights are another model: its tokens are others.
+        fingerprint=fingerprint(path, files)
+        + (f"-{max_model_len}" if fixed else "")
+        + (f"-{config.quantization}" if config.quantization != "none" else ""),
         weights_changed=max(file.stat().st_mtime_ns for file in files),
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
@@ -119,6 +122,10 @@ def _prepare(
     fused = fuse_layers(model, _operations(kernels))
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
+    if config.quantization == "int8":
+        count = quantise_linears(model)
+        log.info("%d of %d layers fused, %d linear layers with weights in eight bits", fused, num_layers, count)
+        return
     packed = pack_linears(model, kernels) if device.type == "cpu" else 0
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
 

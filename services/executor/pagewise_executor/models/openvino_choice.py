@@ -58,6 +58,8 @@ def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
         return "it is used on the CPU only (--device cpu)"
     if config.dtype not in ("auto", "float32"):
         return f"it is used in float32 only, not in {config.dtype}"
+    if config.quantization != "none":
+        return f"--quantization {config.quantization} is for the CPU operations"
     if config.deterministic:
         return "--deterministic needs the Triton kernels"
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
