@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    pack_float32s,
     pack_int32s,
     unpack_int32s,
 )
@@ -143,7 +144,7 @@ class CheckingExecutor:
     def _logprobs(self, index: int, row: Row) -> TokenLogprobs:
         candidates = next_candidates(tuple(row.tokens[:-1]), max(1, row.logprobs or 0))
         ids, values = zip(*candidates, strict=True)
-        return TokenLogprobs(index, row.tokens[-1], values[0], 1, ids, values)
+        return TokenLogprobs(index, row.tokens[-1], values[0], 1, pack_int32s(ids), pack_float32s(values))
 
     def finish_copies(self, count: int = 1_000_000) -> list[Copied]:
         """Make the oldest copies that are under way and tell of them."""

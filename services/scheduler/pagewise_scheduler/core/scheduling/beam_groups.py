@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from pagewise_shared.protocol import TokenLogprobs
+from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -61,7 +61,9 @@ class BeamGroups:
         histories = [member.output_token_ids for member in group.members]
         entries = [group.candidates[member] for member in group.members]
         # Pairs as they are asked for: of all that the hypotheses have, few are looked at.
-        candidates = [zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in entries]
+        candidates = [
+            zip(unpack_int32s(entry.top_ids), unpack_float32s(entry.top_logprobs), strict=True) for entry in entries
+        ]
         continuations = group.search.advance(histories, candidates)
         group.candidates.clear()
         if continuations is None:
