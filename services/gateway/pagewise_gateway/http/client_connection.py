@@ -1,4 +1,4 @@
-"""Connections of clients: how fast bytes are taken in, what HTTP itself may take, and how they are left."""
+"""Connections of clients: how fast bytes are parsed, how much the framing of HTTP may take, and how they are closed."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ MAX_FRAMING_BYTES = 65_536
 """Bytes of the head of a request, or of what a chunked body has besides its content: sizes, extensions, trailers."""
 BODY_PER_FRAMING = 8
 """A large chunked body may have a byte more of those for each so many bytes of content: chunks of about 50 bytes."""
-LEFT_SECONDS = 5
-"""How long the rest of a refused body is thrown away before the connection is closed."""
-LEFT_BODIES = 4
-"""The rest of a refused body may be so many times as large as the largest legal body; then the connection is closed."""
+LINGER_SECONDS = 5
+"""For how long the rest of a refused body is read and thrown away before the connection is closed."""
+LINGER_BODIES = 4
+"""How much of it is thrown away, as a multiple of the largest body that is allowed, before the connection is closed."""
 
 _REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
 """About what aiohttp takes for a request, however small, and for the end of a connection."""
@@ -26,7 +26,7 @@ _PIECE = 16_384
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, which takes turns with others when much arrives, and bounds what is not content of bodies.
+    """aiohttp's connection, with turns between connections when much arrives, and a limit for what is not content.
 
     Bytes that have to wait for a turn are kept, and nothing more is read meanwhile.
 
@@ -34,15 +34,15 @@ class ClientConnection(web.RequestHandler):
         key: the name of the API key that was used last on this connection; those without one take turns together.
     """
 
-    __slots__ = ("_discarded", "_held", "_left", "_limit", "_queued", "_turns", "key")
+    __slots__ = ("_discarded", "_held", "_limit", "_lingering", "_queued", "_turns", "key")
 
     def __init__(self, server: web.Server, turns: LoopTurns, largest_body: int, **options: Any) -> None:
         super().__init__(server, auto_decompress=False, lingering_time=0, **options)
         self.key = ""
-        self._turns, self._limit = turns, LEFT_BODIES * largest_body
+        self._turns, self._limit = turns, LINGER_BODIES * largest_body
         self._held, self._queued = b"", False
         self._discarded: int | None = None
-        self._left: asyncio.Future[None] | None = None
+        self._lingering: asyncio.Future[None] | None = None
         self._parser = cast(Any, _Parser(self._parser, turns))
 
     def data_received(self, data: bytes) -> None:
@@ -72,11 +72,12 @@ class ClientConnection(web.RequestHandler):
         self._held = b""
         super().connection_lost(error)
 
-    async def leave(self, content: StreamReader, announced: int | None) -> None:
-        """Throw away what is left of a body that was refused, so that the client reads the answer; it is written.
+    async def linger(self, content: StreamReader, announced: int | None) -> None:
+        """Throw away the rest of a refused body after the answer was written, so that the client reads the answer.
 
         A client that still sends when its connection is closed would see a reset instead of the answer. What arrives is
-        not parsed. This lasts until the body has come, or the client hangs up, but only so long, for so many bytes.
+        not parsed. This lasts until the body is complete or the client hangs up, but for ``LINGER_SECONDS`` and
+        ``LINGER_BODIES`` at most. HTTP servers call it a lingering close (RFC 9112, section 9.6).
 
         ``announced``: the Content-Length of the body.
         """
@@ -92,16 +93,16 @@ class ClientConnection(web.RequestHandler):
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()  # tells the client that nothing follows, so that it hangs up
         if self._limit > 0:
-            self._left = asyncio.get_running_loop().create_future()
+            self._lingering = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEFT_SECONDS):
-                    await self._left
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._lingering
 
     def _discard(self, size: int) -> None:
         assert self._discarded is not None
         self._discarded += size
-        if self._discarded >= self._limit and self._left is not None and not self._left.done():
-            self._left.set_result(None)
+        if self._discarded >= self._limit and self._lingering is not None and not self._lingering.done():
+            self._lingering.set_result(None)
         self._wait_for_turn()
 
     def _hang_up(self) -> None:
