@@ -20,7 +20,7 @@ LINGER_BODIES = 4
 """How much of it is thrown away, as a multiple of the largest body that is allowed, before the connection is closed."""
 
 _REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
-"""About what aiohttp takes for a request, however small, and for the end of a connection."""
+"""About the time that aiohttp takes for a request, however small, and for the end of a connection."""
 _PIECE = 16_384
 """Bytes that are parsed at a time: 2 ms if they are chunks of one byte."""
 
@@ -28,10 +28,10 @@ _PIECE = 16_384
 class ClientConnection(web.RequestHandler):
     """aiohttp's connection, with turns between connections when much arrives, and a limit for what is not content.
 
-    Bytes that have to wait for a turn are kept, and nothing more is read meanwhile.
+    Bytes that have to wait for a turn are kept, and reading is paused meanwhile.
 
     Fields:
-        key: the name of the API key that was used last on this connection; those without one take turns together.
+        key: the name of the API key that was used last on this connection; connections without one share their turns.
     """
 
     __slots__ = ("_discarded", "_held", "_limit", "_lingering", "_queued", "_turns", "key")
@@ -46,7 +46,8 @@ class ClientConnection(web.RequestHandler):
         self._parser = cast(Any, _Parser(self._parser, turns))
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes that have arrived, or none if what was left of earlier ones may be parsed now."""
+        """Parse bytes that have arrived, or keep them until it is their turn. aiohttp calls this without bytes to go on
+        with those that it has kept itself."""
         if not data:
             super().data_received(data)
         elif self._discarded is not None:
@@ -58,17 +59,17 @@ class ClientConnection(web.RequestHandler):
             super().data_received(data)
             self._turns.done()
         else:
-            self._take_in(data)
+            self._parse(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client has hung up. A thousand may do so at the same time, so this takes turns too."""
+        """Close the connection, in turn: a thousand clients may hang up at the same time."""
         if self.ssl_context is not None:  # TLS has no half-closed connections
             return False
         self._turns.add(self.key, self._hang_up)
-        return True  # the transport is closed then, and not now
+        return True  # asyncio leaves the transport open: ``_hang_up`` closes it
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """The client is gone."""
+        """Drop what is kept: the client is gone."""
         self._held = b""
         super().connection_lost(error)
 
@@ -110,8 +111,8 @@ class ClientConnection(web.RequestHandler):
         if self.transport is not None:
             self.transport.close()
 
-    def _take_in(self, data: bytes) -> None:
-        """Parse bytes until they have taken their time, or aiohttp wants no more for now."""
+    def _parse(self, data: bytes) -> None:
+        """Parse bytes until the time of a slice is used up, or aiohttp pauses reading; keep the rest."""
         for start in range(0, len(data), _PIECE):
             free = self._turns.free()
             if start and (self._reading_paused or self._buffer_paused or not free):
@@ -132,15 +133,15 @@ class ClientConnection(web.RequestHandler):
     def _turn(self) -> None:
         self._queued = False
         if self._reading_paused or self._buffer_paused:
-            return  # until aiohttp wants more
+            return  # aiohttp calls ``_resume_transport_reading`` later
         data, self._held = self._held, b""
         if data and self._parser is not None:
-            self._take_in(data)
+            self._parse(data)
         if not (self._held or self._queued or self._reading_paused or self._buffer_paused):
             super()._resume_transport_reading()
 
     def _resume_transport_reading(self) -> None:
-        """aiohttp wants more: first what is kept."""
+        """Go on reading, as aiohttp asks; bytes that are kept are parsed first."""
         if self._held:
             self._wait_for_turn()
         elif not self._queued:
@@ -148,14 +149,14 @@ class ClientConnection(web.RequestHandler):
 
 
 class _Parser:
-    """aiohttp's parser, with a limit for all that is not content of a body. It parses nothing after an error.
+    """aiohttp's parser, with a limit for all bytes that are not content of a body. It stops at the first error.
 
-    aiohttp bounds single headers, but not the extensions of chunks, nor how small these are. After an error it would go
-    on, and keep an error for everything that arrives, with its bytes.
+    aiohttp bounds single headers, but neither the extensions of chunks nor the number of small chunks. After an error
+    it would go on, and store an error, with its bytes, for everything that arrives.
 
     Fields:
-        framing: how many bytes have come since the head of the request, or since the body before it, that were not
-            content. Bytes that are not parsed yet count too; these are a few.
+        framing: the number of bytes since the head of the request, or since the body before it, that were not content.
+            The few bytes that are not parsed yet count too.
     """
 
     def __init__(self, parser: Any, turns: LoopTurns) -> None:
@@ -170,7 +171,7 @@ class _Parser:
         """As aiohttp's.
 
         Raises:
-            HttpProcessingError: this is no HTTP, or the head of a request is too long.
+            HttpProcessingError: the bytes are not HTTP, or the head of a request is too long.
         """
         if self._broken:
             return (), False, b""
@@ -197,10 +198,10 @@ class _Parser:
         return messages, upgraded, tail
 
     def _refuse(self) -> None:
-        """Let the reader of the body fail, or the head of a request.
+        """Make reading the body fail, or refuse the head of a request.
 
         Raises:
-            LineTooLong: there is no body; it is a head.
+            LineTooLong: no body is being read, so it is the head that is too long.
         """
         self._broken = True
         if self._content is None or self._content.is_eof():
