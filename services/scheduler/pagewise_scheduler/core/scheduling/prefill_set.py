@@ -21,8 +21,8 @@ _WATERMARK = 0.01
 
 
 class PrefillSet:
-    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: which
-    keys have them.
+    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
+    shares of rows and blocks that keys have.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
