@@ -115,7 +115,7 @@ class BeamGroups:
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
             if not (heir.table.blocks and self._prefilling.rejoin(heir)):
-                self._wait_for_room(heir)
+                self._requeue(heir)
         group.members = members
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
@@ -123,7 +123,7 @@ class BeamGroups:
         request = group.members[0].request
         request.sequences = [*members]
 
-    def _wait_for_room(self, heir: Sequence) -> None:
+    def _requeue(self, heir: Sequence) -> None:
         if heir.table.blocks:
             self._plan.copies.give_up(heir.table.blocks)
             self._kv.free(heir.table, None)
