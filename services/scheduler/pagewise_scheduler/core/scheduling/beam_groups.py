@@ -60,7 +60,7 @@ class BeamGroups:
             return
         histories = [member.output_token_ids for member in group.members]
         entries = [group.candidates[member] for member in group.members]
-        # Pairs as they are asked for: of all that the hypotheses have, few are looked at.
+        # Pairs are made as they are asked for, because few of all candidates are looked at.
         candidates = [
             zip(unpack_int32s(entry.top_ids), unpack_float32s(entry.top_logprobs), strict=True) for entry in entries
         ]
@@ -117,7 +117,7 @@ class BeamGroups:
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
             if not (heir.table.blocks and self._prefilling.rejoin(heir)):
-                self._let_wait(heir)
+                self._requeue(heir)
         group.members = members
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
@@ -125,7 +125,7 @@ class BeamGroups:
         request = group.members[0].request
         request.sequences = [*members]
 
-    def _let_wait(self, heir: Sequence) -> None:
+    def _requeue(self, heir: Sequence) -> None:
         if heir.table.blocks:
             self._plan.copies.give_up(heir.table.blocks)
             self._kv.free(heir.table, None)
