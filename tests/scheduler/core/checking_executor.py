@@ -4,6 +4,7 @@ It follows ``docs/wire-protocol.md`` literally and breaks loudly on a plan that 
 purpose: they read the host and write the device only when ``finish_copies`` is called.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
 def next_candidates(tokens: tuple[int, ...], count: int, vocab_size: int = 1000) -> list[tuple[int, float]]:
     """The likeliest next tokens with their log-probabilities; the first is ``next_token``."""
     first = next_token(tokens, vocab_size)
-    return [((first + 7 * i) % vocab_size, -0.3 * (i + 1) - (first % 13) / 50) for i in range(count)]
+    logprobs = array("f", [-0.3 * (i + 1) - (first % 13) / 50 for i in range(count)])  # rounded as they are sent
+    return [((first + 7 * i) % vocab_size, logprob) for i, logprob in enumerate(logprobs)]
 
 
 def pairs(data: bytes) -> list[tuple[int, int]]:

@@ -61,7 +61,7 @@ class Driver:
         return self.steps_until(lambda: bool(request.finished or request.sequences[0].output_token_ids))
 
     def end(self) -> None:
-        self.steps_until(lambda: not self.scheduler.requests)
+        self.steps_until(lambda: not self.scheduler.requests, most=20_000)
         while self.results:
             self.step()
         assert_all_free(self.scheduler)
