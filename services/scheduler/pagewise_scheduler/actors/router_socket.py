@@ -118,6 +118,8 @@ class RouterSocket:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
                     self._mailbox.put(ConnectionsBroke(self.kind))
+                elif event.hung_up:  # a process that was stopping
+                    log.debug("a connection ended before its handshake was over")
                 elif not event.refused:  # those are counted by the gate
                     self._handshakes.inc()
                     self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
