@@ -20,8 +20,8 @@ class HandshakeFailure(NamedTuple):
     """A connection that could not be established.
 
     ``refused``: the key was refused. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
-    end that noticed. ``hung_up``: the peer has ended the connection, or has not answered. All are false if it has another
-    key than the one expected.
+    end that noticed. ``hung_up``: the peer has ended the connection, or has not answered. All are false if it has
+    another key than the one expected.
     """
 
     refused: bool
