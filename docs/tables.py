@@ -44,6 +44,8 @@ COMMANDS: dict[str, type[Struct]] = {
 METRIC_MODULES = {"scheduler": "pagewise_scheduler.metrics", "gateway": "pagewise_gateway.metrics"}
 """Where the class ``Metrics`` of each kind of process is, whose ``registry`` holds them."""
 
+_QUEUE = "all together; with several API keys, up to twice as much and one request"
+
 LIMITS = (
     ("requests of an API key at once", "", "key_concurrent"),
     ("requests of an API key per minute", "", "key_requests_per_minute"),
@@ -51,7 +53,8 @@ LIMITS = (
     ("lowest priority that an API key may ask for", "", "pagewise_gateway.http.key_file:LOWEST_PRIORITY"),
     ("API keys", "", "pagewise_gateway.http.key_file:MOST_KEYS"),
     ("HTTP connections", "each gateway", "max_connections"),
-    ("seconds for the head of a request, and without one", "each connection", "keepalive_timeout"),
+    ("seconds for the head of a request, or between two requests", "each connection", "keepalive_timeout"),
+    ("seconds for the body of a request", "each request", "pagewise_gateway.http.parsing:BODY_SECONDS"),
     ("seconds in which a client reads nothing", "each connection", "write_timeout"),
     ("bytes of a stream that are not read", "each request", "pagewise_gateway.link.live_request:MOST_UNREAD"),
     ("bytes of a body", "each request", "max_body_bytes"),
@@ -71,14 +74,14 @@ LIMITS = (
         "pagewise_gateway.http.client_connection:MAX_FRAMING_BYTES",
     ),
     (
-        "sizes of the largest body that are thrown away of a refused one",
+        "bytes of a refused body that are read and thrown away, as a multiple of the largest body",
         "each connection",
-        "pagewise_gateway.http.client_connection:LEFT_BODIES",
+        "pagewise_gateway.http.client_connection:LINGER_BODIES",
     ),
     (
-        "seconds in which the rest of a refused body is thrown away",
+        "seconds for which the rest of a refused body is read and thrown away",
         "each connection",
-        "pagewise_gateway.http.client_connection:LEFT_SECONDS",
+        "pagewise_gateway.http.client_connection:LINGER_SECONDS",
     ),
     ("messages", "each request", "pagewise_gateway.http.schema:MAX_MESSAGES"),
     ("parts of a message", "each message", "pagewise_gateway.http.schema:MAX_CONTENT_PARTS"),
@@ -95,19 +98,39 @@ LIMITS = (
     ("prompts", "each request", "pagewise_gateway.http.schema:MAX_PROMPTS"),
     ("outputs (`n`, `best_of`)", "each prompt", "max_n"),
     ("sequences", "each request", "pagewise_gateway.http.params:MAX_SEQUENCES"),
-    ("beams times `stop_token_ids` plus 2", "each prompt", "pagewise_gateway.http.params:MAX_CANDIDATES"),
+    (
+        "beams, times the number of `stop_token_ids` plus 2",
+        "each prompt",
+        "pagewise_gateway.http.params:MAX_CANDIDATES",
+    ),
     ("log-probabilities", "each token", "pagewise_shared.sampling:MAX_LOGPROBS"),
     ("characters of a client's `X-Request-Id`", "each request", "pagewise_gateway.http.context:MAX_CLIENT_REQUEST_ID"),
     ("entries of `/debug/requests/{id}`, unless for an operator", "", "pagewise_gateway.http.debug:MOST_OF_OWN"),
     ("tokens of a sequence", "", "max_model_len"),
-    ("waiting sequences", "all together", "max_waiting"),
-    ("prompt tokens that wait", "all together", "max_waiting_tokens"),
+    ("waiting sequences", _QUEUE, "max_waiting"),
+    ("prompt tokens that wait", _QUEUE, "max_waiting_tokens"),
     ("running sequences", "each executor", "max_num_seqs"),
+    (
+        "rows and KV blocks of an executor",
+        "each API key, while several have requests there ([below](#shares-of-an-executor))",
+        "text: an equal share",
+    ),
+    (
+        "steps that a request waits for room before sequences of keys above their share are preempted for it",
+        "each request that is next and whose key has less than its share",
+        "pagewise_scheduler.core.scheduling.fair_shares:PATIENCE_STEPS",
+    ),
+    (
+        "output tokens of a sequence before it is preempted again for another key",
+        "each sequence",
+        "pagewise_scheduler.core.scheduling.fair_shares:LEAST_PROGRESS",
+    ),
     ("tokens of a step, at most", "each executor", "pagewise_shared.protocol.limits:MAX_BATCHED_TOKENS"),
     ("gateways", "", "pagewise_scheduler.actors.gateways:MAX_GATEWAYS"),
     ("executors", "", "pagewise_scheduler.actors.offers:MAX_EXECUTORS"),
     ("bytes of a frame to the scheduler", "", "pagewise_shared.protocol.limits:MAX_FRAME_TO_SCHEDULER"),
-    ("bytes of the objects that it becomes", "", "pagewise_shared.protocol.limits:MAX_DECODED_BYTES"),
+    ("bytes of the result of a step", "each executor", "pagewise_shared.protocol.limits:MAX_STEP_RESULT_BYTES"),
+    ("bytes of the objects that a frame becomes", "", "pagewise_shared.protocol.limits:MAX_DECODED_BYTES"),
     ("bytes of a frame from the scheduler", "", "pagewise_shared.protocol.limits:MAX_FRAME_FROM_SCHEDULER"),
     ("bytes that the scheduler has received and not read", "executors, gateways", "max_unread_bytes"),
     ("the same, of what executors ask each other", "each executor", "pagewise_executor.kv.block_server:MOST_UNREAD"),
@@ -116,7 +139,8 @@ LIMITS = (
     ("seconds without a heartbeat", "each gateway", "gateway_timeout"),
     ("seconds of a step", "each executor", "step_timeout"),
 )
-"""What is limited, for whom, and where the limit stands: an option of a service, or a constant."""
+"""What is limited, for whom, and where the limit stands: an option of a service, a constant (``module:NAME``), or
+``text:`` and the limit in words."""
 
 _ALL = "all"
 _PREFIX = "pagewise_"
@@ -250,8 +274,11 @@ def limits_table() -> str:
     rows = []
     for what, whose, source in LIMITS:
         module, _, constant = source.partition(":")
-        if constant:
-            value, set_by = f"{getattr(importlib.import_module(module), constant):,}", ""
+        if module == "text":
+            value, set_by = constant.strip(), ""
+        elif constant:
+            number = getattr(importlib.import_module(module), constant)
+            value, set_by = f"{number:,g}" if isinstance(number, float) else f"{number:,}", ""
         else:
             default = options[source].default
             value = f"{default:,g}" if isinstance(default, float) else f"{default:,}" if default is not None else ""

@@ -109,47 +109,26 @@ class Abuser:
         while True:
             kind = self._rng.choice(sorted(BODIES))
             path, make = BODIES[kind]
-            url = self._rng.choice(list(cluster.urls.values())) + path
-            headers = _ENCODED.get(kind)
+            url = self._gateway(cluster) + path
             patience = self._rng.choice([0.3, _SECONDS])
-            try:
-                body = make(self._rng)
-                async with asyncio.timeout(patience), session.post(url, data=body, headers=headers) as answer:
-                    await answer.read()
-                    self.answers[kind, answer.status] += 1
-                    if answer.status == 500:
-                        self.failures.append(f"{kind}: {(await answer.text())[:300]}")
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                self.answers[kind, 0] += 1
+            await self._ask(
+                kind, session, url, patience, method="POST", data=make(self._rng), headers=_ENCODED.get(kind)
+            )
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
 
     async def _document(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
         """The document of the API, from sixteen connections at a time."""
-
-        async def get(url: str) -> None:
-            try:
-                async with session.get(url) as answer:
-                    await answer.read()
-                    self.answers["the document of the API", answer.status] += 1
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                self.answers["the document of the API", 0] += 1
-
         while True:
-            url = self._rng.choice(list(cluster.urls.values())) + "/openapi.json"
-            await asyncio.gather(*[get(url) for _ in range(16)])
+            url = self._gateway(cluster) + "/openapi.json"
+            await asyncio.gather(*[self._ask("the document of the API", session, url) for _ in range(16)])
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
 
     async def _tiny_chunks(self, cluster: Cluster) -> None:
         """A body of a megabyte in chunks of one byte, and then an extension that does not end."""
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
-            "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        ).encode()
+        head = self._head("Transfer-Encoding: chunked")
         while True:
-            address = self._rng.choice(list(cluster.urls.values())).removeprefix("http://")
-            host, port = address.split(":")
             try:
-                reader, writer = await asyncio.open_connection(host, int(port))
+                reader, writer = await self._connect(cluster)
                 writer.write(head + b"1\r\n \r\n" * self._rng.choice([0, 1_000_000]) + b"5;" + b"x" * 1_000_000)
                 async with asyncio.timeout(_SECONDS):
                     status = (await reader.readline()).split(b" ")[1:2]
@@ -161,17 +140,12 @@ class Abuser:
 
     async def _unfinished_bodies(self, cluster: Cluster) -> None:
         """Twenty at a time that stop in the middle, for some seconds."""
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
-            "Content-Type: application/json\r\nContent-Length: 3000000\r\n\r\n"
-        ).encode()
+        head = self._head("Content-Length: 3000000")
         while True:
-            address = self._rng.choice(list(cluster.urls.values())).removeprefix("http://")
-            host, port = address.split(":")
             writers = []
             for _ in range(20):
                 try:
-                    _, writer = await asyncio.open_connection(host, int(port))
+                    _, writer = await self._connect(cluster)
                 except OSError:
                     break
                 writer.write(head + b"x" * 1_000_000)
@@ -179,3 +153,40 @@ class Abuser:
             await asyncio.sleep(self._rng.uniform(1.0, 8.0))
             for writer in writers:
                 writer.transport.abort()
+
+    def _gateway(self, cluster: Cluster) -> str:
+        """The address of some gateway."""
+        return self._rng.choice(list(cluster.urls.values()))
+
+    async def _ask(
+        self,
+        kind: str,
+        session: aiohttp.ClientSession,
+        url: str,
+        patience: float = _SECONDS,
+        *,
+        method: str = "GET",
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Send a request, and count its answer, or that none came within ``patience`` seconds."""
+        request = session.request(method, url, data=data, headers=headers)
+        try:
+            async with asyncio.timeout(patience), request as answer:
+                await answer.read()
+                self.answers[kind, answer.status] += 1
+                if answer.status == 500:
+                    self.failures.append(f"{kind}: {(await answer.text())[:300]}")
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            self.answers[kind, 0] += 1
+
+    async def _connect(self, cluster: Cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of its own, for what an HTTP client would not send."""
+        host, port = self._gateway(cluster).removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
+
+    def _head(self, field: str) -> bytes:
+        return (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
+            f"Content-Type: application/json\r\n{field}\r\n\r\n"
+        ).encode()

@@ -20,11 +20,13 @@ class HandshakeFailure(NamedTuple):
     """A connection that could not be established.
 
     ``refused``: the key was refused. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
-    end that noticed. Both are false if the peer hung up, or has another key than the one expected.
+    end that noticed. ``hung_up``: the peer has ended the connection, or has not answered. All are false if it has
+    another key than the one expected.
     """
 
     refused: bool
     no_common_mechanism: bool
+    hung_up: bool = False
 
 
 class Broken(NamedTuple):
@@ -66,6 +68,7 @@ class Connections:
             HandshakeFailure(
                 refused=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH,
                 no_common_mechanism=event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch,
+                hung_up=event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
             )
         )
         return False

@@ -51,6 +51,11 @@ def at_once(server: Served, path: str, body: bytes | dict[str, Any], count: int)
         return list(pool.map(lambda _: post(server, path, body), range(count)))
 
 
+def charged(server: Served) -> float:
+    """Requests that have counted against the abuser's limits; a key without limits has none that count."""
+    return server.metric("key_requests_total", key="abuser")
+
+
 def begin(server: Served, path: str, announced: int, sent: int, *, chunked: bool = False) -> socket.socket:
     """Announce a body of so many bytes, send ``sent`` of them, and leave it at that. Returns the connection."""
     address = urlsplit(server.url)

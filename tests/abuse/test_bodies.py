@@ -2,14 +2,13 @@
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks.processes import GATEWAY, Served
-from tests.abuse.abuser import MIB, begin, filled, post
+from tests.abuse.abuser import MIB, begin, charged, filled, post
 from tests.abuse.bystander import resident, serving_two_keys, unharmed
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -42,24 +41,6 @@ ALLOWED = [
     ("/detokenize", filled(b'{"tokens":[', b"256", b"]}", _SIZE), "65536"),
 ]
 """Bodies of the size that is allowed, and the limit that their error names."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate", abuser="concurrent=2") as server:
-        assert post(server, COMPLETION, b'{"prompt": "fox"}').status == 200
-        yield server
-
-
-@pytest.fixture(scope="module")
-def unlimited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate") as server:
-        yield server
-
-
-def charged(server: Served) -> float:
-    """Requests that count against the abuser's limits."""
-    return server.metric("key_requests_total", key="abuser")
 
 
 def test_large_bodies_are_refused_before_they_are_read(server: Served) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.processes import GATEWAY
 from tests.abuse.bystander import serving_two_keys, unharmed
+from tests.free_cores import FreeCores
 
 
 def test_a_bystander_sees_a_gateway_that_stands_still_and_nothing_else(tmp_path: Path) -> None:
@@ -20,9 +21,11 @@ def test_a_bystander_sees_a_gateway_that_stands_still_and_nothing_else(tmp_path:
         def stand_still() -> None:
             with unharmed(server):
                 psutil.Process(pid).send_signal(signal.SIGSTOP)
-                time.sleep(1.5)
+                began, cores = time.monotonic(), FreeCores()
+                while (time.monotonic() - began) * cores.share() < 1.5:
+                    time.sleep(0.1)
                 psutil.Process(pid).send_signal(signal.SIGCONT)
-                time.sleep(0.5)
+                time.sleep(0.1)
 
         with pytest.raises(AssertionError, match="s without a token"):
             stand_still()

@@ -7,32 +7,18 @@ import socket
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
 
 from benchmarks.processes import Served
-from tests.abuse.abuser import MIB, post
-from tests.abuse.bystander import ABUSER, serving_two_keys, unharmed
+from tests.abuse.abuser import MIB, charged
+from tests.abuse.bystander import ABUSER, unharmed
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 _SECONDS = 4.0
 """How long a flood of requests lasts."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate", abuser="concurrent=2") as server:
-        assert post(server, COMPLETION, b'{"prompt": "fox"}').status == 200
-        yield server
-
-
-@pytest.fixture(scope="module")
-def unlimited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate") as server:
-        yield server
 
 
 def gzip_bomb(mib: int) -> bytes:
@@ -106,7 +92,7 @@ def test_bodies_that_inflate_without_a_key(server: Served) -> None:
 def test_bodies_that_inflate(server: Served, encoding: str) -> None:
     bomb = gzip_bomb(64)
     bomb = bomb if encoding == "gzip" else bomb[10:-8]  # deflate without a header, as some clients send it
-    before = server.metric("key_requests_total", key="abuser")
+    before = charged(server)
     data = head(ABUSER, f"Content-Encoding: {encoding}", f"Content-Length: {len(bomb)}") + bomb
     with unharmed(server):
         answers = [answer for _ in range(8) for answer in send_all(server, data, 2)]
@@ -114,7 +100,7 @@ def test_bodies_that_inflate(server: Served, encoding: str) -> None:
     assert statuses.keys() <= {b"413", b"429"}
     assert statuses[b"413"] >= 8
     assert all(b"4194304" in answer for answer in answers if answer[9:12] == b"413")
-    assert server.metric("key_requests_total", key="abuser") == before + statuses[b"413"]
+    assert charged(server) == before + statuses[b"413"]
 
 
 @pytest.mark.parametrize("key", [ABUSER, ""])

@@ -3,6 +3,8 @@
 A real model: the executor makes masks and tables of them.
 """
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,27 @@ def test_the_longest_lists_that_are_legal_hurt_nobody(tmp_path: Path) -> None:
                 answers = at_once(server, COMPLETIONS, body(120, n=4, **fields), 2)
                 assert [answer.status for answer in answers] == [200, 200], answers
                 assert all(len(answer.body["choices"]) == 480 for answer in answers)
+
+
+def different(number: int) -> dict[str, Any]:
+    """A request with lists near the longest that are legal, and different from those of all others."""
+    draw = random.Random(number)
+    return body(
+        1,
+        allowed_token_ids=sorted(draw.sample(range(VOCABULARY), VOCABULARY - 100)),
+        logit_bias={str(token): round(draw.uniform(-2, 2), 3) for token in draw.sample(range(VOCABULARY), 1024)},
+        bad_words=[f"{draw.random()} {draw.random()}" for _ in range(128)],
+        stop_token_ids=draw.sample(range(VOCABULARY), 128),
+        min_tokens=4,
+    )
+
+
+def test_many_requests_with_different_lists_at_once_hurt_nobody(tmp_path: Path) -> None:
+    """As many as run at a time: their lists are checked and tabulated in few steps."""
+    with serving_two_keys(tmp_path) as server, ThreadPoolExecutor(240) as clients:
+        # The processes keep what they have needed once; the second time they may not grow.
+        for begin, growth_mb in ((0, 200), (240, 50)):
+            bodies = [different(number) for number in range(begin, begin + 240)]
+            with unharmed(server, growth_mb=growth_mb):
+                answers = list(clients.map(lambda each: post(server, COMPLETIONS, each), bodies))
+            assert {answer.status for answer in answers} == {200}, [answer.body for answer in answers][:3]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.processes import Served
-from tests.abuse.abuser import MIB, post
+from tests.abuse.abuser import MIB, charged, post
 from tests.abuse.bystander import BYSTANDER, serving_two_keys, unharmed
 
 COMPLETION = "/v1/completions"
@@ -20,6 +20,7 @@ LIMIT = 131_072
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server on which a limit that no test reaches makes the abuser's requests count."""
     with serving_two_keys(tmp_path_factory.mktemp("keys"), "--simulate", abuser="concurrent=64") as server:
         assert post(server, COMPLETION, b'{"prompt": "fox"}').status == 200
         yield server
@@ -31,10 +32,6 @@ def body(**fields: object) -> bytes:
 
 def text(characters: int) -> str:
     return ("the quick brown fox jumps over the lazy dog " * (characters // 44 + 1))[:characters]
-
-
-def charged(server: Served) -> float:
-    return server.metric("key_requests_total", key="abuser")
 
 
 def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(server: Served) -> None:

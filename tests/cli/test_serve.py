@@ -1,5 +1,6 @@
 """``pagewise serve`` and its processes, with executors that invent their tokens."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -162,7 +163,8 @@ def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
         else:  # as a service manager does
             services = [pid for module in (SCHEDULER, EXECUTOR, GATEWAY) for pid in server.pids(module)]
             for pid in (server.process.pid, *services):
-                os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    os.kill(pid, signal.SIGTERM)
             assert server.process.wait(timeout=30) == 0
     said = server.output[before:]
     assert any("stopping" in line for line in said)

@@ -39,6 +39,7 @@ from pagewise_shared.protocol import (
     TokenLogprobs,
     decode_from_gateway,
     encode,
+    pack_float32s,
     pack_int32s,
     unpack_int32s,
 )
@@ -386,7 +387,7 @@ class Frame:
 def logprobs_of(token: int, index: int, wanted: int) -> TokenLogprobs:
     """The token itself is always the second best."""
     tops = [(token + 1, -0.25), (token, -0.5), *((token + i, -float("inf")) for i in range(2, 20))][:wanted]
-    return TokenLogprobs(index, token, -0.5, 2, tuple(i for i, _ in tops), tuple(p for _, p in tops))
+    return TokenLogprobs(index, token, -0.5, 2, pack_int32s(i for i, _ in tops), pack_float32s(p for _, p in tops))
 
 
 def render(families: tuple[MetricFamily, ...]) -> bytes:

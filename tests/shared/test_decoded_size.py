@@ -37,12 +37,7 @@ WORST: list[tuple[str, Callable[[bytes], Any], bytes]] = [
     (
         "stepresult",
         decode_from_executor,
-        frame("stepresult", 4, RESULT + b"\x91\x96" + bytes(4) + b"\x90" + MANY + bytes(COUNT)),
-    ),
-    (
-        "stepresult",
-        decode_from_executor,
-        frame("stepresult", 4, RESULT + b"\x91\x96" + bytes(4) + MANY + b"\xcd\x7f\xff" * COUNT + b"\x90"),
+        frame("stepresult", 4, RESULT + MANY + (b"\x96" + bytes(4) + b"\xc4\x02ab\xc4\x02ab") * COUNT),
     ),
     ("stepresult", decode_from_executor, frame("stepresult", 5, RESULT + b"\x90" + MANY + b"\x92\x00\x90" * COUNT)),
     (

@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     decode_from_scheduler,
     encode,
     named_blocks,
+    pack_float32s,
     pack_int32s,
     unpack_int32s,
 )
@@ -55,7 +56,12 @@ PLAN = StepPlan(
         ),
     ),
 )
-RESULT = StepResult(epoch=3, step=9, tokens=pack_int32s([1]), logprobs=(TokenLogprobs(0, 1, -0.5, 1, (1,), (-0.5,)),))
+RESULT = StepResult(
+    epoch=3,
+    step=9,
+    tokens=pack_int32s([1]),
+    logprobs=(TokenLogprobs(0, 1, -0.5, 1, pack_int32s([1]), pack_float32s([-0.5])),),
+)
 
 
 def test_round_trips() -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,8 +45,8 @@ class Server:
     def _count(self) -> None:
         self.closed += 1
 
-    def peer(self, name: bytes, *, ping_ms: int = 0) -> "zmq.Socket[bytes]":
-        """A socket that is connected, and has got through with one message."""
+    def peer(self, name: bytes, *, ping_ms: int = 0, through: str = "") -> "zmq.Socket[bytes]":
+        """A socket that is connected, and has got through with one message. ``through``: a relay's endpoint."""
         socket = self._peers_context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = 0
@@ -55,7 +57,7 @@ class Server:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         if self._folder is not None:
             Keys(self._folder, EXECUTOR).secure_client(socket)
-        socket.connect(self.endpoint)
+        socket.connect(through or self.endpoint)
         self._peers.append(socket)
         socket.send(b"first")
         self.until(lambda: (name, 5) in self.messages)
@@ -105,9 +107,38 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
+@contextlib.contextmanager
+def relay(endpoint: str, most: int) -> Iterator[str]:
+    """An endpoint behind which is another one, which gets no more than ``most`` bytes of the connection, a few at a
+    time: whatever is sent, the rest never comes."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def forward(source: socket.socket, target: socket.socket, most: int) -> None:
+            with contextlib.suppress(OSError):
+                while most > 0 and (data := source.recv(min(most, 16_384))):
+                    target.sendall(data)
+                    most -= len(data)
+                if most:
+                    target.shutdown(socket.SHUT_RDWR)
+
+        def run() -> None:
+            client, _ = listening.accept()
+            with client, socket.create_connection((host, int(port))) as server:
+                back = threading.Thread(target=forward, args=(server, client, sys.maxsize))
+                back.start()
+                forward(client, server, most)
+                back.join()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
 def send_endless(socket: "zmq.Socket[bytes]", part: bytes, total: int) -> None:
-    """Send a message of very many parts. A socket of ZeroMQ's sends nothing before the message is whole, so it has an
-    end, but far behind the bound."""
+    """Send a message of very many parts. ZeroMQ sends nothing before the message is whole, so it has an end, but far
+    behind the bound, and a relay never lets it through."""
     for _ in range(total // (len(part) + 2)):
         socket.send(part, zmq.SNDMORE)
     socket.send(b"end")
@@ -117,14 +148,10 @@ def send_endless(socket: "zmq.Socket[bytes]", part: bytes, total: int) -> None:
 def test_a_message_that_does_not_end_is_cut_off_and_nobody_else_is(
     server: Server, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad = server.peer(b"good"), server.peer(b"bad")
-    # So much that reading it takes far longer than a check, in a number of parts that is not too many to send.
-    total = max(4 * MOST, min(32 * MOST, 400_000 * (size + 2)))
-    sending = threading.Thread(target=send_endless, args=(bad, b"x" * size, total))
-    with caplog.at_level(logging.WARNING):
-        sending.start()
+    with relay(server.endpoint, 2 * MOST) as endpoint, caplog.at_level(logging.WARNING):
+        good, bad = server.peer(b"good"), server.peer(b"bad", through=endpoint)
+        send_endless(bad, b"x" * size, 4 * MOST)
         server.until(lambda: server.closed)
-        sending.join()
     assert server.closed == 1
     assert "closed the connection from 127.0.0.1 port" in caplog.text
     for number in range(100):
@@ -150,8 +177,8 @@ def test_the_connection_with_most_that_waits_to_be_read_is_closed(server: Server
 
 def test_many_connections_that_each_bring_little_are_bounded_together(server: Server) -> None:
     good, *bad = (server.peer(b"%d" % number) for number in range(9))
-    for socket in bad:
-        send_endless(socket, b"x" * 1000, MOST // 6)  # eight of them: more than MOST
+    for peer in bad:
+        send_endless(peer, b"x" * 1000, MOST // 6)  # eight of them: more than MOST
     server.until(lambda: server.closed, reading=False)
     assert 1 <= server.closed <= 4, "no more than needed"
     good.send(b"still")
@@ -162,8 +189,8 @@ def test_what_is_read_in_time_may_be_any_amount(server: Server) -> None:
     peers = [server.peer(b"%d" % number, ping_ms=1) for number in range(3)]
     frame = b"x" * 50_000
     for number in range(60):
-        for socket in peers:
-            socket.send_multipart([frame] * (1 + number % 2))
+        for peer in peers:
+            peer.send_multipart([frame] * (1 + number % 2))
         server.until(lambda number=number: len(server.messages) == 3 * (number + 2))
     assert sum(size for _, size in server.messages) > 10 * MOST
     assert server.closed == 0

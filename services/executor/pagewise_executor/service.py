@@ -191,7 +191,8 @@ class ExecutorService:
     def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
-        if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):  # it would be dropped, and waited for
+        if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):
+            # The scheduler would drop it, and wait for the step until ``--step-timeout``.
             text = f"the result of step {result.step} takes {len(frame)} bytes, at most {MAX_STEP_RESULT_BYTES} may"
             log.error("%s", text)
             frame = encode(StepResult(result.epoch, result.step, error=StepError("internal", text)))
@@ -252,7 +253,7 @@ class ExecutorService:
 
     @property
     def _level(self) -> int:
-        """How severe it is to have no scheduler: where all are told to stop at once, it may be the first to go."""
+        """The log level for a missing scheduler: if all processes are told to stop, it may be the first to end."""
         return logging.INFO if self._leaving.is_set() else logging.WARNING
 
     def _reconnected(self) -> None:

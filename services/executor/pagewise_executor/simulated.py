@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     StepResult,
     TokenLogprobs,
     Welcome,
+    pack_float32s,
     pack_int32s,
 )
 
@@ -138,4 +139,4 @@ def _logprobs(index: int, token: int, count: int) -> TokenLogprobs:
     likely."""
     values = [-log(2.0) * (rank + 1) for rank in range(max(1, count))]
     ids = [(token + rank) % _VOCAB_SIZE for rank in range(count)]
-    return TokenLogprobs(index, token, values[0], 1, tuple(ids), tuple(values[:count]))
+    return TokenLogprobs(index, token, values[0], 1, pack_int32s(ids), pack_float32s(values[:count]))

@@ -122,13 +122,13 @@ class Held(Protocol):
 
 
 class PackedLogprobs:
-    """Log-probabilities of consecutive tokens: 12 bytes for each, where ``TokenLogprobs`` takes about 70."""
+    """Log-probabilities of consecutive tokens: 8 bytes for each."""
 
     __slots__ = ("_ends", "_ids", "_values")
 
     def __init__(self) -> None:
         # Of each token: its own, then those of its alternatives; and where they end.
-        self._ids, self._values, self._ends = array("i"), array("d"), array("q")
+        self._ids, self._values, self._ends = array("i"), array("f"), array("q")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -138,9 +138,8 @@ class PackedLogprobs:
         ids, values = self._ids, self._values
         ids.append(entry.token_id)
         values.append(entry.logprob)
-        if entry.top_ids:
-            ids.extend(entry.top_ids)
-            values.extend(entry.top_logprobs)
+        ids.frombytes(entry.top_ids)
+        values.frombytes(entry.top_logprobs)
         self._ends.append(len(ids))
 
     def rows(self, begin: int, end: int) -> "Iterator[tuple[array[int], array[float]]]":

@@ -30,7 +30,7 @@ Refusal = Literal[
     "key_answer_memory",
     "key_unread",
 ]
-"""Why a gateway refuses requests, without asking the scheduler or although that has let them in."""
+"""Why a gateway refuses requests itself: before the scheduler is asked, or although it has accepted them."""
 
 # Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]

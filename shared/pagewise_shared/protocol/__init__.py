@@ -8,8 +8,10 @@ from pagewise_shared.protocol.codec import (
     decode_to_gateway,
     encode,
     named_blocks,
+    pack_float32s,
     pack_int32s,
     tier_name,
+    unpack_float32s,
     unpack_int32s,
 )
 from pagewise_shared.protocol.gateway_messages import (
@@ -137,7 +139,9 @@ __all__ = [
     "decode_to_gateway",
     "encode",
     "named_blocks",
+    "pack_float32s",
     "pack_int32s",
     "tier_name",
+    "unpack_float32s",
     "unpack_int32s",
 ]

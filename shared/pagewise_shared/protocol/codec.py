@@ -1,9 +1,9 @@
-"""Typed encoding and decoding of messages, and the byte form of bulk integers."""
+"""Typed encoding and decoding of messages, and the byte form of many numbers."""
 
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -135,11 +135,29 @@ def unpack_int32s(data: bytes) -> "array[int]":
     Raises:
         ProtocolError: the length is no multiple of 4.
     """
-    values = array("i")
+    return _unpack("i", data)
+
+
+def pack_float32s(values: Iterable[float]) -> bytes:
+    """Numbers as little-endian float32 bytes."""
+    return array("f", values).tobytes()
+
+
+def unpack_float32s(data: bytes) -> "array[float]":
+    """The inverse of ``pack_float32s``.
+
+    Raises:
+        ProtocolError: the length is no multiple of 4.
+    """
+    return _unpack("f", data)
+
+
+def _unpack(kind: str, data: bytes) -> "array[Any]":
+    values = array(kind)
     try:
         values.frombytes(data)
     except ValueError as error:
-        raise ProtocolError(f"{len(data)} bytes are no whole number of int32 values") from error
+        raise ProtocolError(f"{len(data)} bytes are no whole number of 4-byte values") from error
     return values
 
 

@@ -22,7 +22,7 @@ MAX_SUBMIT_BYTES = 48 * 1024 * 1024
 MAX_STEP_RESULT_BYTES = 24 * 1024 * 1024
 """Bytes of the result of a step; in place of a larger one an executor reports that the step failed."""
 MAX_BATCHED_TOKENS = 1 << 16
-"""Tokens of a step: with the most log-probabilities of prompts, their result fits."""
+"""Tokens of a step. Its result stays within ``MAX_STEP_RESULT_BYTES`` with the most log-probabilities of prompts."""
 MAX_DECODED_BYTES = 1024 * 1024 * 1024
 """Bytes of the objects that a frame to the scheduler may become."""
 MAX_TIERS = 128

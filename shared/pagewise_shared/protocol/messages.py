@@ -131,15 +131,16 @@ class TokenLogprobs(Piece, frozen=True, gc=False):
 
     They are log-softmax of the raw logits in float32, before penalties and temperature.
     ``index`` is the token's index in ``StepResult.tokens`` (or, for prompt tokens, its absolute position).
-    ``rank`` counts from 1. ``top_ids`` and ``top_logprobs`` hold the alternatives, best first.
+    ``rank`` counts from 1. ``top_ids`` (int32, see ``pack_int32s``) and ``top_logprobs`` (float32, see
+    ``pack_float32s``) hold the alternatives, best first: packed, because a step may have tens of thousands of them.
     """
 
     index: int
     token_id: int
     logprob: float
     rank: int
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 class PromptLogprobs(Piece, frozen=True):

@@ -16,6 +16,7 @@ from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 from pagewise_kernels.logprobs import token_logprobs
+from pagewise_shared.protocol import unpack_int32s
 from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
 
 from tests.sampling import sampling_params
@@ -324,7 +325,7 @@ def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
     assert entry.token_id == 7
     assert entry.logprob == pytest.approx(float(raw[7]))
     assert entry.rank == int((raw > raw[7]).sum()) + 1
-    assert list(entry.top_ids) == raw.topk(3).indices.tolist()
+    assert unpack_int32s(entry.top_ids).tolist() == raw.topk(3).indices.tolist()
 
 
 def test_constraints_of_a_large_vocabulary_are_those_token_by_token(device: torch.device) -> None:

@@ -380,8 +380,9 @@ def test_numbers_are_given_in_order_and_end() -> None:
         Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(-1, 1, 0.0, 1),)),
         Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(0, -1, 0.0, 1),)),
         Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(0, 2**40, 0.0, 1),)),
-        Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(0, 1, 0.0, 1, (1,), ()),)),
-        Outputs(1, prompt_logprobs=(StreamPromptLogprobs(0, (TokenLogprobs(1, 1, 0.0, 1, (-1,), (0.0,)),)),)),
+        Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(0, 1, 0.0, 1, b"\1\0\0\0"),)),
+        Outputs(1, streams=b"\0" * 4, tokens=b"\0" * 4, logprobs=(TokenLogprobs(0, 1, 0.0, 1, b"1", b"1"),)),
+        Outputs(1, prompt_logprobs=(StreamPromptLogprobs(0, (TokenLogprobs(1, 1, 0.0, 1, b"\xff" * 4, b"\0" * 4),)),)),
     ],
 )
 def test_frames_that_no_scheduler_sends_change_nothing(frame: Outputs) -> None:

@@ -16,6 +16,8 @@ BYTE_LEVEL = builders.byte_level()
 SENTENCEPIECE = builders.sentencepiece()
 GEMMA = builders.sentencepiece(strip=False)
 WORDPIECE = builders.wordpiece()
+WINDOW = builders.byte_level()
+WINDOW.token_bytes = None
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text("abé世🙂 \n", max_size=40)
 
@@ -85,10 +87,18 @@ def test_tokens_decode_as_at_once_without_a_byte_table(data: st.DataObject) -> N
 @given(data=st.data(), skip=st.booleans())
 def test_window_decoder_agrees_with_byte_decoder(data: st.DataObject, skip: bool) -> None:
     text = data.draw(TEXTS)
-    window = builders.byte_level()
-    window.token_bytes = None
     ids = BYTE_LEVEL.encode(text)
-    assert run(IncrementalDetokenizer(window, [5, 6], skip), cut(data, ids)) == text
+    assert run(IncrementalDetokenizer(WINDOW, [5, 6], skip), cut(data, ids)) == text
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_window_decoder_when_every_push_ends_within_a_character(size: int) -> None:
+    """Each of these characters has two or four tokens."""
+    text = "000000\x80\x80\x80\x80\x80\x80𐀀𐀀\x80𐀀\x80\x80" * 3
+    ids = BYTE_LEVEL.encode(text)
+    for first in range(size):
+        pieces = [ids[:first], *(ids[begin : begin + size] for begin in range(first, len(ids), size))]
+        assert run(IncrementalDetokenizer(WINDOW, [5, 6]), pieces) == text
 
 
 def model_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:

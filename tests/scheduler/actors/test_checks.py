@@ -23,6 +23,7 @@ from pagewise_shared.protocol import (
     StepResult,
     TokenLogprobs,
     Welcome,
+    pack_float32s,
     pack_int32s,
 )
 from pagewise_shared.sampling import BeamParams
@@ -78,8 +79,15 @@ def test_what_was_measured_of_a_tier_is_where_the_scheduler_begins() -> None:
     assert costs.of_tier(HOST) == CopyCosts()
 
 
-def entry(index: int = 0, token: int = 1, logprob: float = -1.0, rank: int = 1, **tops: object) -> TokenLogprobs:
-    return TokenLogprobs(index, token, logprob, rank, **tops)  # type: ignore[arg-type]
+def entry(
+    index: int = 0,
+    token: int = 1,
+    logprob: float = -1.0,
+    rank: int = 1,
+    ids: tuple[int, ...] = (),
+    logprobs: tuple[float, ...] = (),
+) -> TokenLogprobs:
+    return TokenLogprobs(index, token, logprob, rank, pack_int32s(ids), pack_float32s(logprobs))
 
 
 ONE = pack_int32s([1])
@@ -93,9 +101,11 @@ RESULTS = [
     StepResult(1, 1, ONE, (entry(token=100),)),
     StepResult(1, 1, ONE, (entry(logprob=float("nan")),)),
     StepResult(1, 1, ONE, (entry(rank=0),)),
-    StepResult(1, 1, ONE, (entry(top_ids=(1, 2), top_logprobs=(-1.0,)),)),
-    StepResult(1, 1, ONE, (entry(top_ids=(-1,), top_logprobs=(-1.0,)),)),
-    StepResult(1, 1, ONE, (entry(top_ids=(1,), top_logprobs=(float("inf"),)),)),
+    StepResult(1, 1, ONE, (entry(ids=(1, 2), logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(ids=(-1,), logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(ids=(1,), logprobs=(float("inf"),)),)),
+    StepResult(1, 1, ONE, (entry(ids=(1, 2), logprobs=(-1.0, float("nan"))),)),
+    StepResult(1, 1, ONE, (TokenLogprobs(0, 1, -1.0, 1, b"1", b"1"),)),
     StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(64),)),)),
     StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(2), entry(2))),)),
 ]
@@ -103,7 +113,7 @@ RESULTS = [
 
 @pytest.mark.parametrize("result", RESULTS, ids=range(len(RESULTS)))
 def test_results_that_cannot_be(result: StepResult) -> None:
-    good = entry(top_ids=(1, 2), top_logprobs=(-0.1, float("-inf")))
+    good = entry(ids=(1, 2), logprobs=(-0.1, float("-inf")))
     prompt = PromptLogprobs(0, (entry(1), entry(2)))
     assert checked_tokens(StepResult(1, 1, ONE, (good,), (prompt,), 5), hello()) == [1]
     with pytest.raises(ImpossibleError):

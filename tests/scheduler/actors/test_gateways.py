@@ -85,7 +85,7 @@ async def test_log_probabilities_come_with_their_tokens(tmp_path: Path) -> None:
         (tokens,) = await request.result()
         await other.result()
         assert [entry.token_id for entry in request.logprobs] == tokens
-        assert all(len(entry.top_ids) == 2 for entry in request.logprobs)
+        assert all(len(entry.top_ids) == 2 * 4 for entry in request.logprobs)
         assert not other.logprobs
 
 

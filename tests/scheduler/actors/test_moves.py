@@ -132,16 +132,16 @@ async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that
 
 
 async def test_who_has_to_wait_for_an_executor_again_may_wait_as_long_again(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=2.0) as stack:
+    async with running(tmp_path, unplaced_timeout=4.0) as stack:
         async with executor(tmp_path):
             await stack.ready(1)
         await stack.ready(0)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
-        await asyncio.sleep(1.4)
+        await asyncio.sleep(2.0)
         raw, welcome = await joined(tmp_path)
         await next_plan(raw)
         await raw.socket.send(encode(Goodbye(welcome.epoch, "stopped")))
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.4)
         assert not moving.done()
         async with executor(tmp_path):
             assert len(await moving) == 8

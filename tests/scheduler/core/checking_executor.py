@@ -4,6 +4,7 @@ It follows ``docs/wire-protocol.md`` literally and breaks loudly on a plan that 
 purpose: they read the host and write the device only when ``finish_copies`` is called.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    pack_float32s,
     pack_int32s,
     unpack_int32s,
 )
@@ -33,7 +35,8 @@ def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
 def next_candidates(tokens: tuple[int, ...], count: int, vocab_size: int = 1000) -> list[tuple[int, float]]:
     """The likeliest next tokens with their log-probabilities; the first is ``next_token``."""
     first = next_token(tokens, vocab_size)
-    return [((first + 7 * i) % vocab_size, -0.3 * (i + 1) - (first % 13) / 50) for i in range(count)]
+    logprobs = array("f", [-0.3 * (i + 1) - (first % 13) / 50 for i in range(count)])  # rounded as they are sent
+    return [((first + 7 * i) % vocab_size, logprob) for i, logprob in enumerate(logprobs)]
 
 
 def pairs(data: bytes) -> list[tuple[int, int]]:
@@ -143,7 +146,7 @@ class CheckingExecutor:
     def _logprobs(self, index: int, row: Row) -> TokenLogprobs:
         candidates = next_candidates(tuple(row.tokens[:-1]), max(1, row.logprobs or 0))
         ids, values = zip(*candidates, strict=True)
-        return TokenLogprobs(index, row.tokens[-1], values[0], 1, ids, values)
+        return TokenLogprobs(index, row.tokens[-1], values[0], 1, pack_int32s(ids), pack_float32s(values))
 
     def finish_copies(self, count: int = 1_000_000) -> list[Copied]:
         """Make the oldest copies that are under way and tell of them."""

@@ -17,7 +17,7 @@ from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens
 
 REASON = "another key has less than its share"
-PATIENCE, PROGRESS = fair_shares._PATIENCE, fair_shares._LEAST_PROGRESS
+PATIENCE, PROGRESS = fair_shares.PATIENCE_STEPS, fair_shares.LEAST_PROGRESS
 
 
 class Driver:
@@ -61,7 +61,7 @@ class Driver:
         return self.steps_until(lambda: bool(request.finished or request.sequences[0].output_token_ids))
 
     def end(self) -> None:
-        self.steps_until(lambda: not self.scheduler.requests)
+        self.steps_until(lambda: not self.scheduler.requests, most=20_000)
         while self.results:
             self.step()
         assert_all_free(self.scheduler)

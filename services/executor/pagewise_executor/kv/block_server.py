@@ -29,7 +29,7 @@ WINDOW = 4
 """The most requests that one executor has under way at a time."""
 
 MOST_UNREAD = 64 * 2**20
-"""The most bytes that all peers together have sent and this executor has not read; a request has a megabyte at most."""
+"""The most bytes that all peers together may have sent and this executor has not read; a request has 1 MiB at most."""
 
 _PLACE_BYTES = 8
 _MOST_BYTES = 64 * 2**20
@@ -55,7 +55,8 @@ class BlockServer:
     """Answers other executors that fetch blocks, on a thread of its own.
 
     ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
-    are not on the allow-list. ``num_closed``: of those that were closed because of ``MOST_UNREAD``.
+    are not on the allow-list. ``num_closed``: the number of connections that were closed because of
+    ``MOST_UNREAD``.
     """
 
     def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:

@@ -1,7 +1,7 @@
 """Models of Llama's structure, built and loaded without transformers.
 
-Their decoder layers are only described here: ``fuse_layers`` replaces them by what computes them. Names are those of
-the checkpoints, and of transformers' modules.
+The decoder layers here only hold the weights and have no ``forward``: ``fuse_layers`` replaces them by layers that
+compute. Names are those of the checkpoints, and of transformers' modules.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 Importing transformers' models takes longer than the rest of an executor's start: half of its CPU time, most of it for
 what no server needs, such as compilers (``docs/performance.md`` has the numbers). So a checkpoint that this module can
-read is loaded without it. Every other one is left to transformers, of which nothing is guessed: a key that is not known
-here, or a value that would change the computation, is a reason.
+read is loaded without it. Nothing is guessed: if config.json has a key that is not known here, or a value that would
+change the computation, transformers loads the checkpoint.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ class DefaultRope(msgspec.Struct, kw_only=True, tag_field="rope_type", tag="defa
 
 
 class LinearRope(DefaultRope, kw_only=True, tag="linear", forbid_unknown_fields=True):
-    """The same for contexts that are ``factor`` times as long: positions count a ``factor``-th."""
+    """The same for contexts that are ``factor`` times as long: positions are divided by ``factor``."""
 
     factor: Positive
 
@@ -73,7 +73,7 @@ class LinearRope(DefaultRope, kw_only=True, tag="linear", forbid_unknown_fields=
 
 
 class Llama3Rope(DefaultRope, kw_only=True, tag="llama3", forbid_unknown_fields=True):
-    """The same as Llama 3.1 has it: slow pairs turn a ``factor``-th, fast ones as before, those between in between."""
+    """The same as Llama 3.1 has it: slow pairs turn ``factor`` times slower, fast ones as before, others in between."""
 
     factor: Positive
     low_freq_factor: Positive
@@ -96,10 +96,7 @@ Rope = DefaultRope | LinearRope | Llama3Rope
 
 
 class LlamaConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The shape of a decoder of Llama's structure. Names are those of config.json.
-
-    ``windows``: the length of each layer's sliding window, None for full attention.
-    """
+    """The shape of a decoder of Llama's structure. Names are those of config.json."""
 
     architectures: tuple[str, ...]
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -124,7 +121,7 @@ class LlamaConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def windows(self) -> list[int | None]:
-        """See above."""
+        """The length of each layer's sliding window, None for full attention."""
         layers = range(self.num_hidden_layers)
         if self.model_type in ("llama", "mistral"):
             return [self.sliding_window for _ in layers]

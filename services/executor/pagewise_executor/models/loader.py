@@ -151,11 +151,12 @@ def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfi
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(  # type: ignore[no-any-return]  # nosec B615 # a directory, pinned by --revision when it was downloaded
+        found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
             path, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
+    return found
 
 
 def _load_with_transformers(

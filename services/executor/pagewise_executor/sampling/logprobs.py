@@ -28,12 +28,21 @@ class LogprobsTensors:
 
     def report(self) -> tuple[TokenLogprobs, ...]:
         """Return one entry for each token. The step must be over."""
-        columns = (self.tokens, self.logprobs, self.ranks, self.values, self.ids)
-        rows = zip(self.indices, self.counts, *(column.tolist() for column in columns), strict=True)
+        columns = (self.tokens.tolist(), self.logprobs.tolist(), self.ranks.tolist())
+        # int32 and float32, as they are sent
+        ids, values = _rows_of_bytes(self.ids.int()), _rows_of_bytes(self.values)
         return tuple(
-            TokenLogprobs(index, token, own, rank, tuple(ids[:count]), tuple(values[:count]))
-            for index, count, token, own, rank, values, ids in rows
+            TokenLogprobs(index, token, own, rank, ids[row][: 4 * count], values[row][: 4 * count])
+            for row, (index, count, token, own, rank) in enumerate(
+                zip(self.indices, self.counts, *columns, strict=True)
+            )
         )
+
+
+def _rows_of_bytes(table: torch.Tensor) -> list[bytes]:
+    """Return the memory of each row of ``table`` [n, any number]."""
+    data, size = table.contiguous().numpy().tobytes(), table.shape[1] * table.element_size()
+    return [data[begin : begin + size] for begin in range(0, len(table) * size, size)] if size else [b""] * len(table)
 
 
 def gather_logprobs(

@@ -1,7 +1,7 @@
-"""What the sampler needs of all rows of a step, kept from step to step for as long as the same sequences are sampled.
+"""What the sampler needs of all rows of a step. It is kept from step to step while the same sequences are sampled.
 
-Lists of tokens may be long, and rows may be many: going through them in Python takes several milliseconds, which every
-step would take anew.
+There may be many rows with long lists of tokens. Going through them in Python takes several milliseconds, which would
+otherwise be spent in every step.
 """
 
 from collections.abc import Mapping

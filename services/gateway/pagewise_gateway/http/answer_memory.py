@@ -1,6 +1,6 @@
-"""How much memory answers may take, and how much one request may ask for.
+"""Bounds the memory that answers take, and the size of the answer that one request may ask for.
 
-The bytes are estimates: what ``generation.token_bytes`` says, times the tokens that there are or may be.
+All bytes are estimates: the bytes of a token (``generation.token_bytes``) times the number of tokens.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.memory_budget import SHARE, MemoryBudget, Reservation
 from pagewise_gateway.metrics import Metrics
 
-_ALWAYS_HAD = 65_536
-"""Bytes that a request may repeat of its prompts without taking memory for them."""
+_UNCOUNTED_BYTES = 65_536
+"""What an answer repeats of its prompts takes no memory of the budget up to this size."""
 _LARGE = 4
-"""An answer that may take one part in so many of a key's share has to have it before its request runs. For smaller ones
-memory is taken as their tokens arrive: most end long before their limit."""
+"""The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
+runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
 
 
 class AnswerMemory(MemoryBudget):
-    """The bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
+    """Counts the bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
 
-    A whole answer is kept until it is written, a stream only as far as its client has not read it.
+    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read.
     """
 
     def __init__(self, total: int, metrics: Metrics) -> None:
@@ -37,12 +37,12 @@ class AnswerMemory(MemoryBudget):
 
 @dataclass(slots=True, frozen=True)
 class AnswerSize:
-    """What the answer to a request takes.
+    """The size of the answer to a request, in estimated bytes.
 
     Fields:
-        n: choices of each prompt. whole: whether all of it is kept until the end.
-        token: bytes of a token of the output. repeated: bytes of a token of the prompt, in each choice.
-        share: bytes that one key may use.
+        n: the number of choices for each prompt. whole: whether the answer is not streamed, and so kept until its end.
+        token: bytes for each token of the output. repeated: bytes for each token of the prompt, in each choice.
+        share: the most bytes that one key may use.
     """
 
     n: int
@@ -68,13 +68,13 @@ class AnswerSize:
         return max(1, (self.share - num_prompt_tokens * self.n * self.repeated) // (self.n * self.token))
 
     def reserve(self, prompts: Sequence[Prompt], memory: Reservation) -> int:
-        """Take memory for what is certain, and for a large answer all that it may take.
+        """Take memory for what the answer repeats of its prompts, and for a large answer also for all its tokens.
 
         Returns the bytes for what the answer repeats of the prompts.
 
         Raises:
             InvalidRequestError: the answer may take more than one key may use.
-            OverloadedError: the memory is taken by other answers.
+            OverloadedError: other answers have taken the memory.
         """
         copies = self.n if self.whole else 1
         prompt_bytes = copies * self.repeated * sum(len(prompt.tokens) for prompt in prompts)
@@ -90,6 +90,6 @@ class AnswerSize:
                 f"time{', or stream' if self.whole and self.token * outputs * 16 > prompt_bytes else ''}",
                 "n" if self.n > 1 else "max_tokens",
             )
-        if prompt_bytes > _ALWAYS_HAD or most > self.share // _LARGE:
+        if prompt_bytes > _UNCOUNTED_BYTES or most > self.share // _LARGE:
             memory.grow_to(most if most > self.share // _LARGE else prompt_bytes)
         return prompt_bytes

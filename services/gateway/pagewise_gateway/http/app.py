@@ -44,7 +44,7 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
 )
 from pagewise_gateway.http.slices import Slices
-from pagewise_gateway.http.writing import leave_body, write_early, write_if_large
+from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -158,7 +158,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if response.status < 499 and (client := request.get(CLIENT)) is not None and client.name:
             metrics.key_client_errors(client.name).inc()
     if unread:
-        await leave_body(request)
+        await discard_body(request)
     return response
 
 

@@ -1,14 +1,14 @@
-"""How much memory the bodies of requests may take before the requests run."""
+"""Bounds the memory that the bodies of requests take before the requests run."""
 
 from pagewise_gateway.http.memory_budget import SHARE, MemoryBudget
 from pagewise_gateway.metrics import Metrics
 
 
 class BodyMemory(MemoryBudget):
-    """The bytes of all bodies that this gateway is reading, parsing or tokenizing.
+    """Counts the bytes of all bodies that this gateway is reading, parsing or tokenizing.
 
     Fields:
-        largest: how many one body may have.
+        largest: the most bytes of one body.
     """
 
     def __init__(self, total: int, largest_body: int, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""Connections of clients: how fast bytes are taken in, what HTTP itself may take, and how they are left."""
+"""Connections of clients: how fast bytes are parsed, how much the framing of HTTP may take, and how they are closed."""
 
 import asyncio
 import contextlib
@@ -14,39 +14,40 @@ MAX_FRAMING_BYTES = 65_536
 """Bytes of the head of a request, or of what a chunked body has besides its content: sizes, extensions, trailers."""
 BODY_PER_FRAMING = 8
 """A large chunked body may have a byte more of those for each so many bytes of content: chunks of about 50 bytes."""
-LEFT_SECONDS = 5
-"""How long the rest of a refused body is thrown away before the connection is closed."""
-LEFT_BODIES = 4
-"""The rest of a refused body may be so many times as large as the largest legal body; then the connection is closed."""
+LINGER_SECONDS = 5
+"""For how long the rest of a refused body is read and thrown away before the connection is closed."""
+LINGER_BODIES = 4
+"""How much of it is thrown away, as a multiple of the largest body that is allowed, before the connection is closed."""
 
 _REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
-"""About what aiohttp takes for a request, however small, and for the end of a connection."""
+"""About the time that aiohttp takes for a request, however small, and for the end of a connection."""
 _PIECE = 16_384
 """Bytes that are parsed at a time: 2 ms if they are chunks of one byte."""
 
 
 class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, which takes turns with others when much arrives, and bounds what is not content of bodies.
+    """aiohttp's connection, with turns between connections when much arrives, and a limit for what is not content.
 
-    Bytes that have to wait for a turn are kept, and nothing more is read meanwhile.
+    Bytes that have to wait for a turn are kept, and reading is paused meanwhile.
 
     Fields:
-        key: the name of the API key that was used last on this connection; those without one take turns together.
+        key: the name of the API key that was used last on this connection; connections without one share their turns.
     """
 
-    __slots__ = ("_discarded", "_held", "_left", "_limit", "_queued", "_turns", "key")
+    __slots__ = ("_discarded", "_held", "_limit", "_lingering", "_queued", "_turns", "key")
 
     def __init__(self, server: web.Server, turns: LoopTurns, largest_body: int, **options: Any) -> None:
         super().__init__(server, auto_decompress=False, lingering_time=0, **options)
         self.key = ""
-        self._turns, self._limit = turns, LEFT_BODIES * largest_body
+        self._turns, self._limit = turns, LINGER_BODIES * largest_body
         self._held, self._queued = b"", False
         self._discarded: int | None = None
-        self._left: asyncio.Future[None] | None = None
+        self._lingering: asyncio.Future[None] | None = None
         self._parser = cast(Any, _Parser(self._parser, turns))
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes that have arrived, or none if what was left of earlier ones may be parsed now."""
+        """Parse bytes that have arrived, or keep them until it is their turn. aiohttp calls this without bytes to go on
+        with those that it has kept itself."""
         if not data:
             super().data_received(data)
         elif self._discarded is not None:
@@ -58,25 +59,26 @@ class ClientConnection(web.RequestHandler):
             super().data_received(data)
             self._turns.done()
         else:
-            self._take_in(data)
+            self._parse(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client has hung up. A thousand may do so at the same time, so this takes turns too."""
+        """Close the connection, in turn: a thousand clients may hang up at the same time."""
         if self.ssl_context is not None:  # TLS has no half-closed connections
             return False
         self._turns.add(self.key, self._hang_up)
-        return True  # the transport is closed then, and not now
+        return True  # asyncio leaves the transport open: ``_hang_up`` closes it
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """The client is gone."""
+        """Drop what is kept: the client is gone."""
         self._held = b""
         super().connection_lost(error)
 
-    async def leave(self, content: StreamReader, announced: int | None) -> None:
-        """Throw away what is left of a body that was refused, so that the client reads the answer; it is written.
+    async def linger(self, content: StreamReader, announced: int | None) -> None:
+        """Throw away the rest of a refused body after the answer was written, so that the client reads the answer.
 
         A client that still sends when its connection is closed would see a reset instead of the answer. What arrives is
-        not parsed. This lasts until the body has come, or the client hangs up, but only so long, for so many bytes.
+        not parsed. This lasts until the body is complete or the client hangs up, but for ``LINGER_SECONDS`` and
+        ``LINGER_BODIES`` at most. HTTP servers call it a lingering close (RFC 9112, section 9.6).
 
         ``announced``: the Content-Length of the body.
         """
@@ -92,16 +94,16 @@ class ClientConnection(web.RequestHandler):
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()  # tells the client that nothing follows, so that it hangs up
         if self._limit > 0:
-            self._left = asyncio.get_running_loop().create_future()
+            self._lingering = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEFT_SECONDS):
-                    await self._left
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._lingering
 
     def _discard(self, size: int) -> None:
         assert self._discarded is not None
         self._discarded += size
-        if self._discarded >= self._limit and self._left is not None and not self._left.done():
-            self._left.set_result(None)
+        if self._discarded >= self._limit and self._lingering is not None and not self._lingering.done():
+            self._lingering.set_result(None)
         self._wait_for_turn()
 
     def _hang_up(self) -> None:
@@ -109,8 +111,8 @@ class ClientConnection(web.RequestHandler):
         if self.transport is not None:
             self.transport.close()
 
-    def _take_in(self, data: bytes) -> None:
-        """Parse bytes until they have taken their time, or aiohttp wants no more for now."""
+    def _parse(self, data: bytes) -> None:
+        """Parse bytes until the time of a slice is used up, or aiohttp pauses reading; keep the rest."""
         for start in range(0, len(data), _PIECE):
             free = self._turns.free()
             if start and (self._reading_paused or self._buffer_paused or not free):
@@ -131,15 +133,15 @@ class ClientConnection(web.RequestHandler):
     def _turn(self) -> None:
         self._queued = False
         if self._reading_paused or self._buffer_paused:
-            return  # until aiohttp wants more
+            return  # aiohttp calls ``_resume_transport_reading`` later
         data, self._held = self._held, b""
         if data and self._parser is not None:
-            self._take_in(data)
+            self._parse(data)
         if not (self._held or self._queued or self._reading_paused or self._buffer_paused):
             super()._resume_transport_reading()
 
     def _resume_transport_reading(self) -> None:
-        """aiohttp wants more: first what is kept."""
+        """Go on reading, as aiohttp asks; bytes that are kept are parsed first."""
         if self._held:
             self._wait_for_turn()
         elif not self._queued:
@@ -147,14 +149,14 @@ class ClientConnection(web.RequestHandler):
 
 
 class _Parser:
-    """aiohttp's parser, with a limit for all that is not content of a body. It parses nothing after an error.
+    """aiohttp's parser, with a limit for all bytes that are not content of a body. It stops at the first error.
 
-    aiohttp bounds single headers, but not the extensions of chunks, nor how small these are. After an error it would go
-    on, and keep an error for everything that arrives, with its bytes.
+    aiohttp bounds single headers, but neither the extensions of chunks nor the number of small chunks. After an error
+    it would go on, and store an error, with its bytes, for everything that arrives.
 
     Fields:
-        framing: how many bytes have come since the head of the request, or since the body before it, that were not
-            content. Bytes that are not parsed yet count too; these are a few.
+        framing: the number of bytes since the head of the request, or since the body before it, that were not content.
+            The few bytes that are not parsed yet count too.
     """
 
     def __init__(self, parser: Any, turns: LoopTurns) -> None:
@@ -169,7 +171,7 @@ class _Parser:
         """As aiohttp's.
 
         Raises:
-            HttpProcessingError: this is no HTTP, or the head of a request is too long.
+            HttpProcessingError: the bytes are not HTTP, or the head of a request is too long.
         """
         if self._broken:
             return (), False, b""
@@ -196,10 +198,10 @@ class _Parser:
         return messages, upgraded, tail
 
     def _refuse(self) -> None:
-        """Let the reader of the body fail, or the head of a request.
+        """Make reading the body fail, or refuse the head of a request.
 
         Raises:
-            LineTooLong: there is no body; it is a head.
+            LineTooLong: no body is being read, so it is the head that is too long.
         """
         self._broken = True
         if self._content is None or self._content.is_eof():

@@ -141,15 +141,15 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
 
 
 class _Repeated:
-    """What the choices of one prompt repeat of it. It is made once, when the first of them needs it.
+    """The parts of a ``prompt`` that its choices repeat: text, token ids, log-probabilities.
 
-    ``prompt``: the prompt.
+    Each is made once, when the first choice needs it.
     """
 
     def __init__(
         self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
     ) -> None:
-        """``index``: of the prompt's first choice."""
+        """``index``: the index of the prompt's first choice."""
         self.prompt = prompt
         self._service, self._generation, self._index = service, generation, index
         self._skip_special = body.skip_special_tokens is not False

@@ -43,9 +43,9 @@ def client_request_id(request: web.Request) -> str:
 class Service:
     """What request handlers use.
 
-    ``write_timeout``: seconds that a client may take to read what was written. ``answering``: requests of clients that
-    have limits. ``parsing``: turns at parsing large bodies. ``slices``: those of making answers. ``turns``: those at
-    what is short.
+    ``write_timeout``: seconds that a client may take to read what was written. ``answering``: counts requests of keys
+    with limits until their answers are written. ``parsing``: turns at parsing large bodies. ``slices``: runs the making
+    of large answers. ``turns``: runs work that is short.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")

@@ -31,7 +31,7 @@ MAX_MESSAGE_CHARACTERS = 1024
 """Longer messages are cut in the middle: they quote what the client sent, and name the limit at their end."""
 _MAX_PARAM_CHARACTERS = 256
 _MAX_DIGITS = 32
-"""Longer numbers are cut in the middle: 1e300 is an integer of 301 digits."""
+"""Longer numbers in messages are cut in the middle, because 1e300 is an integer of 301 digits."""
 _LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1},}}")
 
 RETRY_AFTER_SECONDS = 2

@@ -1,11 +1,11 @@
-"""Compressed bodies, inflated in pieces: what a few bytes become is bounded before it is there."""
+"""Inflates compressed bodies in pieces, so that their size is checked before it takes memory."""
 
 import zlib
 
 from pagewise_gateway.http.errors import InvalidRequestError, MediaTypeError
 
 PIECE = 16_384
-"""Bytes that are inflated at a time, and that come out at a time at most: 5 ms at worst."""
+"""The most bytes that are inflated at a time, and the most that this returns: it takes 5 ms at worst."""
 
 _ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
 
@@ -13,7 +13,8 @@ _ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
 class Inflater:
     """Inflates one body, which is one member of gzip or deflate.
 
-    Use: ``feed`` at most ``PIECE`` bytes, take every ``piece`` until one is empty, and so on; ``end`` after the last.
+    To be used in this order: ``feed`` at most ``PIECE`` bytes, call ``piece`` until it returns none, and repeat this
+    for the whole body; then call ``end``.
     """
 
     def __init__(self, encoding: str) -> None:
@@ -23,14 +24,14 @@ class Inflater:
         self._inflate: zlib._Decompress | None = None
 
     def feed(self, data: bytes) -> None:
-        """Give it the next bytes of the body; there is at least one."""
+        """Take the next bytes of the body, at least one."""
         self._input = data
 
     def piece(self) -> bytes:
-        """Return at most ``PIECE`` bytes of what they hold; nothing: they hold no more.
+        """Return at most ``PIECE`` inflated bytes; none when the bytes that were fed hold no more.
 
         Raises:
-            InvalidRequestError: the body is not compressed in this way.
+            InvalidRequestError: the body is not valid in this encoding.
         """
         if self._inflate is None:
             # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
@@ -49,17 +50,17 @@ class Inflater:
         """Check that the body is complete.
 
         Raises:
-            InvalidRequestError: it is not.
+            InvalidRequestError: it is not complete.
         """
         if self._inflate is None or not self._inflate.eof:
             raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
 
 
 def inflater(encodings: list[str]) -> Inflater | None:
-    """Return what inflates a body with these ``Content-Encoding`` headers; None: it is not compressed.
+    """Return the inflater for a body with these ``Content-Encoding`` headers; None: it is not compressed.
 
     Raises:
-        MediaTypeError: it is compressed in another way.
+        MediaTypeError: the encoding is not supported.
     """
     encoding = ",".join(encodings).strip().lower()
     if encoding in ("", "identity"):

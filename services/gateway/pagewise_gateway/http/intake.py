@@ -1,4 +1,4 @@
-"""What is held for a request from its head on: its count at its API key, and memory for its body and its answer."""
+"""What is held for a request from when its head was read: its place in its key's limits, memory for body and answer."""
 
 import asyncio
 from time import monotonic
@@ -16,15 +16,15 @@ from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 
 _PAUSES = (0.0, 0.02, 0.1)
-"""Seconds between looks whether an answer that is being written has been. A request may be let in with the same frame
-from the scheduler that ends another one, before this gateway has written that one's answer."""
+"""Seconds to wait before it is checked again whether another answer has been written. The frame from the scheduler that
+lets a request in may be the one that ends another request, whose answer this gateway has not written yet."""
 
 
 class Answering:
-    """How many requests of each API key this gateway is answering, until their answers are written.
+    """Counts the requests of each API key that this gateway is answering, until their answers are written.
 
-    The scheduler counts a request until its last token. If a client does not read, finished answers would pile up
-    here, as many as ``--write-timeout`` gives time for.
+    The scheduler counts a request only until its last token. Without this count, the finished answers of a client that
+    does not read would pile up here for as long as ``--write-timeout`` allows.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -35,7 +35,7 @@ class Answering:
         """Count one more request of a client, which the scheduler has let in.
 
         Raises:
-            OverloadedError: with those whose answers are not read yet, they are more than the key's limit.
+            OverloadedError: together with requests whose answers are not read yet, these are more than the key's limit.
         """
         most = client.limits.concurrent
         for pause in _PAUSES:
@@ -52,7 +52,7 @@ class Answering:
         self._by_key[client.name] = number + 1
 
     def end(self, client: Client) -> None:
-        """The answer of one of them is written, or nobody reads it."""
+        """Stop counting a request: its answer was written, or the client is gone."""
         self._by_key[client.name] -= 1
         if not self._by_key[client.name]:
             del self._by_key[client.name]
@@ -65,8 +65,8 @@ class Intake:
     bodies read and parsed at a time, and those that are refused would cost it nothing.
 
     Fields:
-        memory: what is taken for its body. answer: what is taken for its answer.
-        counted: what it is counted as; None: its key has no limits.
+        memory: the memory that is taken for its body. answer: the memory that is taken for its answer.
+        counted: the request without prompts that stands for it at the scheduler; None: its key has no limits.
     """
 
     KEY: web.RequestKey["Intake"]
@@ -86,7 +86,7 @@ class Intake:
 
         Raises:
             GenerationError: the key is over one of its limits.
-            OverloadedError: it is, with answers that are not read yet.
+            OverloadedError: the key is over that limit with requests whose answers are not read yet.
         """
         client = self._client
         if not client.limited:
@@ -106,7 +106,7 @@ class Intake:
         self._begun = True
 
     def close(self) -> None:
-        """The request is answered. What it was counted as ends, unless the request has taken its place."""
+        """Give everything back: the request was answered. ``counted`` ends, unless the request has taken its place."""
         self.memory.release()
         self.answer.release()
         if self._begun:

@@ -123,7 +123,7 @@ class Acceptor:
         *,
         handshake_timeout: float,
     ) -> None:
-        """``connection`` makes the protocol of one, which belongs to ``server``."""
+        """``connection``: makes the protocol of a new connection, which belongs to ``server``."""
         self.address = ("", 0)
         self._server, self._connection, self._most, self._metrics = server, connection, most, metrics
         self._certificate, self._handshake_timeout = certificate, handshake_timeout

@@ -85,13 +85,15 @@ class CompletionLogprobsBuilder:
     ) -> None:
         self.offset = offset
         self._tokenizer = tokenizer
+        # The texts of tokens that have been named before, without a call.
+        self._texts = tokenizer.token_bytes.texts if tokenizer.token_bytes is not None else {}
         self._text = IncrementalDetokenizer(tokenizer, context, skip_special_tokens)
 
     def add(
         self, entries: PackedLogprobs | None, first_token: int | None = None
     ) -> Generator[bytes, None, CompletionLogprobs]:
         """Return the part for these tokens. ``first_token``: the first token of an echoed prompt, which has none."""
-        part = CompletionLogprobs()
+        part, texts = CompletionLogprobs(), self._texts
         if first_token is not None:
             part.add([self._name(first_token)], [None], [None], self._offsets((first_token,)))
         for begin in range(0, len(entries or ()), _AT_A_TIME):
@@ -107,7 +109,8 @@ class CompletionLogprobsBuilder:
                 # The token itself comes first, so that no other token with the same text takes its place.
                 top: dict[str, float] = {}
                 for token_id, logprob in zip(ids, logprobs, strict=True):
-                    top.setdefault(self._name(token_id), max(logprob, _LOWEST))
+                    name = texts.get(token_id)
+                    top.setdefault(self._name(token_id) if name is None else name, max(logprob, _LOWEST))
                 tops.append(top)
             part.add([self._name(token_id) for token_id in chosen], values, tops, self._offsets(chosen))
         return part

@@ -1,4 +1,4 @@
-"""Short work for clients on the event loop, given fairly to the holders of API keys."""
+"""Runs short pieces of work on the event loop, with API keys in turns."""
 
 import asyncio
 from collections import deque
@@ -9,19 +9,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
-"""So much work is done at a time; then streams, and whatever else is ready, have their turn. If these take longer, so
-does a slice: work gets half of the time of a busy loop."""
-_EARNED = 0.75
-"""Part of the time that may be spent on work at once, without waiting for a turn."""
+"""The length of a slice of work, after which streams, and whatever else is ready, run. A slice may take as long as they
+took since the last one, up to the longest: so work gets half of the time of a busy event loop."""
+_IMMEDIATE_SHARE = 0.75
+"""The share of the time that may be spent on work that does not wait for a turn."""
 
 
 class LoopTurns:
-    """Runs what takes a few milliseconds at most: small bodies are parsed, short texts tokenized, bytes taken in.
+    """Runs work of a few milliseconds at most: parsing small bodies, tokenizing short texts, parsing HTTP.
 
-    Such work is quick, but a thousand connections may ask for it at the same time, and the event loop would do it all
-    before the next token of a stream. While there is little of it, it is done at once. Otherwise it waits: a slice of
-    it is done at a time, and keys take turns. So a key that has a thousand pieces of work delays another one's by a
-    slice. The event loop is never idle while work waits.
+    A thousand connections may ask for such work at the same time, and the event loop would do it all before the next
+    token of a stream. While there is little work, it is done immediately. Otherwise it waits: the event loop does one
+    slice of it in each iteration, and keys take turns. So a key with a thousand pieces of work delays the work of
+    another key by one slice. The event loop is never idle while work waits.
     """
 
     def __init__(self) -> None:
@@ -31,30 +31,30 @@ class LoopTurns:
         self._scheduled = False
 
     def free(self) -> bool:
-        """Whether work may be done at once: nobody waits, and little was done lately."""
+        """Whether work may be done immediately: no work waits, and little was done lately."""
         if self._waiting:
             return False
         now = monotonic()
-        self._spent = max(0.0, self._spent - (now - self._since) * _EARNED)
+        self._spent = max(0.0, self._spent - (now - self._since) * _IMMEDIATE_SHARE)
         self._since = now
         return self._spent < _SLICE_SECONDS
 
     def done(self) -> None:
-        """Count the time since ``free`` said so: the work has been done."""
+        """Count the time of the work that has been done since ``free`` returned true."""
         self._spent += monotonic() - self._since
 
     def expect(self, seconds: float) -> None:
-        """Count work that follows from what was done just now, and that will not ask for a turn."""
+        """Count work that will follow from what was done just now, and will not ask for a turn itself."""
         self._spent += seconds
         self._expected += seconds
 
     def add(self, key: str, work: Callable[[], None]) -> None:
-        """Do this in turn, and not before this returns. It must not raise. ``key``: name of the client's API key."""
+        """Call ``work`` in turn, after this has returned. It must not raise. ``key``: name of the client's API key."""
         self._schedule()
         self._waiting.setdefault(key, deque()).append(work)
 
     async def call(self, key: str, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns, or raise what it raises: at once if possible, else in turn."""
+        """Return what ``function`` returns, or raise what it raises, immediately if possible, else in turn."""
         if self.free():
             try:
                 return function()

@@ -1,23 +1,23 @@
-"""Memory that all requests of a gateway share, and of which each API key may use a part."""
+"""A bound on the memory of all requests of a gateway, of which each API key may use a part."""
 
 from collections.abc import Callable
 
 from pagewise_gateway.http.errors import OverloadedError
 
 SHARE = 4
-"""An API key may use one part in so many."""
+"""An API key may use this fraction of the memory: one part in ``SHARE``."""
 
 
 class MemoryBudget:
-    """So many bytes for something that requests need.
+    """Counts the bytes that requests take for one purpose, all together and by API key.
 
     Fields:
-        total: how many there may be. share: how many of them may belong to one API key; without keys, all of them.
+        total: the most bytes of all requests. share: the most bytes of one API key, if there are keys.
     """
 
     def __init__(self, total: int, share: int, *, what: str, option: str, refused: Callable[[bool], None]) -> None:
-        """``what``: what the bytes are for, in the plural. ``option``: the one that sets ``total``. ``refused``: is
-        called when there are not enough, with whether it is the key's share that does not suffice."""
+        """``what``: what the bytes are for, in the plural. ``option``: the option that sets ``total``. ``refused`` is
+        called when there are not enough bytes; its argument says whether the key's share was the reason."""
         self.total, self.share = total, share
         self._what, self._option, self._refused = what, option, refused
         self._used = 0
@@ -25,14 +25,14 @@ class MemoryBudget:
 
     @property
     def used(self) -> int:
-        """How many bytes are taken."""
+        """The number of bytes that are taken."""
         return self._used
 
     def reserve(self, key: str, size: int) -> None:
         """Take bytes for a request of a key's holder.
 
         Raises:
-            OverloadedError: the key's share, or all there is, does not suffice; nothing was taken.
+            OverloadedError: the key's share or the total does not suffice; nothing was taken.
         """
         used = self._by_key.get(key, 0)
         if key and used + size > self.share:
@@ -59,14 +59,14 @@ class MemoryBudget:
 
 
 class Reservation:
-    """The bytes that are taken for one request. ``size``: how many."""
+    """The bytes that are taken for one request. ``size``: their number."""
 
     def __init__(self, memory: MemoryBudget, key: str) -> None:
         self.size = 0
         self._memory, self._key = memory, key
 
     def grow_to(self, size: int) -> None:
-        """Take what is missing.
+        """Take the bytes that are missing to ``size``.
 
         Raises:
             OverloadedError: as in ``MemoryBudget.reserve``.
@@ -76,11 +76,11 @@ class Reservation:
             self.size = size
 
     def shrink_to(self, size: int) -> None:
-        """Give back what is more."""
+        """Give back the bytes beyond ``size``."""
         if size < self.size:
             self._memory.release(self._key, self.size - size)
             self.size = size
 
     def release(self) -> None:
-        """Give all back; harmless the second time."""
+        """Give all bytes back. Calling it again does nothing."""
         self.shrink_to(0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
@@ -47,7 +48,8 @@ _GETS: dict[str, tuple[str, type | None]] = {
 }
 _ERRORS = {
     400: "The request is wrong; param names the field. An answer that is not a stream may take {answer} bytes: "
-    "24 for a token, 64 for each log-probability, 8 for each token of a prompt that a choice repeats.",
+    "{token} for a token, {logprob} for each log-probability, {repeated} for each token of a prompt that a choice "
+    "repeats.",
     401: "The API key is missing or not valid.",
     404: "No such model.",
     408: f"The body did not arrive within {BODY_SECONDS:g} s.",
@@ -78,6 +80,9 @@ def document(
         "share": memory.share,
         "answers": answers.total,
         "answer": answers.share,
+        "token": TOKEN_BYTES,
+        "logprob": LOGPROB_BYTES,
+        "repeated": REPEATED_BYTES,
     }
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
     _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)

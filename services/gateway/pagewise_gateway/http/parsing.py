@@ -45,7 +45,7 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
 
     Raises:
         GenerationError: the API key is over one of its limits.
-        OverloadedError: the same with answers that are not read yet, or bodies take too much memory.
+        OverloadedError: the key has too many answers that are not read yet, or bodies take too much memory.
         MediaTypeError, BodyTooLargeError, BodyTimeoutError: the body cannot be read.
         InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
@@ -70,9 +70,9 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:
-    """Read the body. The memory for it is taken as its bytes arrive: what is only announced takes none of others'.
+    """Read the body. Memory is taken as its bytes arrive, so that a body that is only announced takes none from others.
 
-    A compressed body is inflated in pieces, with turns for others in between.
+    A compressed body is inflated in pieces, which take turns with other short work.
     """
     turns, key = request.app[Service.KEY].turns, request[CLIENT].name
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()

@@ -18,16 +18,16 @@ ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
 
 _NO_CHOICES = b'"choices":[]'
-"""Where the choices of an answer go. Nothing else of its JSON looks so: in a string the quotes would be escaped."""
+"""The place of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
 _FEW = 32
-"""Tokens whose events are made as they arrive, even if they carry more than text."""
+"""Events of up to so many tokens are made as the tokens arrive, even if they carry more than text."""
 
 
 class Responder(ABC, Generic[ChunkT, ChoiceT]):
     """Turns what a generation brings into the response to its request: a stream of events, or one JSON body.
 
-    What takes long is made in pieces (see ``Slices``). Generators yield those that are done, and an empty one whenever
-    others may run.
+    Answers that take long to make are made in pieces (see ``Slices``). Generators yield each piece that is done, and an
+    empty one where other tasks may run.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         chunk.usage = self._generation.usage()
         return event(chunk)
 
-    # ---- inside --------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _answer(self) -> ChatResponse | CompletionResponse:

@@ -1,4 +1,4 @@
-"""Long work on the event loop, cut into slices, so that others run in between."""
+"""Runs long work on the event loop in slices, so that other tasks run in between."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from time import monotonic
 from pagewise_gateway.text.turns import Turns
 
 _SECONDS = 0.01
-"""How long a slice takes, and about how much of one round of the event loop goes to all of them."""
+"""How long a slice takes at most, and about how much of one iteration of the event loop all slices take."""
 _BYTES = 262_144
-"""A slice ends with so many bytes, too: what is made is written before more is."""
+"""A slice also ends when it has made so many bytes, so that they are written before more are made."""
 
 
 class Slices:
-    """The slices of all requests. There is one at a time, given to API keys in turns.
+    """The slices in which answers are made, of all requests: one runs at a time, and API keys take turns.
 
-    Making answers holds the GIL, so that a thread would not help.
+    Threads would not help, because making answers holds the GIL.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,17 @@ class Slices:
         self._spent = 0.0
 
     def room(self) -> bool:
-        """Whether this round of the event loop has time left for such work."""
+        """Whether this iteration of the event loop has time left for such work."""
         return self._spent < _SECONDS
 
     def spend(self, seconds: float) -> None:
-        """Count time of this round as spent."""
+        """Count time of this iteration of the event loop as spent."""
         if not self._spent:
-            asyncio.get_running_loop().call_soon(self._next_round)
+            asyncio.get_running_loop().call_soon(self._next_iteration)
         self._spent += seconds
 
     async def next(self, key: str, pieces: Iterator[bytes]) -> bytes | None:
-        """Return what one slice makes of ``pieces``; None once there are no more. ``key``: name of the API key."""
+        """Return the pieces made in one slice, joined; None if there are no more. ``key``: name of the API key."""
         await self._turns.take(key)
         try:
             if not self.room():
@@ -51,5 +51,5 @@ class Slices:
         finally:
             self._turns.pass_on()
 
-    def _next_round(self) -> None:
+    def _next_iteration(self) -> None:
         self._spent = 0.0

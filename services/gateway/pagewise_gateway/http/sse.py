@@ -129,7 +129,7 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
     """
     writer, slices, key = EventWriter(request), request.app[Service.KEY].slices, request[CLIENT].name
     ready, tell = writer.ready, lambda news: writer.write(source.events(news))
-    if not source.cheap:
+    if not source.cheap:  # chosen once, because these are called with every token
 
         def ready() -> bool:
             return writer.ready() and source.quick()
@@ -145,7 +145,7 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
                 await writer.send(source.events(news))
             else:
                 pieces = source.pieces(news)
-                del news  # each delta is let go when its events are made
+                del news  # so that each delta is freed once its events are made
                 while (piece := await slices.next(key, pieces)) is not None:
                     await writer.send(piece)
             generation.follow(ready, tell)

@@ -1,4 +1,4 @@
-"""Writes to clients that may read slowly, or not at all, or still send what nobody wants."""
+"""Writes to clients that may read slowly, or not at all, or that still send a body that was refused."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 
 from aiohttp import hdrs, web
 
-from pagewise_gateway.http.client_connection import LEFT_SECONDS, ClientConnection
+from pagewise_gateway.http.client_connection import LINGER_SECONDS, ClientConnection
 from pagewise_gateway.http.context import REQUEST_ID, Service
 
 log = logging.getLogger(__name__)
@@ -72,14 +72,14 @@ async def write_early(request: web.Request, response: web.StreamResponse) -> Non
     await in_time(request, response.write_eof())
 
 
-async def leave_body(request: web.Request) -> None:
-    """Throw away the rest of a body, after the response is written."""
+async def discard_body(request: web.Request) -> None:
+    """Read and throw away the rest of a body, after the response was written."""
     if not _rest_is_small(request):
         assert isinstance(request.protocol, ClientConnection)
-        await request.protocol.leave(request.content, request.content_length)
+        await request.protocol.linger(request.content, request.content_length)
         return
     with contextlib.suppress(TimeoutError, web.RequestPayloadError):
-        async with asyncio.timeout(LEFT_SECONDS):
+        async with asyncio.timeout(LINGER_SECONDS):
             while await request.content.readany():
                 pass
 

@@ -42,7 +42,7 @@ _LONGEST_HEARTBEAT_MS = 60_000
 _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
 _FRAMES_SECONDS = 0.01
-"""How long frames are taken one after the other before others run."""
+"""How long frames are handled one after the other before other tasks run."""
 
 
 class Handler(Protocol):
@@ -68,8 +68,8 @@ class Handler(Protocol):
 class SchedulerConnection:
     """One gateway's connection: Hello, Welcome, heartbeats, and all of it again when it breaks or falls silent.
 
-    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``stopping``: set it when
-    this gateway stops; that the scheduler goes too is then no reason for a warning.
+    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``stopping``: to be
+    set when this gateway stops: a scheduler that stops at the same time is then no reason for a warning.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class SchedulerConnection:
         paused = monotonic()
         while True:
             self.take(await self._socket.recv())
-            # Frames that are there already come without a pause, and a backlog of them would hold up everything else.
+            # ``recv`` returns frames that have arrived without yielding, so a backlog would hold up all other tasks.
             if monotonic() - paused > _FRAMES_SECONDS:
                 await asyncio.sleep(0)
                 paused = monotonic()

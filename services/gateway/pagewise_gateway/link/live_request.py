@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 
 MOST_UNREAD = 32 * 1024 * 1024
 """Bytes of a stream that may wait for the client before its request is stopped, as ``token_bytes`` counts them."""
-_FREE = 65_536
-"""Bytes that each request may have without taking memory for them, as most do."""
-_STEP = 65_536
+_UNCOUNTED_BYTES = 65_536
+"""Up to this size, unread tokens take no memory of the budget; most requests never have more."""
+_GROWTH_BYTES = 65_536
+"""The memory is taken in steps of this size, so that it is not taken anew for every token."""
 
 
 class LiveRequest:
@@ -78,7 +79,7 @@ class LiveRequest:
         self._held = held
         self._token_bytes = request.token_bytes
         reserved = held.size - request.prompt_bytes if held is not None else 0
-        self._may_wait = max(_FREE, reserved) // self._token_bytes  # tokens, before more memory is taken
+        self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self._token_bytes  # tokens, before more memory is taken
         self._bounded = not request.chooses and not request.whole
         self._admitted = False
         self._error: Exception | None = None
@@ -96,7 +97,7 @@ class LiveRequest:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
             Exception: whatever a follower has raised.
         """
-        self._let_go()
+        self._release_memory()
         while not self._changed:
             if self._error is not None:
                 raise self._error
@@ -247,7 +248,7 @@ class LiveRequest:
         self._end("abort")
 
     def _take_memory(self) -> None:
-        """Take memory for what waits for the client, and for a little more. Without it the request ends."""
+        """Take memory for what waits for the client, and for a little more. The request ends if there is not enough."""
         size = self._unread * self._token_bytes
         try:
             if self._bounded and size > MOST_UNREAD:
@@ -256,7 +257,7 @@ class LiveRequest:
                     f"the response was not read as fast as its tokens came: {self._unread} of them take {size} bytes, "
                     f"at most {MOST_UNREAD} may wait"
                 )
-            size = min(size + _STEP, MOST_UNREAD) if self._bounded else size + _STEP
+            size = min(size + _GROWTH_BYTES, MOST_UNREAD) if self._bounded else size + _GROWTH_BYTES
             if self._held is not None:
                 most = self.request.n * sum(prompt.max_tokens for prompt in self.request.prompts) * self._token_bytes
                 self._held.grow_to(self.request.prompt_bytes + min(size, most))
@@ -267,11 +268,11 @@ class LiveRequest:
             self._end("abort")
             self._changed.clear()
 
-    def _let_go(self) -> None:
-        """Give the memory back that was taken for what the client has read by now."""
+    def _release_memory(self) -> None:
+        """Give the memory back that was taken for tokens which the client has read by now."""
         if self._held is not None and self._held.size > self.request.prompt_bytes:
             self._held.shrink_to(self.request.prompt_bytes)
-            self._may_wait = _FREE // self._token_bytes
+            self._may_wait = _UNCOUNTED_BYTES // self._token_bytes
 
     def _end(self, reason: FinishReason) -> None:
         now = monotonic()

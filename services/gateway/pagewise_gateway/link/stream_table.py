@@ -1,7 +1,6 @@
 """Maps stream numbers to outputs, and applies frames of outputs to them."""
 
 from array import array
-from itertools import chain
 from time import monotonic
 from typing import NamedTuple
 
@@ -163,9 +162,12 @@ def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | 
         if not last < entry.index < len(tokens):
             return f"log-probabilities of token {entry.index} of {len(tokens)}, after those of {last}"
         last = entry.index
-    for entry in chain(frame.logprobs, *(one.entries for one in frame.prompt_logprobs)):
+    entries = [*frame.logprobs, *(entry for one in frame.prompt_logprobs for entry in one.entries)]
+    for entry in entries:
         if len(entry.top_ids) != len(entry.top_logprobs):
-            return f"{len(entry.top_logprobs)} log-probabilities of {len(entry.top_ids)} tokens"
-        if not all(0 <= token <= MOST_STREAMS for token in (entry.token_id, *entry.top_ids)):
-            return "log-probabilities of token ids out of range"
+            return f"{len(entry.top_logprobs) / 4:g} log-probabilities of {len(entry.top_ids) / 4:g} tokens"
+        if not 0 <= entry.token_id <= MOST_STREAMS:
+            return f"log-probabilities of token {entry.token_id}"
+    if entries and min(unpack_int32s(b"".join([entry.top_ids for entry in entries])), default=0) < 0:
+        return "log-probabilities of a token below 0"
     return None

@@ -13,6 +13,9 @@ _CONTEXT_TOKENS = 6
 _MAX_UNDECIDED_TOKENS = 16
 """After so many tokens without complete text, the text is emitted as it is, so that work per token is bounded."""
 
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest character, and so at most as many tokens."""
+
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -130,7 +133,9 @@ class _WindowDecoder:
     """Decodes any vocabulary, by decoding a small window of tokens again with each new one.
 
     The window is ``_ids``; the text of its first ``_read`` tokens, ``_prefix_text``, has been returned already. As in
-    Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete.
+    Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete. If
+    there has been only such text for long, because every push ended within a character, what comes before the tokens of
+    that character is returned.
     """
 
     __slots__ = ("_ids", "_prefix_text", "_read", "_skip_special", "_tokenizer")
@@ -147,8 +152,14 @@ class _WindowDecoder:
         if len(self._ids) == self._read:
             return ""
         window = self._decode(self._ids)
-        if window.endswith("\ufffd") and len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
+        if not window.endswith("\ufffd"):
+            return self._take(window)
+        if len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
             return ""
+        for end in range(len(self._ids) - 1, max(self._read, len(self._ids) - _LONGEST_CHARACTER), -1):
+            complete = self._decode(self._ids[:end])
+            if not complete.endswith("\ufffd"):
+                return self._take(complete, end)
         return self._take(window)
 
     def push_one(self, token_id: int) -> str:
@@ -157,14 +168,16 @@ class _WindowDecoder:
     def finish(self) -> str:
         return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""
 
-    def _take(self, window: str) -> str:
+    def _take(self, window: str, end: int | None = None) -> str:
+        """Return what is new in ``window``, the text of the first ``end`` tokens (None: of all)."""
+        open_tokens = 0 if end is None else len(self._ids) - end
         fresh = window[len(self._prefix_text) :]
         if fresh:  # tokens without text (special ones) stay in the window, as long as it is short
             self._ids = self._ids[self._read :]
         elif len(self._ids) > _CONTEXT_TOKENS + _MAX_UNDECIDED_TOKENS:
-            self._ids = self._ids[-_CONTEXT_TOKENS:]
-        self._read = len(self._ids)
-        self._prefix_text = self._decode(self._ids)
+            self._ids = self._ids[-_CONTEXT_TOKENS - open_tokens :]
+        self._read = len(self._ids) - open_tokens
+        self._prefix_text = self._decode(self._ids[: self._read])
         return fresh
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -118,8 +118,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return one token's text: special tokens by name, incomplete characters as U+FFFD, "" for unknown ids."""
-        if self.token_bytes is not None:
-            return self.token_bytes[token_id].decode(errors="replace")
+        if (table := self.token_bytes) is not None:
+            text = table.texts.get(token_id)
+            return text if text is not None else table[token_id].decode(errors="replace")
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def token_as_bytes(self, token_id: int) -> bytes:

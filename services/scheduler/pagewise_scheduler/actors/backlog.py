@@ -12,8 +12,8 @@ _SMOOTHING_SECONDS = 10.0
 _LEAST_INTERVAL = 0.1
 _UNKNOWN_SECONDS = 2.0
 _MOST_SECONDS = 120
-_OWN_PARTS = 16
-"""One part in so many of the queue is each key's own."""
+_RESERVED_PARTS = 16
+"""One part in so many of the queue is reserved for each key."""
 
 
 class Load(NamedTuple):
@@ -119,8 +119,8 @@ class Backlog:
     Where several keys send requests, one may have as much waiting as there is room left, and no more: alone it fills
     half of the queue, two of them a third each, and there is always room for another (Choudhury and Hahne, "Dynamic
     queue length thresholds for shared-memory packet switches", 1998). A single request may be as large as the queue, so
-    each key also has a small part of its own, which it can fill however much others have waiting. So twice the queue
-    and one request may wait altogether.
+    a small part is also reserved for each key, which it can fill however much others have waiting. So that it remains
+    bounded what waits altogether, that part is only granted up to twice the queue and the largest request.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
@@ -139,7 +139,7 @@ class Backlog:
             AdmissionError: too much waits; ``reason`` says of what.
         """
         self._keys.add(key)
-        if len(self._keys) > 1 and self._own_part_holds(of_key.plus(new)) and self._holds(waiting.plus(new)):
+        if len(self._keys) > 1 and self._fits_reserved(of_key.plus(new)) and self._fits_twice(waiting.plus(new)):
             self.count(new)
             return
         over = waiting.plus(new).minus(self._most)
@@ -159,11 +159,13 @@ class Backlog:
                 raise self._refusal("max_waiting_tokens_share", text, self._tokens, over.tokens, waiting, now)
         self.count(new)
 
-    def _own_part_holds(self, of_key: Load) -> bool:
+    def _fits_reserved(self, of_key: Load) -> bool:
+        """Whether the part of the queue that is reserved for a key has room for this load of it."""
         most = self._most
-        return of_key.sequences <= most.sequences // _OWN_PARTS and of_key.tokens <= most.tokens // _OWN_PARTS
+        return of_key.sequences <= most.sequences // _RESERVED_PARTS and of_key.tokens <= most.tokens // _RESERVED_PARTS
 
-    def _holds(self, waiting: Load) -> bool:
+    def _fits_twice(self, waiting: Load) -> bool:
+        """Whether twice the queue, and the largest request so far, has room for this load of all keys."""
         most = self._most.plus(self._most).plus(self._largest)
         return waiting.sequences <= most.sequences and waiting.tokens <= most.tokens
 

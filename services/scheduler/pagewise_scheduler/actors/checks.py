@@ -1,10 +1,11 @@
 """What executors say, looked at beyond its types: numbers that make no sense never reach the core."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import pairwise
+from math import isnan
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_int32s
+from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_float32s, unpack_int32s
 
 _MOST = 2**31 - 1
 
@@ -58,13 +59,21 @@ def _rise(indices: list[int], first: int, end: int) -> bool:
     return not indices or (indices[0] >= first and indices[-1] < end and all(a < b for a, b in pairwise(indices)))
 
 
-def _sound(entries: Iterable[TokenLogprobs], hello: Hello) -> bool:
-    return all(
+def _sound(entries: Sequence[TokenLogprobs], hello: Hello) -> bool:
+    """Whether tokens, ranks and log-probabilities lie where they can. Those of all alternatives are looked at together:
+    a step may have tens of thousands."""
+    if not all(
         0 <= entry.token_id < hello.vocab_size
         and entry.logprob < 1  # not NaN; rounding may exceed 0 by a little
         and 1 <= entry.rank <= hello.vocab_size
-        and len(entry.top_ids) == len(entry.top_logprobs) <= hello.vocab_size
-        and all(0 <= token < hello.vocab_size for token in entry.top_ids)
-        and all(logprob < 1 for logprob in entry.top_logprobs)
+        and len(entry.top_ids) == len(entry.top_logprobs) <= 4 * hello.vocab_size
+        and len(entry.top_ids) % 4 == 0
         for entry in entries
-    )
+    ):
+        return False
+    ids = unpack_int32s(b"".join([entry.top_ids for entry in entries]))
+    logprobs = unpack_float32s(b"".join([entry.top_logprobs for entry in entries]))
+    if not ids:
+        return True
+    # ``max`` may pass over a NaN, a sum does not.
+    return min(ids) >= 0 and max(ids) < hello.vocab_size and max(logprobs) < 1 and not isnan(sum(logprobs))

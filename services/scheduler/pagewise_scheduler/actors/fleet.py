@@ -53,8 +53,11 @@ class FleetOptions:
 
 @dataclass(slots=True, eq=False)
 class Executor:
-    """An executor that is in. ``refused``, ``closed``: connections to its block socket that it has refused, and closed
-    because of what it had not read, as it has told."""
+    """An executor that has joined.
+
+    ``refused``, ``closed``: how many connections to its block socket it has reported as refused, and as closed because
+    too much of what they had sent was not read.
+    """
 
     hello: Hello
     engine: Engine

@@ -147,7 +147,7 @@ class Gateways(Sessions[Gateway]):
 
     def _send(self, session: Session[Gateway], message: Message) -> None:
         if not self.socket.send(session.identity, message):
-            # One without requests may have left, and what it said last is still to be read: that is no reason to warn.
+            # A gateway without requests may have left, and its last message was not read yet: no reason to warn.
             loss = Loss.DIED if session.peer.submissions else Loss.LEFT
             self.lose(session, "it does not read what it is sent, or its connection broke", loss)
 
@@ -222,7 +222,7 @@ class Gateways(Sessions[Gateway]):
             counted = gateway.submissions.get(submit.counted_as)
             if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
                 raise ImpossibleError(f"a request that is counted as stream {submit.counted_as}, which does not count")
-            # When it was counted, requests that had been counted before it had not used any tokens yet.
+            # Requests that were counted before this one may have used up the tokens since it was counted.
             usage.check_tokens(now)
             del gateway.submissions[submit.counted_as]
             began = counted.began

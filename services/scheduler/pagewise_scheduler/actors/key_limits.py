@@ -74,10 +74,10 @@ class KeyUsage:
             self._metrics.key_requests(self.name).inc()
 
     def check_tokens(self, now: float) -> None:
-        """Look whether tokens are left; also before a request that was counted earlier takes some.
+        """Check that the key has tokens left. A request that was counted earlier is checked again when it is submitted.
 
         Raises:
-            AdmissionError: they are used up.
+            AdmissionError: the tokens of this minute are used up.
         """
         if self._tokens is not None and (seconds := self._tokens.seconds_until(1, now)):
             text = f"the limit of {self._limits.tokens_per_minute} tokens per minute is used up"
@@ -88,8 +88,10 @@ class KeyUsage:
         self._running += 1
 
     def cancel(self, *, charged: bool) -> None:
-        """A request that had begun is not accepted after all. ``charged``: it counts as one of the minute all the same,
-        because its body has been read and tokenized."""
+        """Stop counting a request that had begun and is not accepted after all.
+
+        ``charged``: it still counts as one of the minute, because its body has been read and tokenized.
+        """
         self._running -= 1
         if self._requests is not None and not charged:
             self._requests.level += 1

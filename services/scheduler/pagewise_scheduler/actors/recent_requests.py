@@ -1,4 +1,4 @@
-"""The reports of requests that have ended: a busy API key does not push out those of others."""
+"""Keeps reports of requests that have ended, so that a busy API key does not push out those of others."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pagewise_scheduler.core.memory_reports import RequestReport
 
 
 class RecentRequests:
-    """The last ``most`` requests that have ended. Beyond that, the oldest of the key that has the most is forgotten."""
+    """Keeps ``most`` reports. Beyond that, the oldest report of the key that has the most reports is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -15,7 +15,7 @@ class RecentRequests:
         self._of_keys: dict[str, OrderedDict[str, tuple[RequestReport, float]]] = {}
 
     def add(self, report: RequestReport, now: float) -> None:
-        """Remember a request, as it is reported ``now``."""
+        """Keep a report that was made at ``now``, in seconds of ``clock``."""
         own = self._of_keys.setdefault(report.key, OrderedDict())
         self._count += report.request_id not in own
         own[report.request_id] = report, now
@@ -28,6 +28,6 @@ class RecentRequests:
                 del self._of_keys[key]
 
     def __iter__(self) -> Iterator[tuple[RequestReport, float]]:
-        """All that is remembered: each report, and when it was made."""
+        """Yield each report, and when it was made."""
         for own in self._of_keys.values():
             yield from own.values()

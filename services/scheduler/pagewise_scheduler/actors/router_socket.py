@@ -59,7 +59,7 @@ class RouterSocket:
     """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
 
     ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``max_unread_bytes``: bytes
-    that may have come over TCP and not be read yet, of all connections together.
+    that all connections together may have received over TCP without their being read yet.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class RouterSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_TO_SCHEDULER)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
-        # No bound: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds its ping, while a
-        # queue that was full holds up reading from it (its issue 4364). A full queue is what must not be. ``_unread``
-        # bounds what is in it.
+        # No bound on queued messages: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds
+        # its ping, while a queue that was full holds up reading from it (its issue 4364). So no queue may become full;
+        # ``_unread`` bounds the bytes in them instead.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._has_keys = wire.gate is not None
         if wire.gate is not None:
@@ -118,6 +118,8 @@ class RouterSocket:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
                     self._mailbox.put(ConnectionsBroke(self.kind))
+                elif event.hung_up:  # a process that was stopping
+                    log.debug("a connection ended before its handshake was over")
                 elif not event.refused:  # those are counted by the gate
                     self._handshakes.inc()
                     self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")

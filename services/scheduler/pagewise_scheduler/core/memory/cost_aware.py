@@ -19,7 +19,7 @@ _MOST_USES = 4
 _KINDS = 7
 _STRIDE = 16
 _LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
-"""Prefixes that are remembered, which take some 160 bytes each."""
+"""How many prefixes are remembered; each takes about 160 bytes."""
 _HALF_LIFE = 1 << 15
 """Counted uses after which what was learned weighs half."""
 
@@ -42,10 +42,11 @@ class UseHistory:
         self._until_halved = _HALF_LIFE
 
     def serve(self, num_blocks: int) -> None:
-        """Remember enough for a pool of so many blocks.
+        """Remember enough prefixes for a pool of ``num_blocks`` blocks.
 
-        Those are four times as many prefixes as it has blocks: 64 times of what it holds. On the Mooncake synthetic
-        trace with a pool of a million tokens, four times and twice as many bring equal hit rates, as many bring less.
+        These are four times as many as it has blocks, and so stand for 64 times what it holds, because every sixteenth
+        block is remembered. On the Mooncake synthetic trace with a pool of a million tokens, four times and twice as
+        many prefixes as blocks bring equal hit rates, and as many as blocks a lower one.
         """
         self._most = max(self._most, min(_REMEMBERED_PER_BLOCK * num_blocks, _MOST_REMEMBERED))
 

@@ -179,7 +179,7 @@ class CostModel:
 
 
 def make_policy(eviction: Eviction, costs: CostModel, num_blocks: int) -> EvictionPolicy:
-    """The eviction policy of that name, one by cost that shares a history, or the one given, for a pool so large."""
+    """The policy for a pool of ``num_blocks``: the one of that name, one that shares a history, or the one given."""
     if eviction == "lru":
         return LeastRecentlyUsed()
     if eviction == "cost" or isinstance(eviction, UseHistory):

@@ -49,7 +49,8 @@ class BeamSearch:
         """
         params, width = self.params, self.params.width
         keep = params.num_candidates(len(self.end_tokens))
-        # Merged, not sorted: few of all continuations are looked at. Of equals the earlier hypothesis comes first.
+        # Merged, not sorted, so that few of all continuations are looked at. Of equal ones, that of the earlier
+        # hypothesis comes first.
         of_each = (self._continuations(parent, best_first) for parent, best_first in enumerate(candidates))
         ranked = list(islice(merge(*of_each, key=lambda one: -one.score), keep))
         length = len(histories[0]) + 1

@@ -129,8 +129,8 @@ class Sequence:
 
     @property
     def num_used(self) -> int | None:
-        """What eviction learns from its end: output tokens, or None because others tell it. The outputs of one
-        request are one use of its prompt."""
+        """The output tokens that eviction learns of when it ends, or None if another sequence of its request reports
+        them: the outputs of one request are one use of its prompt."""
         last = all(other.finished or other is self for other in self.request.sequences)
         return len(self.output_token_ids) if last and not self.request.chooses else None
 
@@ -189,7 +189,7 @@ class Request:
     executors: tuple[tuple[float, str], ...] = ()
 
     def placed(self, executor_id: str, now: float) -> None:
-        """An executor takes it on."""
+        """Note that an executor takes it on at ``now``, in seconds."""
         self.executors = (*self.executors[1 - _PLACEMENTS :], (now, executor_id))
 
     def create_sequences(self) -> None:
@@ -240,7 +240,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all its sequences have finished."""
-        # From the last one: they mostly end in their order, and this is asked after each.
+        # Looks at the last one first: sequences mostly end in their order, and this is asked after each of them.
         return all(sequence.status is SequenceStatus.FINISHED for sequence in reversed(self.sequences))
 
 

@@ -43,8 +43,8 @@ class Admission:
     ) -> tuple[Sequence, CachedPrefix] | None:
         """Who starts, and the longest prefix it begins with; None: nobody can.
 
-        ``room``: blocks that there are, ``watermark`` of which stay free unless ``favoured`` is next. ``oldest_step``:
-        the oldest step in flight, if any; whoever takes part in it or a later one has to wait.
+        ``room``: the number of free blocks, of which ``watermark`` stay free unless ``favoured`` is next.
+        ``oldest_step``: the oldest step in flight, if any; a sequence that takes part in it or a later one has to wait.
         """
         if room <= (watermark if favoured is None else 0):
             return None
@@ -55,7 +55,7 @@ class Admission:
         return None
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
-        """Blocks that a waiting sequence takes when it starts; None: it waits for something else than room."""
+        """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
         if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
             return None
         if self._is_computed_elsewhere(sequence, self._find(sequence)):

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from pagewise_shared.protocol import TokenLogprobs
+from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -60,8 +60,10 @@ class BeamGroups:
             return
         histories = [member.output_token_ids for member in group.members]
         entries = [group.candidates[member] for member in group.members]
-        # Pairs as they are asked for: of all that the hypotheses have, few are looked at.
-        candidates = [zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in entries]
+        # Pairs are made as they are asked for, because few of all candidates are looked at.
+        candidates = [
+            zip(unpack_int32s(entry.top_ids), unpack_float32s(entry.top_logprobs), strict=True) for entry in entries
+        ]
         continuations = group.search.advance(histories, candidates)
         group.candidates.clear()
         if continuations is None:
@@ -115,7 +117,7 @@ class BeamGroups:
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
             if not (heir.table.blocks and self._prefilling.rejoin(heir)):
-                self._let_wait(heir)
+                self._requeue(heir)
         group.members = members
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
@@ -123,7 +125,7 @@ class BeamGroups:
         request = group.members[0].request
         request.sequences = [*members]
 
-    def _let_wait(self, heir: Sequence) -> None:
+    def _requeue(self, heir: Sequence) -> None:
         if heir.table.blocks:
             self._plan.copies.give_up(heir.table.blocks)
             self._kv.free(heir.table, None)

@@ -2,12 +2,14 @@
 
 The waiting queue decides which key is next. That is not enough where the sequences of another key have all rows or all
 blocks, because those run for as long as their outputs are long. So sequences of keys that have more than their share
-are preempted for the key that is next and has less. With one key nothing of this happens.
+are preempted for the key that is next and has less. With one key, nothing is preempted for this reason.
 
-Preempting costs time: what is dropped may have to be computed again. It is bounded in three ways. The one who waits has
-to have been next for ``_PATIENCE`` steps, in which nobody left; a sequence is only preempted for another key if it has
-got ``_LEAST_PROGRESS`` tokens since it was preempted last; and after each time comes a pause that is so long that
-computing again what was dropped takes at most one part in ``_PATIENCE`` of the tokens that the steps can compute.
+Preemption costs time, because the blocks that are dropped may have to be computed again. Three rules bound that cost:
+
+- A sequence has to be next for ``PATIENCE_STEPS`` steps without being able to start before others are preempted for it.
+- A sequence is preempted for another key only if it has generated ``LEAST_PROGRESS`` tokens since its last preemption.
+- After a preemption for another key, the next one has to wait until the steps can compute ``PATIENCE_STEPS`` times the
+  tokens that were dropped.
 """
 
 from collections import Counter
@@ -21,17 +23,18 @@ from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
-_PATIENCE = 8
-"""Steps."""
-_LEAST_PROGRESS = 16
-"""Output tokens."""
+PATIENCE_STEPS = 8
+"""How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""
+LEAST_PROGRESS = 16
+"""How many output tokens a sequence generates at least between two preemptions for other keys."""
 
 
 class FairShares:
-    """Who has how much of one executor, and who gives way to whom.
+    """Counts the requests and rows of each key at one executor, and chooses whom to preempt for other keys.
 
-    Each key that has requests here has the same share: the rows, and the blocks of the pool, divided by their number.
-    ``favoured``: the sequence for which room was made last, until it starts or another one is next.
+    All keys that have requests at the executor have the same share: its rows, and the blocks of its pool, divided by
+    the number of these keys. ``favoured``: the sequence for which others were preempted last, until it starts or
+    another one is next. When it starts, it may take blocks that the watermark keeps free from others.
     """
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, limits: StepLimits, costs: CostModel) -> None:
@@ -45,33 +48,33 @@ class FairShares:
         self._next: Sequence | None = None
         self._preempts_at = 0
 
-    # ---- who is here ---------------------------------------------------------------------------------
+    # ---- accounting ---------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        """A request comes in."""
+        """Count a request that the scheduler takes on."""
         self._requests[request.account] += 1
 
     def leave(self, request: Request) -> None:
-        """A request has ended or leaves."""
+        """Count a request out that has ended or moves to another executor."""
         _take_one(self._requests, request.account)
 
     def clear(self) -> None:
-        """All requests leave."""
+        """Forget all requests; their rows have been left."""
         self._requests.clear()
         self._next = self.favoured = None
         self._preempts_at = 0
 
     def take_row(self, sequence: Sequence) -> None:
-        """A sequence takes a row."""
+        """Count a row that the sequence has got."""
         self._rows[sequence.request.account] += 1
 
     def leave_row(self, sequence: Sequence) -> None:
-        """A sequence leaves its row."""
+        """Count a row out that the sequence has left."""
         _take_one(self._rows, sequence.request.account)
 
     @property
     def contended(self) -> bool:
-        """Whether there is more than one key."""
+        """Whether several keys have requests here."""
         return len(self._requests) > 1
 
     @property
@@ -84,19 +87,24 @@ class FairShares:
         """The blocks of one key's share."""
         return max(1, self._kv.pool.num_blocks // len(self._requests))
 
-    # ---- who gives way -------------------------------------------------------------------------------
+    # ---- preemption -------------------------------------------------------------------------------
 
     def may_keep_row(self, sequence: Sequence) -> bool:
-        """Whether a hypothesis of a beam search that has left its row may have one at once, for its next token: not if
-        its key has its share, and another one is next."""
+        """Whether a hypothesis of a beam search, which leaves its row after every token, may have a row again at once.
+
+        It may not if its key has its share of the rows, and a sequence of another key is next.
+        """
         if not self.contended or self._rows[sequence.request.account] < self.num_rows:
             return True
         head = self._waiting.peek()
         return head is None or head.request.account is sequence.request.account
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """Whom to preempt because those that run need more blocks than there are: as with one key (see
-        ``choose_victim``), but of keys with the same priority one that has more than its share."""
+        """Choose the sequence to preempt when running sequences need more blocks than there are.
+
+        As ``choose_victim`` does; among sequences of the lowest priority, those of the key with the most blocks come
+        first if it has more than its share.
+        """
         if not self.contended:
             return choose_victim(running, self._kv.pool, self._costs)
         lowest = max(sequence.request.priority for sequence in running)
@@ -105,35 +113,37 @@ class FairShares:
         over = most if held[most] > self.num_blocks else None
         return choose_victim(running, self._kv.pool, self._costs, over)
 
-    def waits_in_vain(self, step: int) -> Sequence | None:
-        """The sequence that is next if it has been for a while, and room may be made for it before ``step``."""
+    def starved(self, step: int) -> Sequence | None:
+        """The sequence that is next, if others may be preempted for it before ``step``: it has waited long enough."""
         if not self.contended:
             return None
         head = self._waiting.peek()
         if head is not self._next:
             self._next, self.favoured = head, None
-            self._preempts_at = max(self._preempts_at, step + _PATIENCE)
+            self._preempts_at = max(self._preempts_at, step + PATIENCE_STEPS)
         return head if step >= self._preempts_at else None
 
     def victims(
         self, head: Sequence, step: int, running: list[Sequence], *, rows: int, needed: int, missing: int
     ) -> list[Sequence]:
-        """Whom to preempt before ``step`` so that ``head`` can start soon; nobody if that would not be enough.
+        """Choose the sequences to preempt before ``step`` so that ``head`` can start soon.
 
-        ``running``: the sequences on rows. ``rows``, ``missing``: how many rows and blocks ``head`` lacks; ``needed``:
-        how many blocks it will take.
+        Returns none if all that may be preempted would not suffice.
+
+        ``running``: the sequences that have rows. ``rows``, ``missing``: the rows and blocks that ``head`` lacks.
+        ``needed``: the blocks that it will take.
         """
-        self._preempts_at = step + _PATIENCE
+        self._preempts_at = step + PATIENCE_STEPS
         account, held = head.request.account, _blocks_of(running)
         if (rows > 0 and self._rows[account] >= self.num_rows) or held[account] + needed > self.num_blocks:
             return []
         over_rows = {one: number - self.num_rows for one, number in self._rows.items() if number > self.num_rows}
         over_blocks = {one: number - self.num_blocks for one, number in held.items() if number > self.num_blocks}
-        candidates = [one for one in running if one.request.account is not account and _gives_way(one, head)]
+        candidates = [one for one in running if one.request.account is not account and _is_preemptible(one, head)]
         chosen: list[Sequence] = []
         dropped = 0
         while rows > 0 or missing > 0:
-            victim = self._most_over(over_rows if rows > 0 else over_blocks, candidates)
+            victim = self._victim_above_share(over_rows if rows > 0 else over_blocks, candidates)
             if victim is None:
                 return []
             freed = sum(1 for block in victim.table.blocks if self._kv.pool.references(block) == 1)
@@ -147,11 +157,14 @@ class FairShares:
             over_blocks[victim.request.account] = over_blocks.get(victim.request.account, 0) - freed
         self.favoured = head
         steps = -(-dropped * self._kv.block_size // self._limits.max_num_batched_tokens)
-        self._preempts_at = step + _PATIENCE * max(1, steps)
+        self._preempts_at = step + PATIENCE_STEPS * max(1, steps)
         return chosen
 
-    def _most_over(self, over: dict[Account, int], candidates: list[Sequence]) -> Sequence | None:
-        """Of the key that is the furthest above its share, and has sequences among the candidates."""
+    def _victim_above_share(self, over: dict[Account, int], candidates: list[Sequence]) -> Sequence | None:
+        """The candidate to preempt, of the key that is the furthest above its share; None: there is no such candidate.
+
+        ``over``: rows or blocks by which keys exceed their shares.
+        """
         accounts = {sequence.request.account for sequence in candidates}
         above = {account: number for account, number in over.items() if number > 0 and account in accounts}
         if not above:
@@ -161,15 +174,15 @@ class FairShares:
         return choose_victim(own, self._kv.pool, self._costs)
 
 
-def _gives_way(sequence: Sequence, head: Sequence) -> bool:
-    """Whether a running sequence may be preempted for ``head``: no more urgent, and it has got on."""
+def _is_preemptible(sequence: Sequence, head: Sequence) -> bool:
+    """Whether a running sequence may be preempted for ``head``: it is not more urgent, and has made progress."""
     decodes = sequence.status is SequenceStatus.DECODE or sequence.request.beam is not None
     progress = len(sequence.output_token_ids) - sequence.num_tokens_preempted
-    return decodes and sequence.request.priority >= head.request.priority and progress >= _LEAST_PROGRESS
+    return decodes and sequence.request.priority >= head.request.priority and progress >= LEAST_PROGRESS
 
 
 def _blocks_of(sequences: Iterable[Sequence]) -> Counter[Account]:
-    """Blocks that the sequences of each key hold, those that they share counted once."""
+    """The number of blocks that the sequences of each key hold; blocks that they share count once."""
     blocks: dict[Account, set[int]] = {}
     for sequence in sequences:
         blocks.setdefault(sequence.request.account, set()).update(sequence.table.blocks)

@@ -21,8 +21,8 @@ _WATERMARK = 0.01
 
 
 class PrefillSet:
-    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: which
-    keys have them.
+    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
+    shares of rows and blocks that keys have.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
@@ -78,23 +78,23 @@ class PrefillSet:
         sequence.prefilled = False
         self.shares.take_row(sequence)
 
-    def who_makes_room(
+    def victims_for_starved(
         self, step: int, decoding: list[Sequence], in_flight: ReadOnlyList[StepInFlight]
     ) -> list[Sequence]:
-        """Whom to preempt before ``step`` for a sequence of another key that has waited for room in vain."""
-        if (head := self.shares.waits_in_vain(step)) is None:
+        """Choose the sequences to preempt before ``step`` for one of another key that is next and cannot start."""
+        if (head := self.shares.starved(step)) is None:
             return []
-        self._computing(in_flight)
+        self._tell_computing(in_flight)
         needed = self._admission.num_needed(head, in_flight[0].step if in_flight else None)
         if needed is None:
             return []
         running = len(decoding) + len(self._members)
         lacks_row = not self._free_rows or running >= self._limits.max_num_seqs
-        # Those that decode go on taking blocks until what is freed now has come back from the steps in flight.
+        # Decoding sequences go on taking blocks until those that are freed now have returned from the steps in flight.
         coming = 1 + (1 + len(in_flight)) * len(decoding) // self._kv.block_size
-        missing = needed + self._owed() + coming - self._kv.num_available - self._kv.num_retiring
-        everyone = [*self._members, *decoding]
-        return self.shares.victims(head, step, everyone, rows=int(lacks_row), needed=needed, missing=missing)
+        missing = needed + self._blocks_owed() + coming - self._kv.num_available - self._kv.num_retiring
+        on_rows = [*self._members, *decoding]
+        return self.shares.victims(head, step, on_rows, rows=int(lacks_row), needed=needed, missing=missing)
 
     def chunks(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
@@ -143,8 +143,8 @@ class PrefillSet:
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
             return chunks
-        owed = self._owed()
-        self._computing(in_flight)
+        owed = self._blocks_owed()
+        self._tell_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
         share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
         while (
@@ -165,12 +165,12 @@ class PrefillSet:
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
-    def _owed(self) -> int:
-        """Blocks that members will take for tokens that are known."""
+    def _blocks_owed(self) -> int:
+        """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
 
-    def _computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
-        """Tell whose prompts are being computed, or have been by a step in flight."""
+    def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
+        """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:

@@ -35,7 +35,7 @@ def check_result(
 
 def _check_candidates(step: StepInFlight, result: StepResult) -> None:
     """A hypothesis of a beam search goes on from its candidates: without them it would wait for ever."""
-    known = {entry.index: len(entry.top_ids) for entry in result.logprobs}
+    known = {entry.index: len(entry.top_ids) // 4 for entry in result.logprobs}
     for index, sequence in enumerate(step.sampled):
         if (beam := sequence.request.beam) is not None and known.get(index, 0) < beam.width:
             raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")

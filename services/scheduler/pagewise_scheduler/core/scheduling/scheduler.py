@@ -210,7 +210,7 @@ class Scheduler:
             self._decoding.remove(sequence)
             self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
-        for sequence in self._prefilling.who_makes_room(step, self._decoding.order(), self.steps_in_flight):
+        for sequence in self._prefilling.victims_for_starved(step, self._decoding.order(), self.steps_in_flight):
             self._preempt(sequence, "another key has less than its share")
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None

@@ -18,7 +18,7 @@ def choose_victim(
     """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
 
     Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
-    share becomes nobody's gain. ``account``: it should be a sequence of that key's, if there is one.
+    share becomes nobody's gain. ``account``: the key whose sequences are preferred, if it has candidates.
     """
     lowest = max(sequence.request.priority for sequence in running)
     first = min(running, key=_order)

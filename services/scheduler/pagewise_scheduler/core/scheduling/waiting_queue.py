@@ -33,10 +33,10 @@ def queue_time_of(request: Request) -> float:
 class WaitingQueue:
     """A sorted line for each priority and key.
 
-    Whoever has the smallest ``queue_time`` says which priority is next. Of the keys that have somebody waiting with
-    that priority or a better one, the one that has been served least is next; of that key, who has the smallest
-    ``queue_time``. With one key that is the order of ``queue_time``. Better priorities take part, because a priority
-    that is next by its age would else leave all keys behind that have nobody waiting there.
+    The sequence with the smallest ``queue_time`` determines the priority that is next. Among the keys with sequences of
+    that priority or a better one, the key that has been served the least is next, with its sequence of the smallest
+    ``queue_time``. With one key, this is the order of ``queue_time``. Better priorities take part because otherwise a
+    priority that is next by its age would go before all keys that have no sequence of that priority.
 
     ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
     """
@@ -86,7 +86,7 @@ class WaitingQueue:
         return None
 
     def heads(self, number: int) -> list[Sequence]:
-        """The first of each key that may be next: ``number`` at most, in order."""
+        """The first sequence of each key that may be next: at most ``number``, in order."""
         lines = self._next_lines()
         if len(lines) > 1:
             return [line[0][-1] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
@@ -140,7 +140,7 @@ class WaitingQueue:
         return sequence.num_prompt_tokens if min(before, before + change) == 0 else 0
 
     def _next_lines(self) -> dict[Account, list[_Entry]]:
-        """Of each key that may be next, the line of whoever of it is first."""
+        """For each key that may be next, the line that begins with its first sequence."""
         if len(self._lines) > 1:
             last = min(self._lines, key=lambda priority: min(line[0] for line in self._lines[priority].values()))
             first: dict[Account, list[_Entry]] = {}
