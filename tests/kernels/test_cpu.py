@@ -3,7 +3,6 @@
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.attention import CpuStep, Rotation, _Arguments
-from pagewise_kernels.cpu.build import FOLDER, VARIANTS, machine
+from pagewise_kernels.cpu.build import FOLDER, Variant
 from pagewise_kernels.cpu.linear import PackedWeight
 from pagewise_kernels.cpu.operations import rms_norm, silu_mul
 
@@ -23,23 +22,6 @@ from tests.kernels import oracles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 TYPES = list(TOLERANCE)
-
-
-def variants() -> list[int]:
-    """The vector sizes of the builds that run here."""
-    widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
-    return [variant.vec for variant in VARIANTS[machine() or "x86_64"] if variant.vec <= widest]
-
-
-@pytest.fixture(params=variants())
-def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Each build of the library in turn."""
-    name = {4: "DEFAULT", 8: "AVX2", 16: "AVX512"}[request.param]
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
-    library.load_library.cache_clear()
-    need_cpu_kernels()
-    yield request.param
-    library.load_library.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -187,7 +169,7 @@ def test_attention_is_the_formula(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_every_build_computes_it(build: int, dtype: torch.dtype, head_dim: int, heads_first: bool) -> None:
+def test_every_build_computes_it(build: Variant, dtype: torch.dtype, head_dim: int, heads_first: bool) -> None:
     case = Case(
         lengths=(1, 5, 33, 70, 600), chunks=((0, 45), (7, 130)), heads=8, kv_heads=4, head_dim=head_dim,
         block_size=16, dtype=dtype, heads_first=heads_first, rotated=True, normed=True,
@@ -197,12 +179,12 @@ def test_every_build_computes_it(build: int, dtype: torch.dtype, head_dim: int, 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 600])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_windows_and_softcaps(build: int, window: int | None, softcap: float | None) -> None:
+def test_windows_and_softcaps(build: Variant, window: int | None, softcap: float | None) -> None:
     Case(lengths=(1, 5, 130, 700), chunks=((0, 45), (90, 70)), window=window, softcap=softcap, block_size=16).check()
 
 
 @pytest.mark.parametrize("shared", [1, 31, 40])
-def test_a_prefix_that_decodes_share(build: int, shared: int) -> None:
+def test_a_prefix_that_decodes_share(build: Variant, shared: int) -> None:
     Case(lengths=(641,) * 7 + (650, 900, 3), sharing=9, shared=shared, block_size=16, heads=8, kv_heads=2).check()
 
 
@@ -220,7 +202,7 @@ def test_results_do_not_depend_on_threads_or_neighbours() -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_poisoned_sequence_does_not_reach_its_neighbours(build: int) -> None:
+def test_a_poisoned_sequence_does_not_reach_its_neighbours(build: Variant) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 8, 4, 2, 16)
     keys[3], values[3] = float("nan"), float("inf")
@@ -237,7 +219,7 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours(build: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (3, 100), (16, 512), (700, 520)])
-def test_norm_and_activation(build: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_norm_and_activation(build: Variant, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
@@ -259,7 +241,7 @@ def test_a_linear_layer_is_a_product(rows: int, ins: int, outs: int, biased: boo
 
 
 @pytest.mark.parametrize("outs", [1, 16, 32, 48, 64, 83, 129])
-def test_every_build_computes_linear_layers(build: int, outs: int) -> None:
+def test_every_build_computes_linear_layers(build: Variant, outs: int) -> None:
     for rows in (1, 7, 100):
         check_linear(rows, 1100, outs, biased=rows != 7)
 
@@ -308,15 +290,16 @@ def test_without_the_library_it_says_how_to_build_it(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nothing_undefined_happens(tmp_path: Path) -> None:
-    """All other tests of this file, with a build that ends the process at undefined behaviour."""
+    """All other tests of the CPU operations, with a build that ends the process at undefined behaviour."""
     pytest.importorskip("ziglang")
     checks = ("-fsanitize=undefined", "-fsanitize-trap=undefined", "-fno-sanitize=alignment")
     code = f"from pagewise_kernels.cpu import build; build.build(build.Path({str(tmp_path)!r}), extra={checks!r})"
     subprocess.run([sys.executable, "-c", code], check=True)
+    files = [str(file) for file in Path(__file__).parent.glob("test_cpu*.py")]
     code = (
         "import pathlib, sys, pytest; from pagewise_kernels.cpu import build, library; "
         f"library.load_library.__wrapped__.__defaults__ = (pathlib.Path({str(tmp_path)!r}),); "
-        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not long', {str(Path(__file__))!r}]))"
+        f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not long', *{files!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=FOLDER.parents[2])
     assert done.returncode == 0, done.stdout

@@ -56,8 +56,10 @@ static void quantise_row(const struct linear_int8 *a, long row) {
   for (long k = 0; k < a->groups * GROUP; k += VEC) {
     long n = a->groups * GROUP - k, given = a->in - k;
     floats part = given >= VEC ? load(x, k, 0) : load_some(x, k, given > 0 ? given : 0, 0);
+    floats scaled = part * inverse;  // a statement of its own: fused with the sum, it would round differently
+    floats shifted = scaled + shift;
     typedef uint8_t bytes __attribute__((vector_size(VEC)));
-    bytes result = __builtin_convertvector((words)(part * inverse + shift) & 0xff, bytes);
+    bytes result = __builtin_convertvector((words)shifted & 0xff, bytes);
     memcpy(to + k, &result, n < VEC ? n : VEC);
   }
 }

@@ -14,8 +14,8 @@ class Int8Weight:
     Each output has a scale of its own: its largest weight becomes 127 or -127. The inputs are quantised in the same way
     when the layer is computed, with a scale for each row.
 
-    ``packed`` int8 [panels, groups, panel, group]: the outputs in panels, the inputs in groups, whose sizes depend on the
-    processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``.
+    ``packed`` int8 [panels, groups, panel, group]: the outputs in panels, the inputs in groups, whose sizes depend on
+    the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``.
 
     Raises:
         TypeError: the weight is not float32 on the CPU. ValueError: it has more inputs than ``MAX_INPUTS``.

@@ -238,9 +238,9 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "int8"],
         _help(
             "int8: the linear layers compute with weights in eight bits, on the CPU",
-            more="Weights are rounded per output and inputs per token when the model is loaded and run, by the CPU "
-            "operations (cpu). This is faster and takes a quarter of the memory, and changes tokens: "
-            "[performance.md](performance.md) says how many. Executors that serve a model together need the same value.",
+            more="The CPU operations round weights per output, and inputs per token. This is faster, takes a quarter "
+            "of the memory for weights, and changes tokens: [performance.md](performance.md) says how much. Executors "
+            "that serve a model together need the same value.",
         ),
     ] = "none"
     deterministic: Annotated[
