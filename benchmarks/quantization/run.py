@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from pagewise_executor.models.packed_linear import quantise_linears
@@ -31,7 +32,8 @@ def main() -> None:
     args = parser.parse_args()
     path = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    exact, quantised = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
+    kind: Any = AutoModelForCausalLM
+    exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     layers = quantise_linears(quantised)
     divergences: list[float] = []
     agreeing = 0
