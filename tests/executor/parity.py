@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.packed_linear import quantise_linears
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
@@ -26,12 +27,20 @@ LENGTHS = [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20), (5, 40), (90,
 
 
 def check_family(
-    family: str, path: Path, device: str, block_size: int, attention: str = "sdpa", kernels: str = "auto"
+    family: str,
+    path: Path,
+    device: str,
+    block_size: int,
+    attention: str = "sdpa",
+    kernels: str = "auto",
+    quantization: str = "none",
 ) -> None:
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
     ).to(device)
+    if quantization == "int8":
+        quantise_linears(model)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
     expected = reference(model, prompts, [length for _, length in LENGTHS], device)
@@ -42,6 +51,7 @@ def check_family(
             device=device,  # type: ignore[arg-type]
             dtype="float32",
             kernels=kernels,  # type: ignore[arg-type]
+            quantization=quantization,  # type: ignore[arg-type]
             block_size=block_size,
             num_blocks=600,
         )

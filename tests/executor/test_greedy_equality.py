@@ -17,6 +17,14 @@ def test_greedy_tokens_equal_generate(family: str, block_size: int, kernels: str
     check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])
+def test_greedy_tokens_in_eight_bits_equal_those_of_generate_with_the_same_linear_layers(
+    family: str, tmp_path: Path
+) -> None:
+    need_cpu_kernels()
+    check_family(family, tmp_path, "cpu", 16, kernels="cpu", quantization="int8")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_generate_on_cuda(family: str, tmp_path: Path) -> None:

@@ -138,3 +138,29 @@ def test_the_pool_takes_what_it_is_given() -> None:
         blocks(kv_memory="10KiB")
     with pytest.raises(ModelError, match="not enough memory"):
         blocks(num_blocks=10**9)
+
+
+def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_kernels()
+    exact, quantised = (
+        load_model(ExecutorConfig(model=str(model), device="cpu", quantization=quantization))
+        for quantization in ("none", "int8")
+    )
+    assert quantised.fingerprint == f"{exact.fingerprint}-int8", "another model: its tokens are others"
+    kinds = {type(module).__name__ for module in quantised.model.modules() if hasattr(module, "packed")}
+    assert kinds == {"Int8Linear"}
+    for options, why in (
+        ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
+        ({"kernels": "openvino"}, "not with --kernels openvino"),
+        ({"kernels": "triton"}, "not with --kernels triton"),
+        ({"deterministic": True}, "not with --deterministic"),
+    ):
+        assert f"--quantization int8: {why}" in refused(model, quantization="int8", **options).replace(
+            "the rest of the model computes ", ""
+        )
+
+    def missing() -> None:
+        raise LibraryMissingError("it is not there")
+
+    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
+    assert "--quantization int8: it is not there" in refused(model, quantization="int8")
