@@ -11,7 +11,7 @@ import transformers
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.peers import Peers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models import openvino_choice
+from pagewise_executor.models import kernel_choice, openvino_choice
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_shared.errors import ModelError
@@ -152,14 +152,15 @@ def check_peers(
 # ---- when it is chosen -----------------------------------------------------------------------------------
 
 
-def test_auto_chooses_it_where_it_is_installed(
+def test_auto_chooses_it_where_it_is_installed_and_products_in_c_are_slower(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     with caplog.at_level(logging.INFO):
         info = build_runner(model_path, kernels="auto").info
     assert (info.kernels, info.block_size, info.fallback) == ("openvino", 32, False)
-    assert "kernels: openvino, the first choice on a CPU" in caplog.text
+    assert "kernels: openvino, the first choice on this CPU" in caplog.text
     assert "blocks of 32 tokens, as OpenVINO needs them, not of 8" in caplog.text
 
 
@@ -171,6 +172,7 @@ def test_what_it_cannot_compute_is_computed_by_others_or_refused(
     with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
         build_runner(tmp_path, kernels="openvino")
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     info = build_runner(tmp_path, kernels="auto").info
     assert (info.kernels, info.fallback) == (kernels_without_openvino(), True)
     assert [why in record.message for record in caplog.records if "others cannot compute this" in record.message] == [
@@ -184,6 +186,7 @@ def test_a_conversion_that_fails_leaves_the_model_to_others(
 ) -> None:
     """Should these families be let through, the conversion itself finds what is wrong with them."""
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     monkeypatch.setattr(openvino_choice, "why_not", lambda *_: "")
     check_family(family, tmp_path, "cpu", 16)
 

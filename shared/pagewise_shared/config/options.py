@@ -228,8 +228,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kernels: Annotated[
         Literal["auto", "triton", "cpu", "openvino", "torch"],
         _help(
-            "what computes the model; auto: Triton's kernels on CUDA; on the CPU OpenVINO if it is installed and can, "
-            "else operations in C (cpu)",
+            "what computes the model; auto: Triton's kernels on CUDA, operations in C (cpu) or OpenVINO on the CPU",
             more="[kernels.md](kernels.md) describes them. On the CPU `triton` needs `TRITON_INTERPRET=1`, which is "
             "slow and only meant for trying the kernels.",
         ),

@@ -46,8 +46,9 @@ def choose_kernels(
 
     The arguments are those of ``LoadedModel``; ``text`` is the model's configuration.
 
-    With ``auto`` these are the first that can compute the model: on a GPU the Triton kernels, on the CPU OpenVINO where
-    it is installed, then the CPU operations in C; last PyTorch, which computes everything.
+    With ``auto`` these are the first that can compute the model: on a GPU the Triton kernels, on the CPU the operations
+    in C, before which comes OpenVINO where it is installed and their matrix products are not faster than oneDNN's; last
+    PyTorch, which computes everything.
 
     Raises:
         ModelError: kernels are asked for by name and cannot compute the model; the text says why.
@@ -95,7 +96,20 @@ def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, 
         return ("cpu", "torch")
     if device.type != "cpu":
         return ("triton", "torch")
-    return ("openvino", "cpu", "torch") if openvino_choice.is_installed() else ("cpu", "torch")
+    # Measured (docs/performance.md): where the products in C are fast, OpenVINO takes as much CPU time for a token, and
+    # four seconds more to start.
+    if openvino_choice.is_installed() and not _has_fast_products():
+        return ("openvino", "cpu", "torch")
+    return ("cpu", "torch")
+
+
+def _has_fast_products() -> bool:
+    from pagewise_kernels.cpu.library import LibraryMissingError, has_fast_products
+
+    try:
+        return has_fast_products()
+    except LibraryMissingError:
+        return False
 
 
 def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
@@ -104,8 +118,7 @@ def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
     elif unfit:
         log.warning("kernels: %s, because others cannot compute this: %s", kernels, "; ".join(unfit))
     else:
-        first = {"triton": "on a GPU", "openvino": "on a CPU", "cpu": "on a CPU without OpenVINO"}[kernels]
-        log.info("kernels: %s, the first choice %s", kernels, first)
+        log.info("kernels: %s, the first choice on %s", kernels, "a GPU" if kernels == "triton" else "this CPU")
 
 
 def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
