@@ -14,14 +14,23 @@ help: ## List the targets
 
 setup: $(VENV)/.installed ## Make the virtual environment and install everything into it
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+CPU_OPERATIONS := kernels/pagewise_kernels/cpu
+INSTALL := $(PY) -m pip install --quiet -c constraints.txt -e '.[gateway,executor,dev]'
+
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIONS)/build.py $(wildcard $(CPU_OPERATIONS)/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Pagewise needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "The venv module is missing: apt install python3-venv"; exit 1; }
 	@# torch first and by itself: TORCH_INDEX_URL then decides which build it is, for torch alone.
 	$(PY) -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[gateway,executor,dev]'
+	@rm -f $(CPU_OPERATIONS)/*.so
+	@# This compiles the CPU operations, by a compiler that pip fetches. Everything works without them.
+	$(INSTALL) || { \
+	  echo "*** That failed, perhaps because the CPU operations could not be compiled. Installing without them:"; \
+	  HATCH_BUILD_NO_HOOKS=true $(INSTALL); }
+	@ls $(CPU_OPERATIONS)/*.so >/dev/null 2>&1 || \
+	  echo "*** The CPU operations are not compiled. Models on the CPU are computed by PyTorch, which is slower."
 	@touch $@
 
 serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."

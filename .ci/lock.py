@@ -29,7 +29,8 @@ def requirements(name: str) -> list[str]:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extra = LOCKS[name]
     if extra is None:
-        return list(table["build-system"]["requires"])
+        hook = table["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
+        return [*table["build-system"]["requires"], *hook["dependencies"]]
     optional = table["project"]["optional-dependencies"][extra] if extra else []
     return [*table["project"]["dependencies"], *optional]
 

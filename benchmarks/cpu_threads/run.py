@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_threads.run
     python -m benchmarks.cpu_threads.run --preload libiomp5.so     # also Intel's OpenMP runtime in place of GNU's
+    python -m benchmarks.cpu_threads.run --engines                 # torch, CPU operations and OpenVINO
 
 Each setting of the OpenMP runtime has a process of its own, which runs decode steps of 16 sequences on a model runner,
 without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others
@@ -20,7 +21,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -44,6 +45,7 @@ class Setting(NamedTuple):
     name: str
     variables: dict[str, str]
     threads: int | None = None
+    kernels: Literal["torch", "cpu", "openvino"] = "torch"
 
 
 SETTINGS = [
@@ -51,6 +53,12 @@ SETTINGS = [
     *(Setting(f"GOMP_SPINCOUNT={count}", {"GOMP_SPINCOUNT": str(count)}) for count in (0, 1000, 5000, 20_000)),
     Setting("OMP_WAIT_POLICY=passive", {"OMP_WAIT_POLICY": "passive"}),
     Setting("one thread", {}, 1),
+]
+_SLEEPING = {"GOMP_SPINCOUNT": "0"}
+ENGINES = [
+    Setting("torch", _SLEEPING),
+    Setting("cpu", _SLEEPING, kernels="cpu"),
+    Setting("openvino", _SLEEPING, kernels="openvino"),
 ]
 
 
@@ -70,7 +78,7 @@ class Run:
 # ---- the process of one setting --------------------------------------------------------------------------
 
 
-def serve_runs(model: str, threads: int | None) -> None:
+def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "cpu", "openvino"]) -> None:
     """Answer each line of standard input by a run: tokens, seconds and CPU seconds."""
     import numpy as np
     from pagewise_executor.model_runner import ModelRunner
@@ -80,7 +88,13 @@ def serve_runs(model: str, threads: int | None) -> None:
 
     blocks = -(-(PROMPT + STEPS + 1) // 16)
     config = ExecutorConfig(
-        model=model, device="cpu", dtype="float32", num_blocks=SEQUENCES * blocks, profile=False, threads=threads
+        model=model,
+        device="cpu",
+        dtype="float32",
+        kernels=kernels,
+        num_blocks=SEQUENCES * blocks,
+        profile=False,
+        threads=threads,
     )
     runner = ModelRunner(config)
 
@@ -118,7 +132,7 @@ class Contender:
         environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         command = [sys.executable, "-m", "benchmarks.cpu_threads.run", "--child", model]
         self._process = subprocess.Popen(
-            [*command, "--threads", str(setting.threads or 0)],
+            [*command, "--threads", str(setting.threads or 0), "--kernels", setting.kernels],
             env=environ | setting.variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -256,15 +270,19 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=10.0, help="seconds that a run waits for a quiet moment")
     parser.add_argument("--first", action="store_true", help="run at the highest priority, before other processes")
     parser.add_argument("--preload", metavar="FILE", help="an OpenMP runtime of Intel or LLVM to compare with")
+    parser.add_argument(
+        "--engines", action="store_true", help="compare torch, the CPU operations and OpenVINO in place of the settings"
+    )
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--smoke", action="store_true", help="one short round of the demo model, to see that it runs")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        serve_runs(args.child, args.threads or None)
+        serve_runs(args.child, args.threads or None, args.kernels)
         return
-    settings = list(SETTINGS)
+    settings = list(ENGINES if args.engines else SETTINGS)
     if args.smoke:
         args.models, args.rounds, args.patience, settings = ["pagewise-demo"], 1, 0.0, settings[:2]
     if args.preload:

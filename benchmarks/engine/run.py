@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import transformers
+from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request
@@ -159,9 +160,11 @@ def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: fl
         max_num_batched_tokens=budget, num_blocks=64 if smoke else None,
     )  # fmt: skip
     runner = ModelRunner(config)
-    weights = sum(p.numel() * p.element_size() for p in runner._model.parameters())
+    assert isinstance(runner._engine, TorchEngine)
+    loaded = runner._engine.model
+    weights = sum(p.numel() * p.element_size() for p in loaded.parameters())
     if not MODELS[model][1]["tie_word_embeddings"]:  # a decode step reads one row of it for each sequence
-        embedding = next(part for part in runner._model.modules() if isinstance(part, torch.nn.Embedding))
+        embedding = next(part for part in loaded.modules() if isinstance(part, torch.nn.Embedding))
         weights -= embedding.weight.numel() * embedding.weight.element_size()
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)

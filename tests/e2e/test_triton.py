@@ -25,7 +25,7 @@ def test_the_interpreted_kernels_serve_what_pytorch_serves(monkeypatch: pytest.M
     for kernels in ("torch", "triton"):
         options = ("--device", "cpu", "--kernels", kernels, "--num-blocks", "64", "--no-profile")
         with serving(*options) as server:
-            assert any(f"{kernels} kernels" in line for line in server.output), "it says which at start"
+            assert any(f"kernels: {kernels}, by --kernels" in line for line in server.output), "it says which at start"
             answers.append(
                 [complete(server, prompt) for prompt in PROMPTS]
                 + [complete(server, PROMPTS[0], temperature=1.0, seed=5, top_p=0.9)]

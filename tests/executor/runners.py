@@ -8,6 +8,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
 
+from tests.cpu_kernels import kernels_without_openvino
 from tests.executor.driver import request, run_requests
 
 BLOCK_SIZE = 8
@@ -22,6 +23,9 @@ def build_runner(
 ) -> ModelRunner:
     """A runner with small blocks and a host tier that verifies its copies."""
     settings = {
+        "dtype": "float32",
+        # By name: in processes that a test starts, auto could be OpenVINO.
+        "kernels": kernels_without_openvino() if device == "cpu" else "auto",
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
         "host_memory": "4MiB",
@@ -29,7 +33,7 @@ def build_runner(
         "profile": False,
     }
     return ModelRunner(
-        ExecutorConfig(model=str(path), device=device, dtype="float32", **(settings | options)),  # type: ignore[arg-type]
+        ExecutorConfig(model=str(path), device=device, **(settings | options)),  # type: ignore[arg-type]
         exchange=exchange,
         host_folder=host_folder,
     )

@@ -2,21 +2,18 @@
 
 import random
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
+from tests.executor.parity import Early, beam_request, check_beams
 from tests.executor.references import beam_reference
 from tests.model_builders import VOCAB_SIZE, build_model
-
-Early = bool | Literal["never"]
 
 
 @pytest.fixture(scope="module")
@@ -46,31 +43,12 @@ def runner(model_path: Path) -> ModelRunner:
     )
 
 
-def beam_request(prompt: list[int], max_tokens: int, beam: BeamParams, n: int, ends: list[int], name: str) -> Request:
-    made = request(prompt, max_tokens, name=name, n=n, stop_token_ids=tuple(ends))
-    made.beam = beam
-    return made
-
-
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize(("width", "n"), [(1, 1), (2, 2), (4, 2), (5, 5)])
 def test_beams_equal_those_of_transformers(
     runner: ModelRunner, model: transformers.PreTrainedModel, width: int, n: int, early_stopping: Early
 ) -> None:
-    rng = random.Random(width)
-    requests, wanted = [], []
-    for number, (length, max_tokens, penalty, num_ends) in enumerate(
-        [(1, 12, 1.0, 0), (7, 20, 1.0, 12), (16, 16, 0.0, 40), (21, 9, 2.0, 25), (13, 18, -0.5, 30)]
-    ):
-        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
-        ends = sorted(rng.sample(range(3, VOCAB_SIZE), num_ends))
-        beam = BeamParams(width, penalty, early_stopping)
-        wanted.append(beam_reference(model, prompt, max_tokens, beam, n, ends))
-        requests.append(beam_request(prompt, max_tokens, beam, n, ends, f"b{number}"))
-    scheduler, _ = run_requests(runner, requests, max_num_seqs=32, max_num_batched_tokens=48)
-    assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == wanted
-    assert scheduler.kv.num_available == 600
-    assert scheduler.kv.pool.counters.copied > 0 or width == 1
+    check_beams(runner, model, width, n, early_stopping)
 
 
 @pytest.mark.parametrize("num_blocks", [13, 17, 24])

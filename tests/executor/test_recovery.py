@@ -12,15 +12,13 @@ import transformers
 from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv import host_tier
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
-from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import request, run_requests
-from tests.executor.references import beam_reference, reference
+from tests.executor.parity import check_mixture, check_recovery
+from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
@@ -32,85 +30,29 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def revisits(rng: random.Random) -> tuple[list[list[int]], list[int]]:
-    """Conversations that come back after others have taken their blocks, some with more, some cut inside a block."""
-    base = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (70, 50, 64, 33, 90)]
-    again = [base[0] + [7, 8, 9], [*base[1][:43], 5], base[2], base[4][:60], base[3] + [4] * 20, base[0]]
-    prompts = base + again
-    return prompts, [rng.choice([6, 11, 17]) for _ in prompts]
-
-
-def check(path: Path, mode: RecoveryMode, num_blocks: int, device: str = "cpu", n: int = 1) -> tuple[ModelRunner, int]:
-    rng = random.Random(num_blocks)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
-    prompts, lengths = revisits(rng)
-    expected = reference(model, prompts, lengths, device)
-    runner = build_runner(path, device)
-    requests: list[Request] = [
-        request(prompt, length, name=f"r{i}", n=n if i % 3 == 0 else 1)
-        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    scheduler, _ = run_requests(
-        runner, requests, num_blocks=num_blocks, max_num_batched_tokens=24, arrive_every=9, recovery=mode
-    )
-    for served, tokens in zip(requests, expected, strict=True):
-        for sequence in served.sequences:
-            assert sequence.output_token_ids.tolist() == tokens
-    assert scheduler.kv.num_available == num_blocks
-    return runner, scheduler.kv.pool.counters.loaded
-
-
 @pytest.mark.parametrize("mode", ["swap", "recompute", "both", "auto"])
 @pytest.mark.parametrize("num_blocks", [14, 17, 25])
 def test_greedy_tokens_stay_equal_whichever_method_recovers_kv(
     model_path: Path, mode: RecoveryMode, num_blocks: int
 ) -> None:
-    _, loaded = check(model_path, mode, num_blocks)
+    _, loaded = check_recovery(model_path, mode, num_blocks)
     assert (loaded > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize("mode", ["swap", "both"])
 def test_several_outputs_of_one_prompt_come_back_too(model_path: Path, mode: RecoveryMode) -> None:
-    assert check(model_path, mode, 21, n=4)[1] > 0
+    assert check_recovery(model_path, mode, 21, n=4)[1] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
-    """Beams, several outputs, prompts that come back whole, longer, and cut inside a block, in too little memory."""
-    rng = random.Random(seed)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    runner = build_runner(model_path, block_size=rng.choice([3, 8, 16]))
-    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
-    requests, expected = [], []
-    for number in range(14):
-        base = rng.choice(texts)
-        prompt = base[: rng.randrange(1, len(base) + 1)] + [rng.randrange(3, VOCAB_SIZE)] * rng.choice([0, 0, 1, 9])
-        length, n = rng.randrange(1, 18), rng.choice([1, 1, 2, 4])
-        made = request(prompt, length, name=f"r{number}", n=n)
-        if rng.random() < 0.3:
-            made.beam = BeamParams(max(2, n))
-            expected.append(beam_reference(model, prompt, length, made.beam, n, []))
-        else:
-            expected.append(reference(model, [prompt], [length], "cpu") * n)
-        requests.append(made)
-    longest = max(len(made.prompt_token_ids) + made.max_tokens for made in requests)
-    num_blocks = -(-longest // runner.info.block_size) + rng.randrange(2, 9)
-    run_requests(
-        runner,
-        requests,
-        num_blocks=num_blocks,
-        max_num_seqs=rng.choice([4, 8]),
-        max_num_batched_tokens=rng.choice([8, 33]),
-        arrive_every=rng.choice([0, 2, 7]),
-        recovery=rng.choice(["auto", "swap", "recompute", "both"]),
-    )
-    assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == expected
+    check_mixture(model_path, seed, block_size=random.Random(seed).choice([3, 8, 16]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["swap", "both", "auto"])
 def test_greedy_tokens_stay_equal_on_a_gpu(model_path: Path, mode: RecoveryMode) -> None:
-    assert check(model_path, mode, 17, device="cuda")[1] > 0
+    assert check_recovery(model_path, mode, 17, device="cuda")[1] > 0
 
 
 def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:

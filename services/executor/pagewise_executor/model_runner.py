@@ -13,10 +13,11 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import CancelCopies, Copied, Inventory, LowerTier, StepPlan, Welcome
 
-from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import set_cpu_threads
+from pagewise_executor.engines.model_engine import ModelEngine
+from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
@@ -24,6 +25,7 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
+from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import RunnerInfo
@@ -66,13 +68,13 @@ class ModelRunner:
     ) -> None:
         set_cpu_threads(config.threads)
         loaded = load_model(config)
-        self._model, self._device = loaded.model, loaded.device
-        self._forward_context = ForwardContext()
+        config = with_block_size(config, loaded.kernels)
+        self._device = loaded.device
         self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._choose_backend(config, loaded)
+        self._choose_engine(config, loaded)
         self._tiers: dict[int, Tier] = {}
         self._peers: Peers | None = None
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
@@ -82,7 +84,9 @@ class ModelRunner:
             reserved = self._measure_activations(config, loaded, kv_dtype)
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
-        block_format = f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'}"
+        block_format = (
+            f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'} {loaded.heads_first}"
+        )
         block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
@@ -104,7 +108,7 @@ class ModelRunner:
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
-        """Make the KV pool, attach its layers to the model, and describe it in ``info``."""
+        """Make the KV pool, attach it to the engine, and describe it in ``info``."""
         self._pool = pool = KVPool(
             loaded.shapes,
             num_blocks,
@@ -112,12 +116,12 @@ class ModelRunner:
             kv_dtype,
             self._device,
             layout=config.kv_layout,
+            heads_first=loaded.heads_first,
             triton=loaded.kernels == "triton",
         )
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
-        for module, keys, values, scales in zip(loaded.attention, pool.keys, pool.values, pool.scales, strict=True):
-            module.paged_layer = PagedLayer(keys, values, self._forward_context, scales)  # type: ignore[assignment]
+        self._engine.attach(pool)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
@@ -127,6 +131,8 @@ class ModelRunner:
             bytes_per_block=pool.bytes_per_block,
             device=_device_name(self._device),
             dtype=str(loaded.dtype).removeprefix("torch."),
+            kernels=loaded.kernels,
+            fallback=loaded.fallback,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -140,8 +146,7 @@ class ModelRunner:
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del self._pool
-        for module in loaded.attention:
-            del module.paged_layer
+        self._engine.detach()
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config)
@@ -200,7 +205,7 @@ class ModelRunner:
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:
             self._block_hashes.clear()
-        self._attention.reset(self._batch)
+        self._engine.reset(self._batch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(
             self._token_sampler,
@@ -221,7 +226,7 @@ class ModelRunner:
         start = self._event()
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
-        self._attention.update_block_tables(work)  # needed in steps that compute nothing, too
+        self._engine.update_block_tables(work)  # needed in steps that compute nothing, too
         for row in work.left:
             sampler.leave(row)
         for row in work.joined:
@@ -250,30 +255,43 @@ class ModelRunner:
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events)
 
-    def _choose_backend(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
-        """Choose what computes attention, samples, and runs decode steps: PyTorch or the Triton kernels."""
-        self._attention: AttentionBackend
+    def _choose_engine(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
+        """Choose what computes logits, samples, and runs decode steps."""
+        self._engine: ModelEngine
         self._token_sampler: TokenSampler
         self._penalties: Penalties
         self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
-        if loaded.kernels == "torch":
-            self._attention, self._token_sampler = TorchBackend(device), TorchTokenSampler(device)
+        if loaded.kernels != "triton":
+            self._token_sampler = TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
+        if loaded.kernels == "torch":
+            self._engine = TorchEngine(loaded, TorchBackend(device))
+            return
+        if loaded.kernels == "cpu":
+            from pagewise_executor.attention.cpu_attention import CpuBackend
+
+            self._engine = TorchEngine(loaded, CpuBackend())
+            return
+        if loaded.kernels == "openvino":
+            from pagewise_executor.engines.openvino_engine import OpenVINOEngine
+
+            self._engine = OpenVINOEngine(loaded.compiled)
             return
         from pagewise_kernels.logprobs import token_logprobs
 
         from pagewise_executor import decode_graphs
         from pagewise_executor.attention.triton_attention import TritonBackend
 
-        self._attention = backend = TritonBackend(
+        backend = TritonBackend(
             device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
         )
+        self._engine = engine = TorchEngine(loaded, backend)
         self._token_sampler = token_sampler = TritonTokenSampler(rows, device)
         self._penalties, self._compute_logprobs = TritonPenalties(rows, vocab_size, device), token_logprobs
         self._graphs = decode_graphs.DecodeGraphs(
-            self._logits, self._forward_context, backend, token_sampler, self._last_tokens, config.block_size
+            engine.forward, engine.forward_context, backend, token_sampler, self._last_tokens, config.block_size
         )
 
     def _event(self) -> "torch.cuda.Event | None":
@@ -301,15 +319,6 @@ class ModelRunner:
         # after the next run of the graph as well.
         return self._sample(work, logits.clone())
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
-        """Run the model on a flat batch of ids and positions [tokens].
-
-        Returns the logits [n, vocab] at the indices ``kept`` [n], or at all of them if it is 0.
-        """
-        output = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
     def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, LogprobsTensors]]]:
         """Return the logits [sampled rows, vocab], and by row the log-probabilities of prompts that report them."""
         batch = self._batch
@@ -318,9 +327,8 @@ class ModelRunner:
         if work.chunks:
             known = [batch.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
             ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
-        self._forward_context.step = self._attention.prepare(work)
         kept, reported = _kept_logits(work, batch)
-        logits = self._logits(ids, self._upload(positions), self._upload(np.array(kept, np.int64)))
+        logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
 

@@ -32,6 +32,8 @@ class RunnerInfo:
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
+    kernels: str = ""
+    fallback: bool = False
 
 
 class PendingStep(Protocol):

@@ -84,6 +84,8 @@ class ExecutorService:
             costs=info.costs,
             block_endpoint=info.block_endpoint,
             block_format=info.block_format,
+            kernels=info.kernels,
+            fallback=info.fallback,
         )
         self._worker = worker
         self._endpoint = endpoint

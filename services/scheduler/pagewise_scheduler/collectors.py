@@ -8,7 +8,10 @@ from prometheus_client.registry import Collector
 
 
 class ExecutorState(NamedTuple):
-    """What one executor does now: its sequences, the blocks of its device, and the tasks of its event loop."""
+    """What one executor does now: its sequences, the blocks of its device, the tasks of its event loop.
+
+    ``fallback``: 1 if it computes by other kernels than would have been chosen, else 0.
+    """
 
     running: int
     waiting: int
@@ -16,6 +19,7 @@ class ExecutorState(NamedTuple):
     cached: int
     in_use: int
     tasks: int
+    fallback: int
 
 
 class ExecutorGauges(Collector):
@@ -40,6 +44,9 @@ class ExecutorGauges(Collector):
         usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
         blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
         tasks = self._family("tasks", "Tasks of an executor's event loop.")
+        fallback = self._family(
+            "fallback", "Whether an executor computes by slower kernels, because those it would choose cannot."
+        )
         for name, state in self._states.items():
             labels = [self._model_name, name]
             running.add_metric(labels, state.running)
@@ -49,7 +56,8 @@ class ExecutorGauges(Collector):
             blocks.add_metric([*labels, "cached"], state.cached)
             blocks.add_metric([*labels, "in_use"], state.in_use)
             tasks.add_metric(labels, state.tasks)
-        yield from (running, waiting, usage, blocks, tasks)
+            fallback.add_metric(labels, state.fallback)
+        yield from (running, waiting, usage, blocks, tasks, fallback)
 
     def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily("pagewise_executor_" + name, text, labels=["model_name", "executor", *labels])

@@ -226,12 +226,22 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help("data type of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "triton", "torch"],
+        Literal["auto", "triton", "cpu", "openvino", "torch"],
         _help(
-            "implementation of attention and the small operations; auto: Triton on CUDA, PyTorch on the CPU",
-            more="On the CPU `triton` needs `TRITON_INTERPRET=1`, which is slow and only meant for trying the kernels.",
+            "what computes the model; auto: Triton's kernels on CUDA, operations in C (cpu) or OpenVINO on the CPU",
+            more="[kernels.md](kernels.md) describes them. On the CPU `triton` needs `TRITON_INTERPRET=1`, which is "
+            "slow and only meant for trying the kernels.",
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        _help(
+            "int8: the linear layers compute with weights in eight bits, on the CPU",
+            more="The CPU operations round weights per output, and inputs per token. This is faster, takes a quarter "
+            "of the memory for weights, and changes tokens: [performance.md](performance.md) says how much. Executors "
+            "that serve a model together need the same value.",
+        ),
+    ] = "none"
     deterministic: Annotated[
         bool,
         _help(
@@ -248,7 +258,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
             "kernels and a model that does not wait for the device inside a step (the log says so).",
         ),
     ] = True
-    block_size: Annotated[Positive, _help("tokens per KV block", "N")] = 16
+    block_size: Annotated[Positive, _help("tokens per KV block; with OpenVINO always 32", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
     kv_memory: Annotated[
         str | None,

@@ -80,6 +80,8 @@ class Hello(Message, frozen=True):
         block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
             with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
+        kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
+            but cannot compute this model.
     """
 
     protocol_major: int
@@ -101,6 +103,8 @@ class Hello(Message, frozen=True):
     block_format: str = ""
     inventory: "Inventory | None" = None
     number: int = 0
+    kernels: str = ""
+    fallback: bool = False
 
 
 class NamedBlocks(Piece, frozen=True):

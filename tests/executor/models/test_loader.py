@@ -8,9 +8,11 @@ import pytest
 import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
 from pagewise_executor.models.loader import load_model
+from pagewise_kernels.cpu.library import LibraryMissingError
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
+from tests.cpu_kernels import need_cpu_kernels
 from tests.model_builders import build_model
 
 
@@ -71,6 +73,37 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
     assert "config.json is unusable" in refused(model)
 
 
+def test_without_the_cpu_operations_it_says_so_and_computes_in_pytorch(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise LibraryMissingError("it is not there")
+
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu", dtype="float16"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
+    assert "do not compute in float16" in caplog.text
+    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
+    assert "kernels: torch, because others cannot compute this: cpu: it is not there" in caplog.text
+    assert "--kernels cpu: it is not there" in refused(model, kernels="cpu")
+
+
+def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
+    need_cpu_kernels()
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("cpu", False)
+    assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="bfloat16")).kernels == "cpu"
+    assert load_model(ExecutorConfig(model=str(model), device="cpu", kernels="torch")).kernels == "torch"
+
+
+def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, hidden_size=61 * 4, num_attention_heads=61, num_key_value_heads=1, head_dim=8)
+    assert "61 query heads share a KV head, up to 60 are supported" in refused(tmp_path, kernels="cpu")
+    loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
+    assert (loaded.kernels, loaded.fallback) == ("torch", True)
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -105,3 +138,29 @@ def test_the_pool_takes_what_it_is_given() -> None:
         blocks(kv_memory="10KiB")
     with pytest.raises(ModelError, match="not enough memory"):
         blocks(num_blocks=10**9)
+
+
+def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_kernels()
+    exact, quantised = (
+        load_model(ExecutorConfig(model=str(model), device="cpu", quantization=quantization))
+        for quantization in ("none", "int8")
+    )
+    assert quantised.fingerprint == f"{exact.fingerprint}-int8", "another model: its tokens are others"
+    kinds = {type(module).__name__ for module in quantised.model.modules() if hasattr(module, "packed")}
+    assert kinds == {"Int8Linear"}
+    for options, why in (
+        ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
+        ({"kernels": "openvino"}, "not with --kernels openvino"),
+        ({"kernels": "triton"}, "not with --kernels triton"),
+        ({"deterministic": True}, "not with --deterministic"),
+    ):
+        assert f"--quantization int8: {why}" in refused(model, quantization="int8", **options).replace(
+            "the rest of the model computes ", ""
+        )
+
+    def missing() -> None:
+        raise LibraryMissingError("it is not there")
+
+    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
+    assert "--quantization int8: it is not there" in refused(model, quantization="int8")

@@ -36,10 +36,14 @@ class KVScales(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """K, V or their scales of one layer: shape and type of what one block holds of them."""
+    """K, V or their scales of one layer: shape [block_size, kv_heads, ..] and type of what one block holds of them.
+
+    ``heads_first``: in memory the heads come before the tokens.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    heads_first: bool = False
 
     @property
     def size(self) -> int:
@@ -56,7 +60,8 @@ class KVPool:
     ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None.
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
-    a block is copied in one piece. ``triton``: the Triton kernels make the copies.
+    a block is copied in one piece. ``heads_first``: in the memory of a block the heads come before the tokens; only the
+    strides of ``keys`` and ``values`` tell. ``triton``: the Triton kernels make the copies.
 
     Raises:
         ModelError: the device has no room for it.
@@ -71,6 +76,7 @@ class KVPool:
         device: torch.device,
         *,
         layout: Layout = "layers",
+        heads_first: bool = False,
         triton: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -79,7 +85,7 @@ class KVPool:
         self._triton = triton
         # Each region is uint8 [parts, num_blocks, bytes]: parts of equal size, or the whole of each block.
         self._regions: list[torch.Tensor] = []
-        groups = _parts(shapes, block_size, dtype)
+        groups = _parts(shapes, block_size, dtype, heads_first)
         if layout == "blocks":
             views = self._together([part for group in groups for part in group])
         else:
@@ -184,11 +190,13 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
+def _parts(
+    shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype, heads_first: bool = False
+) -> list[list[_Part]]:
     """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
-    groups = [[_Part((block_size, heads, dim), dtype) for heads, dim in shapes * 2]]
+    groups = [[_Part((block_size, heads, dim), dtype, heads_first) for heads, dim in shapes * 2]]
     if dtype == FP8:
-        groups.append([_Part((block_size, heads), torch.float32) for heads, _ in shapes * 2])
+        groups.append([_Part((block_size, heads), torch.float32, heads_first) for heads, _ in shapes * 2])
     return groups
 
 
@@ -205,6 +213,9 @@ def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:
 
 def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
     """View ``memory`` uint8 [num_blocks, part.size], whose rows may lie apart, as [num_blocks, *part.shape]."""
+    if part.heads_first:
+        tokens, heads, *rest = part.shape
+        return memory.view(part.dtype).view(len(memory), heads, tokens, *rest).transpose(1, 2)
     return memory.view(part.dtype).view(len(memory), *part.shape)
 
 

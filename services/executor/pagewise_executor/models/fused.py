@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.models.operations import Operations
+from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,23 +32,22 @@ class FusedDecoderLayer(nn.Module):
         self.self_attn = source  # for its ``paged_layer``; its projections move here
         config: LlamaConfig | PretrainedConfig = source.config  # type: ignore[assignment]
         self.head_dim = int(source.head_dim)  # type: ignore[arg-type]
-        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        self.scale = float(source.scaling)  # type: ignore[arg-type]
+        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         # Qwen keeps a layer's window on the layer, Mistral in the configuration, Llama has none.
         windowed = config if type(layer).__name__ == "MistralDecoderLayer" else source
-        self.window: int | None = getattr(windowed, "sliding_window", None)
+        window: int | None = getattr(windowed, "sliding_window", None)
+        self.shape = AttentionShape(heads, kv_heads, float(source.scaling), window)  # type: ignore[arg-type]
         self.qkv = _joined([source.q_proj, source.k_proj, source.v_proj])
         self.out = _linear(source.o_proj)
         self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
         self.down = _linear(mlp.down_proj)
         self.norm_before_attention = _NormWeight(layer.input_layernorm)
         self.norm_before_mlp = _NormWeight(layer.post_attention_layernorm)
-        self.head_norm = None
+        self.head_norm: HeadNorm | None = None
         if hasattr(source, "q_norm"):
             q_norm, k_norm = _NormWeight(source.q_norm), _NormWeight(source.k_norm)
-            weights = [q_norm.weight.expand(self.heads, -1), k_norm.weight.expand(self.kv_heads, -1)]
-            self.head_norm = q_norm
-            q_norm.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+            weights = [q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)]
+            self.head_norm = HeadNorm(torch.cat(weights), q_norm.eps)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             if hasattr(source, name):
                 delattr(source, name)
@@ -58,15 +57,11 @@ class FusedDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [1, tokens, hidden] (changed in place); position_embeddings: cos, sin [1, tokens, head_dim]."""
         compute, hidden = self.operations, hidden_states[0]
-        before, after, heads = self.norm_before_attention, self.norm_before_mlp, self.head_norm
+        before, after = self.norm_before_attention, self.norm_before_mlp
         qkv = self.qkv(compute.rms_norm(hidden, before.weight, before.eps)).view(len(hidden), -1, self.head_dim)
-        num_rotated = self.heads + self.kv_heads
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if heads is not None:
-            qk = compute.rms_norm(qk, heads.weight, heads.eps)
-        qk = compute.rope(qk, position_embeddings[0][0], position_embeddings[1][0])
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
-        attended = layer.attend(qk[:, : self.heads], qk[:, self.heads :], v, self.scale, self.window)
+        cos, sin = position_embeddings
+        attended = compute.attend(layer, qkv, self.shape, cos[0], sin[0], self.head_norm)
         output = self.out(attended.reshape(len(hidden), -1))
         gate_up = self.gate_up(compute.add_rms_norm(output, hidden, after.weight, after.eps))
         hidden += self.down(compute.silu_mul(gate_up))

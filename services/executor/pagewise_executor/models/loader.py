@@ -9,7 +9,7 @@ import logging
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -17,12 +17,14 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
-from pagewise_executor.models.operations import TorchOperations, TritonOperations
-from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
+from pagewise_executor.models.packed_linear import pack_linears, quantise_linears
 
 if TYPE_CHECKING:
+    import openvino
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
@@ -34,9 +36,10 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and its properties.
 
-    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: which
-    kernels compute attention and the small operations of fused layers. ``weights_changed``: when the newest weight file
-    was written, in nanoseconds.
+    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
+    computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
+    computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
+    ``fallback``: see ``KernelChoice``. ``weights_changed``: when the newest weight file was written, in nanoseconds.
     """
 
     model: torch.nn.Module
@@ -48,7 +51,14 @@ class LoadedModel:
     dtype: torch.dtype
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
-    kernels: Literal["torch", "triton"]
+    kernels: Kernels
+    compiled: "openvino.CompiledModel | None" = None
+    fallback: bool = False
+
+    @property
+    def heads_first(self) -> bool:
+        """Whether the heads come before the tokens in the memory of the KV pool."""
+        return self.compiled is not None
 
 
 def load_model(config: ExecutorConfig) -> LoadedModel:
@@ -80,16 +90,18 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    kernels = choose_kernels(config, device, [dim for _, dim in shapes])
-    fused = fuse_layers(model, TritonOperations() if kernels == "triton" else TorchOperations())
-    if config.deterministic:
-        _make_deterministic(config.model, model, kernels, len(attention) - fused)
-    packed = pack_linears(model) if device.type == "cpu" else 0
-    log.info("%s kernels; %d of %d layers fused, %d linear layers packed", kernels, fused, len(attention), packed)
+    kernels, fallback, compiled = choose_kernels(config, model, text, attention, shapes, device, dtype)
+    if kernels == "openvino":
+        model, attention = torch.nn.Module(), []
+    else:
+        _prepare(config, model, kernels, len(attention), device)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
-        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else ""),
+        # Quantised weights are another model: its tokens are others.
+        fingerprint=fingerprint(path, files)
+        + (f"-{max_model_len}" if fixed else "")
+        + (f"-{config.quantization}" if config.quantization != "none" else ""),
         weights_changed=max(file.stat().st_mtime_ns for file in files),
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
@@ -98,7 +110,24 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         attention=attention,
         shapes=shapes,
         kernels=kernels,
+        compiled=compiled,
+        fallback=fallback,
     )
+
+
+def _prepare(
+    config: ExecutorConfig, model: torch.nn.Module, kernels: Kernels, num_layers: int, device: torch.device
+) -> None:
+    """Replace the parts of a model that can be computed faster than as they are."""
+    fused = fuse_layers(model, _operations(kernels))
+    if config.deterministic:
+        _make_deterministic(config.model, model, kernels, num_layers - fused)
+    if config.quantization == "int8":
+        count = quantise_linears(model)
+        log.info("%d of %d layers fused, %d linear layers with weights in eight bits", fused, num_layers, count)
+        return
+    packed = pack_linears(model, kernels) if device.type == "cpu" else 0
+    log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
 
 
 def _llama_checkpoint(
@@ -106,9 +135,10 @@ def _llama_checkpoint(
 ) -> LlamaCheckpoint | None:
     """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
 
-    On a GPU the imports are a small part of the start, and transformers loads large models in parallel.
+    On a GPU the imports are a small part of the start, and transformers loads large models in parallel. OpenVINO
+    converts models of transformers.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or tries_openvino(config, device):
         return None
     try:
         return LlamaCheckpoint(read_llama_config(path), headers)
@@ -170,29 +200,14 @@ def choose_device(config: ExecutorConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
 
 
-def choose_kernels(config: ExecutorConfig, device: torch.device, head_dims: list[int]) -> Literal["torch", "triton"]:
-    """Return the kernels that ``--kernels`` asks for; auto is Triton on CUDA and PyTorch on the CPU.
-
-    Raises:
-        ModelError: Triton is asked for and cannot run here, or not with this model.
-    """
-    kernels = config.kernels
-    if kernels == "torch" or (kernels == "auto" and device.type == "cpu"):
-        return "torch"
-    try:
-        from pagewise_kernels.launch import interpreted
-    except ImportError as error:
-        raise ModelError(f"--kernels {kernels}: Triton is not installed: {_first_line(error)}") from error
-    if device.type == "cpu" and not interpreted():
-        raise ModelError("--kernels triton: on the CPU only Triton's interpreter runs them: set TRITON_INTERPRET=1")
-    if max(head_dims) > 256:
-        if kernels == "triton":
-            raise ModelError(f"--kernels triton: heads of {max(head_dims)} are too large, up to 256 are supported")
-        log.warning(
-            "heads of %d are too large for the Triton kernels: attention is computed by PyTorch", max(head_dims)
-        )
-        return "torch"
-    return "triton"
+def _operations(kernels: Kernels) -> Operations:
+    match kernels:
+        case "triton":
+            return TritonOperations()
+        case "cpu":
+            return CpuOperations()
+        case _:
+            return TorchOperations()
 
 
 def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fused: int) -> None:

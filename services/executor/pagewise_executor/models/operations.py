@@ -1,27 +1,54 @@
-"""The small operations of a fused decoder layer, in PyTorch and in Triton."""
+"""The small operations of a fused decoder layer, in PyTorch, in Triton, and in C for the CPU."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from pagewise_executor.attention.backend import PagedLayer
+
+
+class HeadNorm(NamedTuple):
+    """An RMSNorm of each query and key: ``weight`` [heads + kv_heads, head_dim]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class AttentionShape(NamedTuple):
+    """The heads of an attention layer, the scale of its scores and its sliding window."""
+
+    heads: int
+    kv_heads: int
+    scale: float
+    window: int | None
 
 
 class Operations(Protocol):
     """What a fused layer computes between its matrix products."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the RMSNorm of the last dimension of x [tokens, size] or [tokens, heads, size].
-
-        ``weight``: [size] or [heads, size].
-        """
+        """Return the RMSNorm of x [tokens, size]."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add x to ``residual`` [tokens, size] in place, and return the RMSNorm of the sum."""
         ...
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim], whose two halves are equal."""
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """Normalise the heads, rotate queries and keys, write K and V, and attend over the block tables.
+
+        ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; cos and sin [tokens, head_dim], whose
+        two halves are equal. Returns [tokens, heads, head_dim].
+        """
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,7 +56,36 @@ class Operations(Protocol):
         ...
 
 
-class TorchOperations:
+class _AttendInSteps:
+    """``attend`` by the norm and the rotation of other operations, one after the other."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``Operations``; also for x [tokens, heads, size] with a weight [heads, size]."""
+        raise NotImplementedError
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """See ``Operations``."""
+        num_rotated = shape.heads + shape.kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if head_norm is not None:
+            qk = self.rms_norm(qk, head_norm.weight, head_norm.eps)
+        qk = self.rope(qk, cos, sin)
+        return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
+
+
+class TorchOperations(_AttendInSteps):
     """These operations in PyTorch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,7 +114,7 @@ class TorchOperations:
         return F.silu(gate).mul_(up)
 
 
-class TritonOperations:
+class TritonOperations(_AttendInSteps):
     """These operations by the Triton kernels; ``rope`` works in place."""
 
     def __init__(self) -> None:
@@ -78,3 +134,37 @@ class TritonOperations:
         """See ``Operations``."""
         half = x.shape[-1] // 2
         return self._rope(x, cos[:, :half], sin[:, :half])
+
+
+class CpuOperations:
+    """These operations in C, each in one pass over the data."""
+
+    def __init__(self) -> None:
+        from pagewise_kernels.cpu import operations
+
+        self.rms_norm, self.silu_mul = operations.rms_norm, operations.silu_mul
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``Operations``."""
+        return self.rms_norm(x, weight, eps, residual)
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """See ``Operations``."""
+        from pagewise_kernels.cpu.attention import Rotation
+
+        from pagewise_executor.attention.cpu_attention import CpuStepAttention
+
+        step = layer.forward_context.step
+        assert isinstance(step, CpuStepAttention)
+        rotated = shape.heads + shape.kv_heads
+        q, k, v = qkv[:, : shape.heads], qkv[:, shape.heads : rotated], qkv[:, rotated:]
+        rotation = Rotation(cos, sin, *head_norm) if head_norm is not None else Rotation(cos, sin)
+        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=rotation)

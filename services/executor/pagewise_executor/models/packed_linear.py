@@ -1,12 +1,21 @@
-"""Linear layers whose weights are packed in the layout that oneDNN reads.
+"""Linear layers whose weights are packed in the layout that oneDNN reads, or that of the CPU operations, or quantised.
 
 PyTorch passes a plain weight to MKL or reorders it on every call; for the few rows of a decode step, either costs more
 than the product. With weights that are reordered once, a small batch is several times faster (the numbers are in
 ``docs/performance.md``).
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+from pagewise_executor.models.kernel_choice import Kernels
+
+if TYPE_CHECKING:
+    from pagewise_kernels.cpu.linear import PackedWeight
+    from pagewise_kernels.cpu.linear_int8 import Int8Weight
 
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
@@ -27,29 +36,81 @@ class PackedLinear(nn.Module):
         return result
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace the linear layers of a model on the CPU by packed ones, if oneDNN is available; return how many."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+class CpuLinear(nn.Module):
+    """The same by the CPU operations, in float32."""
+
+    packed: "PackedWeight | Int8Weight"
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.packed = self._pack(weight, bias)
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        if x.dim() == 2:
+            return self.packed.linear(x)
+        return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
+
+    @staticmethod
+    def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight | Int8Weight":
+        from pagewise_kernels.cpu.linear import PackedWeight
+
+        return PackedWeight(weight, bias)
+
+
+class Int8Linear(CpuLinear):
+    """The same with weights in eight bits."""
+
+    @staticmethod
+    def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight | Int8Weight":
+        from pagewise_kernels.cpu.linear_int8 import Int8Weight
+
+        return Int8Weight(weight, bias)
+
+
+def quantise_linears(model: nn.Module) -> int:
+    """Replace the linear layers of a model in float32 on the CPU by ones in eight bits; return how many."""
+    return _replace_linears(model, lambda weight: Int8Linear)
+
+
+def pack_linears(model: nn.Module, kernels: Kernels) -> int:
+    """Replace the linear layers of a model on the CPU by packed ones; return how many.
+
+    They are those of the CPU operations if the model runs on these, in float32, on a processor where they are faster,
+    and oneDNN's otherwise, if it is available.
+    """
+    own = False
+    if kernels == "cpu":
+        from pagewise_kernels.cpu.library import has_fast_products
+
+        own = has_fast_products()
+    if not own and not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
+
+    def kind(weight: torch.Tensor) -> type[nn.Module] | None:
+        if weight.dtype not in _TYPES:
+            return None
+        return CpuLinear if own and weight.dtype == torch.float32 else PackedLinear
+
+    return _replace_linears(model, kind)
+
+
+def _replace_linears(model: nn.Module, kind: Callable[[torch.Tensor], type[nn.Module] | None]) -> int:
+    """Replace linear layers by those of the ``kind`` that is returned for their weight [out, in]; return how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child)
-            if packed is not None:
-                setattr(parent, name, packed)
+            transposed = _is_conv1d(child)
+            if type(child) is not nn.Linear and not transposed:
+                continue
+            weight, bias = child.weight, child.bias
+            assert isinstance(weight, torch.Tensor)
+            replaced = kind(weight)
+            if replaced is not None:
+                setattr(parent, name, replaced(weight.t() if transposed else weight, bias))
                 count += 1
     return count
-
-
-def _packed(module: nn.Module) -> PackedLinear | None:
-    if type(module) is nn.Linear and module.weight.dtype in _TYPES:
-        return PackedLinear(module.weight, module.bias)
-    if _is_conv1d(module):
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, torch.Tensor)
-        assert isinstance(bias, torch.Tensor)
-        return PackedLinear(weight.t(), bias) if weight.dtype in _TYPES else None
-    return None
 
 
 def _is_conv1d(module: nn.Module) -> bool:

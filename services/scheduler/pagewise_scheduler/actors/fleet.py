@@ -185,13 +185,14 @@ class Fleet(Sessions[Executor]):
         keeps = self.sharing.restore(engine)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
-            "executor %s joined: %d blocks of %d tokens%s, %s %s%s",
+            "executor %s joined: %d blocks of %d tokens%s, %s %s%s%s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
             "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers),
             hello.device,
             hello.dtype,
+            hello.kernels and f" by {hello.kernels}",
             spoken_version(hello),
         )
         self.router.joined(engine)

@@ -67,6 +67,7 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
                 cached=pool.num_cached,
                 in_use=pool.num_in_use,
                 tasks=engine.num_tasks,
+                fallback=int(engine.hello.fallback),
             ),
         )
         for engine, scheduler, pool in zip(engines, schedulers, pools, strict=True)

@@ -17,7 +17,7 @@ MAX_EXECUTORS = 1024
 MAX_FLEET_BLOCKS = 1 << 25
 """Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
 
-_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format")
+_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels")
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_INT32 = (1 << 31) - 1
 _MAX_INT64 = (1 << 63) - 1

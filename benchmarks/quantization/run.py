@@ -1,0 +1,70 @@
+"""What ``--quantization int8`` changes: the next-token distributions of a model with it, beside those without.
+
+    python -m benchmarks.quantization.run [--model FOLDER] [--json FILE]
+
+The texts are modules of Python's standard library, which the demo model was trained on. Both models see the same
+tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
+likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
+generates as well, before the first that differs.
+"""
+
+import argparse
+import statistics
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from pagewise_executor.models.packed_linear import quantise_linears
+from pagewise_shared.model_files import resolve_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.record import record_file, write_record
+
+_FILES = ("ast", "bisect", "calendar", "csv", "dataclasses", "difflib", "fractions", "heapq", "queue", "textwrap")
+_LENGTH, _NEW = 512, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="pagewise-demo")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
+    args = parser.parse_args()
+    path = resolve_model(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    kind: Any = AutoModelForCausalLM
+    exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
+    layers = quantise_linears(quantised)
+    divergences: list[float] = []
+    agreeing = 0
+    greedy: list[int] = []
+    with torch.inference_mode():
+        for name in _FILES:
+            text = (Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text()
+            ids = torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]])
+            wanted, found = (model(ids).logits[0].log_softmax(-1) for model in (exact, quantised))
+            divergences += (wanted.exp() * (wanted - found)).sum(-1).tolist()
+            agreeing += int((wanted.argmax(-1) == found.argmax(-1)).sum())
+            outputs = [
+                model.generate(ids[:, : _LENGTH // 2], max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False)[0]
+                for model in (exact, quantised)
+            ]
+            same = (outputs[0] == outputs[1])[_LENGTH // 2 :].int()
+            greedy.append(int(same.cumprod(0).sum()))
+    numbers = {
+        "layers": layers,
+        "positions": len(divergences),
+        "kl_mean": round(statistics.mean(divergences), 6),
+        "kl_largest": round(max(divergences), 4),
+        "argmax_agreement": round(agreeing / len(divergences), 4),
+        "greedy": greedy,
+        "greedy_length": _NEW,
+    }
+    for key, value in numbers.items():
+        print(f"{key:>17} {value}")
+    if args.json:
+        write_record(args.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

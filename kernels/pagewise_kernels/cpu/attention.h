@@ -1,0 +1,95 @@
+// The arguments of paged attention, as pagewise_kernels/cpu/attention.py lays them out, and what its files share.
+#pragma once
+
+#include "products.h"
+
+// A prefill chunk: queries offset .. offset + size of the batch, of a sequence's tokens from position start on.
+struct chunk {
+  int64_t offset, row, start, size;
+};
+
+// The decodes members[begin .. begin + count] have the same blocks in their first ``tokens`` tokens.
+struct prefix {
+  int64_t begin, count, tokens;
+};
+
+// Strides are in elements; that of the last dimension is 1.
+struct attention {
+  // q [tokens, heads, dim], k and v [tokens, kv_heads, dim], out [tokens, heads, dim] contiguous
+  void *q;
+  const void *k, *v;
+  void *out;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+  // keys and values [blocks, block_size, kv_heads, dim]
+  void *keys, *values;
+  int64_t key_block, key_slot, key_head, value_block, value_slot, value_head;
+  // slots [tokens] of the pool; tables [rows, table_stride]; decodes come first in the batch
+  const int64_t *slots;
+  const int32_t *tables;
+  int64_t table_stride, block_size, tokens, decodes, chunks, prefixes;
+  const int64_t *rows, *lengths;  // of decodes: row of the tables, context with the new token
+  const struct chunk *chunk;
+  const struct prefix *prefix;
+  const int64_t *members;
+  int64_t heads, kv_heads, dim;
+  int64_t bf16;
+  int64_t window;  // 0: none
+  float scale, softcap;  // softcap 0: none
+  // rotation by cos and sin [tokens, dim] before anything else, or NULL; before it a norm of each head by
+  // head_norm [heads + kv_heads, dim], or NULL
+  const void *cos, *sin, *head_norm;
+  float norm_eps;
+  int32_t unused;
+  int64_t threads;
+  parallel_fn parallel;
+};
+
+enum {
+  MAX_DIM = 256,
+  ROWS = 96,    // query rows that share packed keys and values
+  TILE = 128,   // tokens of the context that are packed at once
+  PIECE = 512,  // context tokens of one decode item; longer contexts are merged from several parts
+  SCORES = 32768,
+};
+
+// What a thread works with. It lies in the thread's own memory, and so lives as long as the thread.
+struct scratch {
+  float q[ROWS * MAX_DIM];
+  float sums[ROWS * PANELS(MAX_DIM)];
+  float scores[SCORES];
+  float highs[ROWS], totals[ROWS];
+  float keys[MAX_DIM * PANELS(TILE)];
+  float values[TILE * PANELS(MAX_DIM)];
+  const void *key_at[PIECE + VEC], *value_at[PIECE + VEC];
+} __attribute__((aligned(64)));
+
+INLINE long smaller(long a, long b) { return a < b ? a : b; }
+INLINE long greater(long a, long b) { return a > b ? a : b; }
+
+// Find the keys and values of one head at positions start .. stop of a sequence.
+INLINE void find_tokens(const struct attention *a, const int32_t *table, long head, long start, long stop,
+                        const void **key_at, const void **value_at, int bf16) {
+  while (start < stop) {
+    long block = table[start / a->block_size], offset = start % a->block_size;
+    long n = smaller(a->block_size - offset, stop - start);
+    const void *key = at(a->keys, block * a->key_block + offset * a->key_slot + head * a->key_head, bf16);
+    const void *value = at(a->values, block * a->value_block + offset * a->value_slot + head * a->value_head, bf16);
+    for (long i = 0; i < n; i++) {
+      *key_at++ = at(key, i * a->key_slot, bf16);
+      *value_at++ = at(value, i * a->value_slot, bf16);
+    }
+    start += n;
+  }
+}
+
+// What scores are multiplied by when they are products, so that exp2 gives the weights. With a softcap c,
+// c * tanh(s / c) = c - 2 c / (exp(2 s / c) + 1), for which the product is scaled to the exponent of 2.
+INLINE float score_scale(const struct attention *a) {
+  return a->softcap > 0 ? a->scale * 2 * LOG2E / a->softcap : a->scale * LOG2E;
+}
+
+INLINE floats capped(floats x, float softcap) {
+  if (!(softcap > 0)) return x;
+  floats grown = exp2_of(select(x > 126.0f, all(126.0f), x));
+  return softcap * LOG2E * (1.0f - 2.0f / (grown + 1.0f));
+}

@@ -1,0 +1,235 @@
+"""Paged attention on the CPU: norm, rotation, KV write and attention of a layer are one operation."""
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.operations import TYPES
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 60
+"""Query heads that may share a KV head."""
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+class Rotation(NamedTuple):
+    """What happens to queries and keys before attention.
+
+    ``cos``, ``sin`` [tokens, head_dim], whose two halves are equal: RoPE. ``head_norm`` [heads + kv_heads, head_dim] or
+    None: the weights of an RMSNorm of each head before it, with ``eps``.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    head_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+class _Arguments(ctypes.Structure):
+    """``struct attention`` of attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("key_block", "key_slot", "key_head", "value_block", "value_slot", "value_head")
+        ),
+        *((name, ctypes.c_void_p) for name in ("slots", "tables")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("table_stride", "block_size", "tokens", "decodes", "num_chunks", "num_prefixes")
+        ),
+        *((name, ctypes.c_void_p) for name in ("rows", "lengths", "chunks", "prefixes", "members")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "bf16", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "head_norm")),
+        ("norm_eps", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+        ("threads", ctypes.c_int64),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+class CpuStep:
+    """The attention of one step: what all of its layers have in common.
+
+    Args:
+        slots: the slot of each token of the flat batch [tokens] in the pool.
+        tables: block tables [rows, blocks]; the ids are those of blocks of the pool, and are not checked again.
+        rows, lengths: of the decodes [decodes], which come first in the flat batch: the row of the block tables, and
+            the tokens in the context, the new one included.
+        chunks: int64 [chunks, 4]: offset in the flat batch, row, position of the first token, number of tokens.
+        prefixes: int64 [prefixes, 3]: decodes members[begin : begin + count] have equal block tables for the first
+            tokens, fewer than each of their lengths: begin, count, tokens. A decode is in at most one of them.
+
+    Raises:
+        ValueError: lengths, chunks or prefixes are outside the batch or the block tables.
+    """
+
+    def __init__(
+        self,
+        slots: Int64s,
+        tables: Int32s,
+        rows: Int64s,
+        lengths: Int64s,
+        chunks: Int64s,
+        *,
+        block_size: int,
+        prefixes: Int64s | None = None,
+        members: Int64s | None = None,
+    ) -> None:
+        self._library = load_library()
+        prefixes = np.zeros((0, 3), np.int64) if prefixes is None else np.ascontiguousarray(prefixes)
+        members = np.zeros(0, np.int64) if members is None else np.ascontiguousarray(members)
+        slots, rows, lengths, chunks = (np.ascontiguousarray(array) for array in (slots, rows, lengths, chunks))
+        _check_step(slots, tables, rows, lengths, chunks, block_size, prefixes, members)
+        self._kept = (slots, tables, rows, lengths, chunks, prefixes, members)  # while the structure points to them
+        self._num_prefixes = len(prefixes)
+        self.tokens, self.block_size = len(slots), block_size
+        self._arguments = _Arguments(
+            slots=slots.ctypes.data,
+            tables=tables.ctypes.data,
+            table_stride=tables.strides[0] // 4,
+            block_size=block_size,
+            tokens=len(slots),
+            decodes=len(rows),
+            num_chunks=len(chunks),
+            rows=rows.ctypes.data,
+            lengths=lengths.ctypes.data,
+            chunks=chunks.ctypes.data,
+            prefixes=prefixes.ctypes.data,
+            members=members.ctypes.data,
+            threads=threads(),
+            parallel=parallel_regions(),
+        )
+        self._at = ctypes.byref(self._arguments)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
+
+        ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim], any strides but the last. All have one type,
+        float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With ``rotation``, queries and
+        keys are rotated first, and ``q`` is changed in place. Returns [tokens, heads, head_dim].
+
+        Raises:
+            ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
+        """
+        _check_tensors(self, q, k, v, keys, values, rotation)
+        out = q.new_empty(q.shape)
+        a = self._arguments
+        a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        a.q_token, a.q_head, _ = q.stride()
+        a.k_token, a.k_head, _ = k.stride()
+        a.v_token, a.v_head, _ = v.stride()
+        a.keys, a.values = keys.data_ptr(), values.data_ptr()
+        a.key_block, a.key_slot, a.key_head, _ = keys.stride()
+        a.value_block, a.value_slot, a.value_head, _ = values.stride()
+        _, a.heads, a.dim = q.shape
+        a.kv_heads = k.shape[1]
+        a.bf16 = q.dtype == torch.bfloat16
+        a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
+        a.num_prefixes = 0 if window else self._num_prefixes  # windows of equal lengths begin at different tokens
+        if rotation is not None:
+            a.cos, a.sin, a.norm_eps = rotation.cos.data_ptr(), rotation.sin.data_ptr(), rotation.eps
+            a.head_norm = rotation.head_norm.data_ptr() if rotation.head_norm is not None else None
+        else:
+            a.cos = a.sin = a.head_norm = None
+        if self._library.pagewise_attend(self._at):
+            raise MemoryError("no memory for the parts of an attention step")
+        return out
+
+
+def _check_step(
+    slots: Int64s,
+    tables: Int32s,
+    rows: Int64s,
+    lengths: Int64s,
+    chunks: Int64s,
+    block_size: int,
+    prefixes: Int64s,
+    members: Int64s,
+) -> None:
+    if tables.ndim != 2 or tables.dtype != np.int32 or (tables.size and tables.strides[1] != 4):
+        raise ValueError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
+    if any(array.dtype != np.int64 for array in (slots, rows, lengths, chunks, prefixes, members)):
+        raise ValueError("slots, rows, lengths, chunks and prefixes are int64")
+    fits = chunks.shape == (len(chunks), 4) and prefixes.shape == (len(prefixes), 3) and lengths.shape == rows.shape
+    room = tables.shape[1] * block_size
+    fits = fits and _within(rows, 0, len(tables)) and _within(lengths, 1, room + 1) and len(rows) <= len(slots)
+    if fits and len(chunks):
+        offset, row, start, size = chunks.T
+        fits = _within(row, 0, len(tables)) and start.min() >= 0 and size.min() >= 1 and (start + size).max() <= room
+        fits = fits and offset.min() >= len(rows) and (offset + size).max() <= len(slots)
+    if not fits:
+        raise ValueError("decodes or chunks are outside the batch or the block tables")
+    if len(prefixes):
+        begin, count, tokens = prefixes.T
+        fits = begin.min() >= 0 and count.min() >= 1 and (begin + count).max() <= len(members) and tokens.min() >= 1
+        if not fits or not _within(members, 0, len(rows)) or len(np.unique(members)) < len(members):
+            raise ValueError("prefixes are of decodes of the batch, each in at most one of them")
+        if any((lengths[members[b : b + n]] <= shared).any() for b, n, shared in prefixes.tolist()):
+            raise ValueError("a prefix is shorter than each context that it begins")
+
+
+def _within(values: Int64s, low: int, high: int) -> bool:
+    return not len(values) or bool(values.min() >= low and values.max() < high)
+
+
+def _check_tensors(
+    step: CpuStep,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: Rotation | None,
+) -> None:
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if (
+        tokens != step.tokens
+        or k.shape != (tokens, kv_heads, dim)
+        or v.shape != k.shape
+        or keys.shape != (len(keys), step.block_size, kv_heads, dim)
+        or values.shape != keys.shape
+    ):
+        raise ValueError(
+            f"{step.tokens} tokens in blocks of {step.block_size}: q, k, v, keys and values cannot be {list(q.shape)}, "
+            f"{list(k.shape)}, {list(v.shape)}, {list(keys.shape)} and {list(values.shape)}"
+        )
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP or not 1 <= dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{heads} heads of {dim} with {kv_heads} KV heads are not supported")
+    for tensor in (q, k, v, keys, values):
+        if tensor.dtype != q.dtype or tensor.dtype not in TYPES or tensor.device.type != "cpu":
+            raise TypeError(f"attention takes tensors of one type, float32 or bfloat16, on the CPU, not {tensor.dtype}")
+        if tensor.stride(-1) != 1:
+            raise ValueError("the elements of a head lie next to each other in q, k, v, keys and values")
+    if rotation is not None:
+        for tensor in rotation.cos, rotation.sin:
+            if tensor.shape != (tokens, dim) or dim % 2 or tensor.dtype != q.dtype or not tensor.is_contiguous():
+                raise ValueError(f"cos and sin are contiguous {q.dtype} [tokens, head_dim], not {list(tensor.shape)}")
+        norm = rotation.head_norm
+        if norm is not None and (
+            norm.shape != (heads + kv_heads, dim) or norm.dtype != q.dtype or not norm.is_contiguous()
+        ):
+            raise ValueError(f"head_norm is {q.dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")

@@ -1,0 +1,130 @@
+// Attention of one query to keys and values where they lie in the pool, for decodes: nothing is copied or transposed.
+//
+// The context comes in tiles that fit into the first level cache, and all heads look at a tile before the next one, so
+// that memory is read in order whichever of tokens and heads comes first in the pool. Scores of the whole piece are kept,
+// so that the softmax is taken once.
+#pragma once
+
+#include "attention.h"
+
+enum { NEAR = 16, LINE = PIECE + VEC };
+
+// Ask for what the next tile will read, into the second level cache. The processor's own prefetchers follow neither block
+// tables nor the short runs of one head; this doubled the speed on memory that no cache holds.
+INLINE void fetch(const void **tokens, long offset, long count, long dim, int bf16) {
+  for (long t = 0; t < count; t++)
+    for (long d = 0; d < dim * (bf16 ? 2 : 4); d += 64)
+      __builtin_prefetch((const char *)at(tokens[t], offset, bf16) + d, 0, 1);
+}
+
+// Scores of ``rows`` query rows q [rows, vectors * VEC] and VEC keys each.
+INLINE void scores_in_place(int vectors, long rows, const float *q, const void **keys, long offset, long count,
+                            float *scores, int bf16) {
+  for (long t = 0; t < count; t += VEC)
+    for (long r = 0; r < rows; r++) {
+      floats x[VEC];
+      for (int i = 0; i < VEC; i++) {
+        const void *key = at(keys[t + i], offset, bf16);
+        x[i] = load(key, 0, bf16) * load(q + r * vectors * VEC, 0, 0);
+        for (int d = 1; d < vectors; d++) x[i] += load(key, d * VEC, bf16) * load(q + r * vectors * VEC, d * VEC, 0);
+      }
+      store(scores + r * LINE, t, sums_of(x), 0);
+    }
+}
+
+// sums [rows, dim] += weights [rows, count] * values: ``rows`` is 1 or 2, and ``vectors`` of dim are held in registers.
+INLINE void values_in_place(int rows, int vectors, long dim, const float *weights, const void **values, long offset,
+                            long count, float *sums, int bf16) {
+  floats held[2][4];
+  for (int r = 0; r < rows; r++)
+    for (int d = 0; d < vectors; d++) held[r][d] = load(sums + r * dim, d * VEC, 0);
+  for (long t = 0; t < count; t++) {
+    const void *value = at(values[t], offset, bf16);
+    for (int d = 0; d < vectors; d++) {
+      floats v = load(value, d * VEC, bf16);
+      for (int r = 0; r < rows; r++) held[r][d] += weights[r * LINE + t] * v;
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    for (int d = 0; d < vectors; d++) store(sums + r * dim, d * VEC, held[r][d], 0);
+}
+
+INLINE void all_values_in_place(long rows, long dim, const float *weights, const void **values, long offset, long count,
+                                float *sums, int bf16) {
+  for (long d = 0; d < dim;) {
+    long r = 0;
+    if (dim - d >= 4 * VEC) {
+      for (; r + 2 <= rows; r += 2)
+        values_in_place(2, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
+      if (r < rows) values_in_place(1, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
+      d += 4 * VEC;
+    } else {
+      for (; r < rows; r++)
+        values_in_place(1, 1, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
+      d += VEC;
+    }
+  }
+}
+
+// The softmax's weights of a piece, in place of its scores [count]; returns their sum.
+INLINE float piece_weights(float *scores, long count, float softcap, float *most) {
+  floats best = all(-__builtin_inff());
+  for (long t = count; t % VEC; t++) scores[t] = -__builtin_inff();
+  for (long t = 0; t < count; t += VEC) {
+    floats x = load(scores, t, 0);
+    if (softcap > 0) {
+      // What follows the last score stays without weight.
+      x = select(x == -__builtin_inff(), x, capped(x, softcap));
+      store(scores, t, x, 0);
+    }
+    best = larger(best, x);
+  }
+  *most = max_of(best);
+  floats total = {};
+  for (long t = 0; t < count; t += VEC) {
+    floats weight = exp2_of(load(scores, t, 0) - *most);
+    store(scores, t, weight, 0);
+    total += weight;
+  }
+  return sum_of(total);
+}
+
+// Leaves in s->sums [rows, dim], s->highs and s->totals what the heads of the KV heads first .. last make of context
+// tokens low .. high, at most PIECE of them. dim is a multiple of VEC; there are at most SCORES / LINE rows.
+INLINE void attend_in_place(const struct attention *a, struct scratch *s, long query, const int32_t *table, long first,
+                            long last, long low, long high, int bf16) {
+  long group = a->heads / a->kv_heads, dim = a->dim, count = high - low;
+  floats factor = all(score_scale(a));
+  for (long r = 0; r < (last - first) * group; r++)
+    for (long d = 0; d < dim; d += VEC) {
+      const void *q = at(a->q, query * a->q_token + (first * group + r) * a->q_head, bf16);
+      store(s->q + r * dim, d, load(q, d, bf16) * factor, 0);
+    }
+  find_tokens(a, table, first, low, high, s->key_at, s->value_at, bf16);
+  // Loads of whole vectors of tokens see the last one again.
+  for (long t = count; t % VEC; t++) s->key_at[t] = s->key_at[count - 1];
+  for (long t = 0; t < count; t += NEAR)
+    for (long head = first; head < last; head++) {
+      long row = (head - first) * group, n = smaller(NEAR, count - t), offset = (head - first) * a->key_head;
+      float *scores = s->scores + row * LINE + t;
+      if (t + n < count)
+        fetch(s->key_at + t + n, offset, smaller(NEAR, count - t - n), dim, bf16);
+      else
+        fetch(s->value_at, (head - first) * a->value_head, smaller(NEAR, count), dim, bf16);
+      switch (dim / VEC) {
+        case 4: scores_in_place(4, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16); break;
+        case 8: scores_in_place(8, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16); break;
+        default: scores_in_place(dim / VEC, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16);
+      }
+    }
+  for (long r = 0; r < (last - first) * group; r++)
+    s->totals[r] = piece_weights(s->scores + r * LINE, count, a->softcap, s->highs + r);
+  memset(s->sums, 0, (last - first) * group * dim * sizeof(float));
+  for (long t = 0; t < count; t += NEAR)
+    for (long head = first; head < last; head++) {
+      long row = (head - first) * group, n = smaller(NEAR, count - t);
+      fetch(s->value_at + t + n, (head - first) * a->value_head, smaller(NEAR, count - t - n), dim, bf16);
+      all_values_in_place(group, dim, s->scores + row * LINE + t, s->value_at + t, (head - first) * a->value_head, n,
+                          s->sums + row * dim, bf16);
+    }
+}

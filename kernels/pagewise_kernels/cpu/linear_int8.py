@@ -1,0 +1,64 @@
+"""Linear layers on the CPU with weights in eight bits, for float32 batches of any size."""
+
+import torch
+
+from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+
+MAX_INPUTS = 65_536
+"""With more inputs, the sum of products of eight bits may not fit into 32."""
+
+
+class Int8Weight:
+    """The weight [outs, ins] and the bias [outs] of a linear layer, quantised and in the layout that the product reads.
+
+    Each output has a scale of its own: its largest weight becomes 127 or -127. The inputs are quantised in the same way
+    when the layer is computed, with a scale for each row.
+
+    ``packed`` int8 [panels, groups, panel, group]: the outputs in panels, the inputs in groups, whose sizes depend on
+    the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``.
+
+    Raises:
+        TypeError: the weight is not float32 on the CPU. ValueError: it has more inputs than ``MAX_INPUTS``.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if weight.dim() != 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
+        self._library = load_library()
+        panel, group = self._library.pagewise_int8_panel(), self._library.pagewise_int8_group()
+        self.outs, self.ins = weight.shape
+        if self.ins > MAX_INPUTS:
+            raise ValueError(
+                f"{self.ins} inputs are too many for weights in eight bits, up to {MAX_INPUTS} are supported"
+            )
+        panels, self._groups, self._group = -(-self.outs // panel), -(-self.ins // group), group
+        most = weight.detach().abs().amax(dim=1)
+        scales = torch.where(most > 0, most / 127, 1.0)
+        padded = torch.zeros(panels * panel, self._groups * group, dtype=torch.int8)
+        padded[: self.outs, : self.ins] = (weight.detach() / scales[:, None]).round_()
+        self.packed = padded.view(panels, panel, self._groups, group).transpose(1, 2).contiguous()
+        self.scales = torch.ones(panels * panel)
+        self.scales[: self.outs] = scales
+        self.offsets = padded.sum(dim=1, dtype=torch.int32) * 128
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self._pointers = [tensor.data_ptr() for tensor in (self.packed, self.scales, self.offsets)]
+        self._pointers.append(0 if self.bias is None else self.bias.data_ptr())
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [rows, ins] to [rows, outs].
+
+        Raises:
+            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
+        """
+        if x.dim() != 2 or x.shape[1] != self.ins or x.stride(1) != 1:
+            raise ValueError(f"the product takes contiguous rows of {self.ins}, not {list(x.shape)}")
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
+        rows = x.shape[0]
+        out, row_scales = x.new_empty(rows, self.outs), x.new_empty(rows)
+        inputs = torch.empty(rows, self._groups * self._group, dtype=torch.uint8)
+        self._library.pagewise_linear_int8(
+            x.data_ptr(), x.stride(0), *self._pointers, out.data_ptr(), inputs.data_ptr(), row_scales.data_ptr(),
+            rows, self.ins, self.outs, threads(), parallel_regions(),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,55 @@
+"""RMSNorm and SiLU·mul on the CPU: what ``pagewise_kernels.rms_norm`` and ``silu_mul`` compute on a GPU."""
+
+import torch
+
+from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Return weight · x / sqrt(mean(x²) + eps) for x [rows, size] and weight [size], both float32 or bfloat16.
+
+    With ``residual`` [rows, size], contiguous, x is added to it in place first, and its sum is normalised.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
+    _check_types(x, weight)
+    if residual is not None:
+        if residual.shape != x.shape or not residual.is_contiguous():
+            raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
+        _check_types(x, residual)
+    rows, size = x.shape
+    out = x.new_empty(rows, size)
+    load_library().pagewise_rms_norm(
+        x.data_ptr(), x.stride(0), residual.data_ptr() if residual is not None else None, weight.data_ptr(),
+        out.data_ptr(), rows, size, eps, x.dtype == torch.bfloat16, threads(), parallel_regions(),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) · up [rows, size] for gate_up [rows, 2 · size], gate first, float32 or bfloat16.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"silu_mul takes contiguous rows [rows, 2 * size], not {list(gate_up.shape)}")
+    _check_types(gate_up)
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    load_library().pagewise_silu_mul(
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.bfloat16,
+        threads(), parallel_regions(),
+    )  # fmt: skip
+    return out
+
+
+def _check_types(x: torch.Tensor, *others: torch.Tensor) -> None:
+    if x.dtype not in TYPES or any(other.dtype != x.dtype for other in others) or x.device.type != "cpu":
+        given = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (x, *others))
+        raise TypeError(f"the CPU operations take tensors of one type, float32 or bfloat16, on the CPU, not {given}")

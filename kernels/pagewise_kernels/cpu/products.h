@@ -1,0 +1,127 @@
+// Small matrix products in float32, whose right side lies packed in panels, and what packs keys and values.
+#pragma once
+
+#include "vectors.h"
+
+// A block of MR rows times NR vectors is summed in registers: of 32, or of 16 on x86 without AVX-512.
+#if VEC == 16 || defined(__aarch64__)
+#define MR 6
+#define NR 4
+#else
+#define MR 6
+#define NR 2
+#endif
+enum { PANEL = NR * VEC };
+
+#define PANELS(n) (((n) + PANEL - 1) / PANEL * PANEL)
+
+// c[m][n] (+)= sum over k of a[m][k] * b[k][n], for mr rows and nr vectors of columns; b is one panel.
+INLINE void product_block(int mr, int nr, long depth, const float *a, long lda, const float *b, float *c, long ldc,
+                          int add) {
+  floats sums[MR][NR];
+  for (int m = 0; m < mr; m++)
+    for (int n = 0; n < nr; n++) sums[m][n] = add ? load(c + m * ldc, n * VEC, 0) : all(0);
+  for (long k = 0; k < depth; k++) {
+    floats right[NR];
+    for (int n = 0; n < nr; n++) right[n] = load(b + k * PANEL, n * VEC, 0);
+    for (int m = 0; m < mr; m++) {
+      floats left = all(a[m * lda + k]);
+      for (int n = 0; n < nr; n++) sums[m][n] += left * right[n];
+    }
+  }
+  for (int m = 0; m < mr; m++)
+    for (int n = 0; n < nr; n++) store(c + m * ldc, n * VEC, sums[m][n], 0);
+}
+
+INLINE void product_rows(int nr, long rows, long depth, const float *a, long lda, const float *b, float *c, long ldc,
+                         int add) {
+  long m = 0;
+  for (; m + MR <= rows; m += MR) product_block(MR, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
+  for (; m + 2 <= rows; m += 2) product_block(2, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
+  if (m < rows) product_block(1, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
+}
+
+// c [rows, columns] (+)= a [rows, depth] b [depth, columns]: columns is a multiple of VEC, and b has a panel of
+// [panel_depth, PANEL] for each PANEL columns.
+static void product(long rows, long columns, long depth, const float *a, long lda, const float *b, long panel_depth,
+                    float *c, long ldc, int add) {
+  for (long n = 0; n < columns; n += PANEL, b += panel_depth * PANEL) {
+    switch ((columns - n) / VEC) {
+      case 1: product_rows(1, rows, depth, a, lda, b, c + n, ldc, add); break;
+#if NR > 2
+      case 2: product_rows(2, rows, depth, a, lda, b, c + n, ldc, add); break;
+      case 3: product_rows(3, rows, depth, a, lda, b, c + n, ldc, add); break;
+#endif
+      default: product_rows(NR, rows, depth, a, lda, b, c + n, ldc, add);
+    }
+  }
+}
+
+INLINE floats low_halves(floats a, floats b) {  // a0 b0 a1 b1 ...
+#if VEC == 16
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif VEC == 8
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#endif
+}
+
+INLINE floats high_halves(floats a, floats b) {
+#if VEC == 16
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif VEC == 8
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Transpose VEC vectors: interleaving the first half of them with the second, log2(VEC) times, does it.
+INLINE void transpose(floats *x) {
+  for (int step = 1; step < VEC; step *= 2) {
+    floats y[VEC];
+    for (int i = 0; i < VEC / 2; i++) {
+      y[2 * i] = low_halves(x[i], x[i + VEC / 2]);
+      y[2 * i + 1] = high_halves(x[i], x[i + VEC / 2]);
+    }
+    for (int i = 0; i < VEC; i++) x[i] = y[i];
+  }
+}
+
+// Return the sums of VEC vectors in one: transposing and adding, with half the vectors left after each step.
+INLINE floats sums_of(floats *x) {
+  for (int count = VEC; count > 1; count /= 2)
+    for (int i = 0; i < count / 2; i++)
+      x[i] = low_halves(x[i], x[i + count / 2]) + high_halves(x[i], x[i + count / 2]);
+  return x[0];
+}
+
+// Pack keys [count][dim], found at ``keys``, as the right side [dim, count] of a product. Columns up to the next multiple
+// of VEC become zeros.
+INLINE void pack_keys(const void **keys, long count, long dim, float *packed, long panel_depth, int bf16) {
+  for (long t = 0; t < count; t += VEC) {
+    float *column = packed + t / PANEL * panel_depth * PANEL + t % PANEL;
+    long n = count - t < VEC ? count - t : VEC;
+    for (long d = 0; d < dim; d += VEC) {
+      long m = dim - d < VEC ? dim - d : VEC;
+      floats x[VEC];
+      for (long i = 0; i < VEC; i++)
+        x[i] = i >= n ? all(0) : m == VEC ? load(keys[t + i], d, bf16) : load_some(keys[t + i], d, m, bf16);
+      transpose(x);
+      if (m == VEC)
+        for (long i = 0; i < VEC; i++) store(column + (d + i) * PANEL, 0, x[i], 0);
+      else
+        for (long i = 0; i < m; i++) store(column + (d + i) * PANEL, 0, x[i], 0);
+    }
+  }
+}
+
+// Pack values [count][dim] as the right side [count, dim] of a product.
+INLINE void pack_values(const void **values, long count, long dim, float *packed, long panel_depth, int bf16) {
+  for (long t = 0; t < count; t++)
+    for (long d = 0; d < dim; d += VEC) {
+      float *to = packed + d / PANEL * panel_depth * PANEL + t * PANEL + d % PANEL;
+      store(to, 0, dim - d >= VEC ? load(values[t], d, bf16) : load_some(values[t], d, dim - d, bf16), 0);
+    }
+}

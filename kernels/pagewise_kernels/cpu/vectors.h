@@ -1,0 +1,114 @@
+// Vectors of VEC floats by the compiler's vector extensions, float32 and bfloat16 in memory, and threads.
+//
+// VEC is given by the build: as many floats as a register of the target has. All arithmetic is in float32. ``bf16`` is a
+// constant wherever it is passed, so that each kernel is compiled once for each type.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+typedef float floats __attribute__((vector_size(VEC * 4)));
+typedef int32_t ints __attribute__((vector_size(VEC * 4)));
+typedef uint32_t words __attribute__((vector_size(VEC * 4)));
+typedef uint16_t halves __attribute__((vector_size(VEC * 2)));
+
+// Not a sum with zeros, which the compiler would have to add: zero plus minus zero is zero.
+INLINE floats all(float x) {
+  floats y;
+  for (int i = 0; i < VEC; i++) y[i] = x;
+  return y;
+}
+
+INLINE floats select(ints where, floats yes, floats no) {
+  return (floats)((where & (ints)yes) | (~where & (ints)no));
+}
+
+INLINE floats larger(floats a, floats b) { return select(a > b, a, b); }
+
+INLINE floats widen(halves x) { return (floats)(__builtin_convertvector(x, words) << 16); }
+
+// Round to the nearest bfloat16, ties to even. What is no number stays none.
+INLINE halves narrow(floats x) {
+  words bits = (words)x;
+  words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  words is_nan = (words)(x != x);
+  return __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), halves);
+}
+
+// The n values at index i of an array of float32 or bfloat16; beyond them zeros.
+INLINE floats load_some(const void *p, long i, long n, int bf16) {
+  if (bf16) {
+    halves x = {};
+    memcpy(&x, (const uint16_t *)p + i, n * 2);
+    return widen(x);
+  }
+  floats x = {};
+  memcpy(&x, (const float *)p + i, n * 4);
+  return x;
+}
+
+INLINE void store_some(void *p, long i, floats x, long n, int bf16) {
+  if (bf16) {
+    halves y = narrow(x);
+    memcpy((uint16_t *)p + i, &y, n * 2);
+  } else {
+    memcpy((float *)p + i, &x, n * 4);
+  }
+}
+
+INLINE floats load(const void *p, long i, int bf16) { return load_some(p, i, VEC, bf16); }
+INLINE void store(void *p, long i, floats x, int bf16) { store_some(p, i, x, VEC, bf16); }
+
+INLINE const void *at(const void *p, long i, int bf16) { return (const char *)p + i * (bf16 ? 2 : 4); }
+
+// What the type in memory makes of x.
+INLINE floats rounded(floats x, int bf16) { return bf16 ? widen(narrow(x)) : x; }
+
+INLINE float sum_of(floats x) {
+  float total = 0;
+  for (int i = 0; i < VEC; i++) total += x[i];
+  return total;
+}
+
+INLINE float max_of(floats x) {
+  float most = x[0];
+  for (int i = 1; i < VEC; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// 2^x for x up to 126, 0 below -126, and no number for what is none. The polynomial is that of Cephes' exp2f: its error is 2 units in the last place.
+INLINE floats exp2_of(floats x) {
+  floats bounded = larger(x, all(-126.0f));
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  floats whole = (bounded + shift) - shift;
+  floats f = bounded - whole;
+  floats p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  ints scaled = (ints)p + (__builtin_convertvector(whole, ints) << 23);
+  return select(x < -126.0f, all(0), select(x == x, (floats)scaled, x));
+}
+
+INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }
+
+#define LOG2E 1.4426950408889634f
+
+// Run body(data) on all threads of a team. ``parallel`` is GOMP_parallel of the OpenMP runtime that torch has loaded, so
+// that the team is torch's own: a second one would compete with it for the cores. NULL, or one thread: run it here.
+typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+
+INLINE void run_team(parallel_fn parallel, long threads, void (*body)(void *), void *data) {
+  if (parallel && threads > 1)
+    parallel(body, data, (unsigned)threads, 0);
+  else
+    body(data);
+}
+
+// The next piece of work, for whichever thread asks.
+INLINE long next_item(long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }

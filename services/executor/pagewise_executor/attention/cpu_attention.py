@@ -1,0 +1,81 @@
+"""Paged attention by the CPU operations, which read block tables and K and V where they lie."""
+
+import numpy as np
+import torch
+from pagewise_kernels.cpu.attention import CpuStep, Rotation
+
+from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.shared_prefixes import shared_prefixes
+from pagewise_executor.input_batch import InputBatch, StepWork
+
+
+class CpuStepAttention:
+    """The attention of one step."""
+
+    def __init__(self, step: CpuStep) -> None:
+        self._step = step
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See ``StepAttention.attend``."""
+        return self.attend_rotated(layer, q, k, v, scale, window, softcap)
+
+    def attend_rotated(
+        self,
+        layer: PagedLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """Do the same after the norm and rotation of queries and keys; ``q`` is changed in place by them."""
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        return self._step.attend(
+            q, k, v, layer.keys, layer.values, scale=scale, window=window, softcap=softcap, rotation=rotation
+        )
+
+
+class CpuBackend:
+    """Prepares the attention of one model's steps on the CPU."""
+
+    def reset(self, batch: InputBatch) -> None:
+        """See ``AttentionBackend``."""
+        self._batch = batch
+
+    def update_block_tables(self, work: StepWork) -> None:
+        """Do nothing: each step reads the block tables of the input batch."""
+
+    def prepare(self, work: StepWork) -> CpuStepAttention:
+        """See ``AttentionBackend``."""
+        batch = self._batch
+        rows, positions = batch.flat_batch(work)
+        decodes = len(work.decoding)
+        chunks, offset = [], decodes
+        for chunk in work.chunks:
+            chunks.append((offset, chunk.row, chunk.start, chunk.size))
+            offset += chunk.size
+        lengths = positions[:decodes] + 1
+        prefixes, members = shared_prefixes(batch.block_tables, rows[:decodes], lengths, batch.block_size)
+        return CpuStepAttention(
+            CpuStep(
+                batch.slot_mapping(rows, positions),
+                batch.block_tables,
+                rows[:decodes],
+                lengths,
+                np.array(chunks, np.int64).reshape(-1, 4),
+                block_size=batch.block_size,
+                prefixes=prefixes,
+                members=members,
+            )
+        )

@@ -1,0 +1,68 @@
+"""The engine that runs a model compiled by OpenVINO, over the blocks of our KV pool."""
+
+import numpy as np
+import openvino as ov
+import torch
+
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
+
+
+class OpenVINOEngine:
+    """Runs a model that ``models.openvino_model.compile_model`` has made. See ``ModelEngine``.
+
+    Its paged attention reads and writes K and V where they lie in the pool, which keeps the heads before the tokens.
+    """
+
+    def __init__(self, compiled: ov.CompiledModel) -> None:
+        self._request = compiled.create_infer_request()
+
+    def attach(self, pool: KVPool) -> None:
+        """See ``ModelEngine``."""
+        for layer, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
+            for name, tensor in ((f"keys.{layer}", keys), (f"values.{layer}", values)):
+                heads_first = tensor.transpose(1, 2)
+                assert heads_first.is_contiguous(), "OpenVINO needs the heads before the tokens"
+                self._request.set_tensor(name, ov.Tensor(heads_first.numpy(), shared_memory=True))
+
+    def detach(self) -> None:
+        """Do nothing: the pool of the CPU is never made a second time."""
+
+    def reset(self, batch: InputBatch) -> None:
+        """See ``ModelEngine``."""
+        self._batch = batch
+
+    def update_block_tables(self, work: StepWork) -> None:
+        """Do nothing: each step reads the block tables of the input batch."""
+
+    def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
+        """See ``ModelEngine``. Each decode and each chunk is one subsequence of the flat batch."""
+        batch = self._batch
+        rows = np.concatenate([work.decoding, np.array([chunk.row for chunk in work.chunks], np.int64)])
+        sizes = np.array([1] * len(work.decoding) + [chunk.size for chunk in work.chunks])
+        past = batch.num_computed[rows]
+        blocks = -(-(past + sizes) // batch.block_size)
+        block_begins = _begins(blocks)
+        index = np.arange(block_begins[-1]) - np.repeat(block_begins[:-1], blocks)
+        inputs = {
+            "input_ids": ids.numpy(),
+            "position_ids": positions,
+            "past_lens": past.astype(np.int32),
+            "subsequence_begins": _begins(sizes),
+            "block_indices": batch.block_tables[np.repeat(rows, blocks), index],
+            "block_indices_begins": block_begins,
+            "max_context_len": np.array((past + sizes).max(), np.int32),
+            # Without a row the last operations would have nothing to work on.
+            "kept": kept if len(kept) else np.zeros(1, np.int64),
+        }
+        for name, array in inputs.items():
+            self._request.set_tensor(name, ov.Tensor(array))
+        self._request.infer()
+        return torch.from_numpy(self._request.get_output_tensor(0).data)[: len(kept)]
+
+
+def _begins(sizes: Int64s) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return where each of these stretches begins, and where the last one ends: int32 [len(sizes) + 1]."""
+    begins = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=begins[1:])
+    return begins

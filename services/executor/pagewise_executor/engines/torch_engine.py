@@ -1,0 +1,50 @@
+"""The engine that runs a model of transformers with torch. Its attention is PyTorch's or the Triton kernels'."""
+
+import torch
+
+from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.uploads import Uploads
+
+
+class TorchEngine:
+    """Runs ``loaded`` with ``attention`` between its layers. See ``ModelEngine``."""
+
+    def __init__(self, loaded: LoadedModel, attention: AttentionBackend) -> None:
+        self.model, self._layers, self._attention = loaded.model, loaded.attention, attention
+        self.forward_context = ForwardContext()
+        self._upload = Uploads(loaded.device)
+
+    def attach(self, pool: KVPool) -> None:
+        """See ``ModelEngine``."""
+        for module, keys, values, scales in zip(self._layers, pool.keys, pool.values, pool.scales, strict=True):
+            module.paged_layer = PagedLayer(keys, values, self.forward_context, scales)  # type: ignore[assignment]
+
+    def detach(self) -> None:
+        """See ``ModelEngine``."""
+        for module in self._layers:
+            del module.paged_layer
+
+    def reset(self, batch: InputBatch) -> None:
+        """See ``ModelEngine``."""
+        self._attention.reset(batch)
+
+    def update_block_tables(self, work: StepWork) -> None:
+        """See ``ModelEngine``."""
+        self._attention.update_block_tables(work)
+
+    def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
+        """See ``ModelEngine``."""
+        self.forward_context.step = self._attention.prepare(work)
+        return self.forward(ids, self._upload(positions), self._upload(kept))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
+        """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.
+
+        Returns the logits [n, vocab] at the indices ``kept`` [n], or at all of them if it is 0.
+        """
+        output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,79 @@
+"""Whether OpenVINO can compute a model, and why not. ``kernel_choice`` decides whether it does."""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+
+if TYPE_CHECKING:
+    import openvino
+    from transformers import PretrainedConfig
+
+    from pagewise_executor.models.llama_config import LlamaConfig
+
+BLOCK_SIZE = 32
+"""Tokens of a block: OpenVINO's attention on the CPU knows no other size."""
+
+_FAMILIES = ("gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")
+"""Those whose greedy tokens the tests compare with those of transformers."""
+
+
+class NotConvertibleError(Exception):
+    """OpenVINO cannot compute a model, or not exactly; the text says why."""
+
+
+def convert(
+    config: ExecutorConfig,
+    model: torch.nn.Module,
+    text: "LlamaConfig | PretrainedConfig",
+    attention: list[torch.nn.Module],
+    shapes: list[tuple[int, int]],
+    device: torch.device,
+) -> "tuple[openvino.CompiledModel | None, str]":
+    """Return a model as OpenVINO computes it; or None, and why it cannot.
+
+    The arguments are those of ``choose_kernels``. The model is as transformers made it.
+    """
+    if flaw := flaw_of_options(config, device) or why_not(config, model, text):
+        return None, flaw
+    try:
+        from pagewise_executor.models.openvino_model import compile_model
+
+        return compile_model(model, attention, shapes, int(text.vocab_size), torch.get_num_threads()), ""
+    except ImportError as error:  # not installed, or another version than those that were tried
+        return None, f"it cannot be imported ({error}): pip install 'pagewise[openvino]'"
+    except NotConvertibleError as error:
+        return None, f"it cannot compute {config.model}: {error}"
+
+
+def is_installed() -> bool:
+    """Whether there is an OpenVINO that could be imported."""
+    return importlib.util.find_spec("openvino") is not None
+
+
+def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
+    """Return which option rules OpenVINO out, whatever the model is; empty if none does."""
+    if device.type != "cpu":
+        return "it is used on the CPU only (--device cpu)"
+    if config.dtype not in ("auto", "float32"):
+        return f"it is used in float32 only, not in {config.dtype}"
+    if config.quantization != "none":
+        return f"--quantization {config.quantization} is for the CPU operations"
+    if config.deterministic:
+        return "--deterministic needs the Triton kernels"
+    if config.kv_dtype != "auto" or config.kv_layout != "layers":
+        return "--kv-dtype and --kv-layout need the Triton kernels"
+    return ""
+
+
+def why_not(config: ExecutorConfig, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> str:
+    """Return why OpenVINO is not tried with a model; empty if it is."""
+    name = f"{config.model} ({text.model_type})"
+    if getattr(text, "attn_logit_softcapping", None):
+        return f"{name} has a softcap in its attention, which OpenVINO's has not"
+    if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+        return f"{name} is a mixture of experts, which cannot be converted"
+    if text.model_type not in _FAMILIES or not type(model).__module__.startswith("transformers."):
+        return f"{name} is none of the families that were tried with it ({', '.join(_FAMILIES)})"
+    return ""

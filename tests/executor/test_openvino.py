@@ -1,0 +1,214 @@
+"""The executor on OpenVINO: the tokens of transformers, with every way that KV comes and goes, and what it refuses."""
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.peers import Peers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models import kernel_choice, openvino_choice
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
+from pagewise_shared.errors import ModelError
+
+from tests.cpu_kernels import kernels_without_openvino
+from tests.executor.driver import request, run_requests
+from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
+from tests.executor.references import reference
+from tests.executor.runners import build_runner
+from tests.model_builders import VOCAB_SIZE, build_model
+
+pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", "gpt_neox")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model("llama", path, seed=5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(model_path: Path) -> ModelRunner:
+    return build_runner(model_path, kernels="openvino")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate(family: str, tmp_path: Path) -> None:
+    check_family(family, tmp_path, "cpu", 32, kernels="openvino")
+
+
+@pytest.mark.parametrize(("mode", "n"), [("swap", 1), ("recompute", 1), ("both", 1), ("auto", 1), ("both", 4)])
+def test_greedy_tokens_stay_equal_whichever_method_recovers_kv(model_path: Path, mode: RecoveryMode, n: int) -> None:
+    _, loaded = check_recovery(model_path, mode, 6, n=n, kernels="openvino")
+    assert (loaded > 0) == (mode != "recompute")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
+    check_mixture(model_path, seed, kernels="openvino")
+
+
+@pytest.mark.parametrize(("width", "n"), [(2, 2), (5, 5)])
+def test_beams_equal_those_of_transformers(model_path: Path, runner: ModelRunner, width: int, n: int) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    check_beams(runner, model, width, n, False)
+
+
+def test_samples_and_log_probabilities_are_those_of_the_torch_executor(model_path: Path, runner: ModelRunner) -> None:
+    settings = [
+        {"temperature": 1.0, "prompt_logprobs": 1},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 0.8, "top_k": 7, "logprobs": 2},
+        {"temperature": 1.5, "top_p": 0.7, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "logit_bias": {5: 3.0}},
+    ]
+    sampled, found = [], []
+    for engine in (build_runner(model_path, kernels="torch"), runner):
+        requests = [
+            request(list(range(3, 44 + i)), 6, f"r{i}", seed=11 + i, **setting) for i, setting in enumerate(settings)
+        ]
+        # Chunks of 7 tokens: many steps sample nothing.
+        _, steps = run_requests(engine, requests, max_num_seqs=3, max_num_batched_tokens=7, arrive_every=2)
+        sampled.append([asked.sequences[0].output_token_ids.tolist() for asked in requests])
+        entries = [entry for step in steps for _, entries in step.prompt_logprobs for entry in entries]
+        assert len(entries) == 40
+        for asked in requests:
+            entries += [step.logprobs[one] for step in steps for one in asked.sequences if one in step.logprobs]
+        found.append([number for entry in entries for number in (entry.logprob, *entry.top_logprobs)])
+    assert sampled[0] == sampled[1]
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+# ---- beside other executors ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fleet(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner, ModelRunner]]:
+    """Two executors on OpenVINO, and one on torch with blocks of the same size."""
+
+    def on_loopback(store: BlockStore) -> Peers:
+        return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
+
+    kinds = ("openvino", "openvino", "torch")
+    runners = [build_runner(model_path, exchange=on_loopback, block_size=32, kernels=kernels) for kernels in kinds]
+    yield runners[0], runners[1], runners[2]
+    for runner in runners:
+        runner.close()
+
+
+@pytest.mark.parametrize("mode", ["swap", "both", "recompute", "auto"])
+@pytest.mark.parametrize("peer_blocks", [400, 6])
+def test_what_a_peer_has_computed_is_used(
+    model_path: Path, fleet: tuple[ModelRunner, ...], mode: RecoveryMode, peer_blocks: int
+) -> None:
+    fetched = check_peers(model_path, fleet[0], fleet[1], mode, peer_blocks)
+    if mode == "swap":
+        assert fetched == 3 + 1 + 2
+    elif mode == "recompute":
+        assert fetched == 0
+
+
+@pytest.mark.parametrize(("holder", "fetcher"), [(0, 2), (2, 0)])
+def test_executors_on_other_engines_share_no_blocks(
+    model_path: Path, fleet: tuple[ModelRunner, ...], holder: int, fetcher: int
+) -> None:
+    ours, theirs = fleet[0].info, fleet[2].info
+    assert (ours.model_fingerprint, ours.block_size, ours.bytes_per_block) == (
+        theirs.model_fingerprint,
+        theirs.block_size,
+        theirs.bytes_per_block,
+    )
+    assert ours.block_format == fleet[1].info.block_format != theirs.block_format
+    assert check_peers(model_path, fleet[holder], fleet[fetcher], "swap", 400) == 0
+
+
+def check_peers(
+    model_path: Path, holder: ModelRunner, fetcher: ModelRunner, mode: RecoveryMode, peer_blocks: int
+) -> int:
+    """Let one executor compute prompts and another one continue them; return how many blocks the other has fetched."""
+    rng = random.Random(3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64)]
+    more = [[*prompt, 5, 6, 7] for prompt in prompts]
+    expected = reference(model, prompts + more, [8] * 6, "cpu")
+    directory = PrefixDirectory()
+    first = [request(prompt, 8, name=f"a{i}") for i, prompt in enumerate(prompts)]
+    run_requests(holder, first, num_blocks=peer_blocks, recovery="swap", directory=directory)
+    again = [request(prompt, 8, name=f"b{i}") for i, prompt in enumerate(more)]
+    scheduler, _ = run_requests(fetcher, again, recovery=mode, directory=directory)
+    assert [one.sequences[0].output_token_ids.tolist() for one in first + again] == expected
+    assert scheduler.kv.pool.counters.fetch_failed == 0
+    return scheduler.kv.pool.counters.fetched
+
+
+# ---- when it is chosen -----------------------------------------------------------------------------------
+
+
+def test_auto_chooses_it_where_it_is_installed_and_products_in_c_are_slower(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
+    with caplog.at_level(logging.INFO):
+        info = build_runner(model_path, kernels="auto").info
+    assert (info.kernels, info.block_size, info.fallback) == ("openvino", 32, False)
+    assert "kernels: openvino, the first choice on this CPU" in caplog.text
+    assert "blocks of 32 tokens, as OpenVINO needs them, not of 8" in caplog.text
+
+
+@pytest.mark.parametrize(("family", "why"), [("gemma2", "softcap"), ("qwen3_moe", "mixture of experts")])
+def test_what_it_cannot_compute_is_computed_by_others_or_refused(
+    family: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(family, tmp_path)
+    with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
+        build_runner(tmp_path, kernels="openvino")
+    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
+    info = build_runner(tmp_path, kernels="auto").info
+    assert (info.kernels, info.fallback) == (kernels_without_openvino(), True)
+    assert [why in record.message for record in caplog.records if "others cannot compute this" in record.message] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_a_conversion_that_fails_leaves_the_model_to_others(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should these families be let through, the conversion itself finds what is wrong with them."""
+    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
+    monkeypatch.setattr(openvino_choice, "why_not", lambda *_: "")
+    check_family(family, tmp_path, "cpu", 16)
+
+
+def test_logits_that_are_others_are_found(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagewise_executor.models import openvino_model
+
+    paged_attention = openvino_model._paged_attention
+
+    def narrower(layer: openvino_model._AttentionLayer, *rest: object) -> object:
+        layer.window = 5
+        return paged_attention(layer, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(openvino_model, "_paged_attention", narrower)
+    with pytest.raises(ModelError, match="its logits differ from those of torch"):
+        build_runner(model_path, kernels="openvino")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"dtype": "bfloat16"}, "float32 only"), ({"deterministic": True}, "--deterministic needs the Triton kernels")],
+)
+def test_options_that_it_has_not_are_named(model_path: Path, options: dict[str, object], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        build_runner(model_path, kernels="openvino", **options)

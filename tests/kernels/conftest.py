@@ -1,0 +1,30 @@
+"""The builds of the CPU operations."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pagewise_kernels.cpu import library
+from pagewise_kernels.cpu.build import VARIANTS, Variant, machine
+
+from tests.cpu_kernels import need_cpu_kernels
+
+
+def variants() -> list[Variant]:
+    """The builds that run here."""
+    widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
+    vnni = bool(torch.cpu._is_vnni_supported())
+    return [one for one in VARIANTS[machine() or "x86_64"] if one.vec <= widest and one.vnni <= vnni]
+
+
+@pytest.fixture(params=variants(), ids=lambda variant: variant.file)
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant]:
+    """Each build of the library in turn."""
+    variant: Variant = request.param
+    name = {4: "DEFAULT", 8: "AVX2", 16: "AVX512"}[variant.vec]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: variant.vnni)
+    library.load_library.cache_clear()
+    need_cpu_kernels()
+    yield variant
+    library.load_library.cache_clear()
