@@ -219,7 +219,7 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
                     pass
             connections.close()
             dealer.close()
-            return found
+            return found.refused, found.no_common_mechanism
 
         try:
             assert await failure(gone, None) == (True, False)

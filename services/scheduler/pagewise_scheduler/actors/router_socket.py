@@ -118,11 +118,14 @@ class RouterSocket:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
                     self._mailbox.put(ConnectionsBroke(self.kind))
-                elif event.hung_up:  # a process that was stopping
+                elif event.hung_up and not self._has_keys:  # a process that was stopping
                     log.debug("a connection ended before its handshake was over")
                 elif not event.refused:  # those are counted by the gate
+                    # With keys, an end without them may notice first and hang up: that is a mismatch too.
                     self._handshakes.inc()
-                    self._complaints.warning("a handshake failed: no CURVE, or meant for a scheduler with another key")
+                    self._complaints.warning(
+                        "a handshake failed: no CURVE, meant for a scheduler with another key, or broken off"
+                    )
         finally:
             self._loop = None
             loop.remove_reader(descriptor)
