@@ -1,6 +1,7 @@
 """What the gateway, the scheduler and the executor have in common as processes."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -22,6 +23,10 @@ CANNOT_START = 2
 _COLLECT_AFTER = 100_000
 """Allocations between two garbage collections. Every step and every token creates objects, none of them in cycles; with
 Python's default of 700 the collector would spend its time on the objects of thousands of requests."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGE_BUFFER = 256 * 1024
+"""Bytes from which a buffer has a mapping of its own."""
 
 
 def exit_code_of(
@@ -110,6 +115,20 @@ def tune_garbage_collector() -> None:
     """Exclude the objects that exist now from garbage collections, and make collections rare."""
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER)
+
+
+def tune_allocator() -> None:
+    """Let large buffers go back to the operating system when they are freed. For services that compute nothing.
+
+    glibc gives a large buffer a mapping of its own, but when one is freed it takes later buffers up to that size from
+    the heap, where small ones that live longer keep their memory from being returned: a service that has once seen a
+    flood of large requests would stay large for ever. Setting the threshold ends this adaptation. Other C libraries
+    do not have it.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            libc.mallopt(parameter, _LARGE_BUFFER)
 
 
 def raise_file_limit() -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pagewise_shared.config import GatewayConfig, parse_config
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.service_process import exit_code_of, run_event_loop, warn_of_variables
+from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
 from pagewise_gateway.service import serve
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "gateway")
     warn_of_variables()
+    tune_allocator()
     return exit_code_of(lambda: run_event_loop(serve(config)))
 
 

@@ -1,6 +1,8 @@
 """What makes models fast must not change what they compute."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,28 @@ def test_a_packed_linear_layer_computes_what_the_plain_one_does(dtype: torch.dty
         torch.testing.assert_close(packed(x).double(), exact, **tolerance)
     assert packed.weight.dtype == dtype
     assert packed.weight.shape == plain.weight.shape
+
+
+EVERY_BATCH = """
+import torch
+from pagewise_executor.models.packed_linear import PackedLinear
+
+def resident():
+    return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
+
+packed, x = PackedLinear(torch.randn(512, 256), None), torch.randn(1024, 256)
+with torch.inference_mode():
+    packed(x)
+    before = resident()
+    for rows in range(1, 1025):
+        packed(x[:rows])
+print(resident() - before)
+"""
+
+
+def test_memory_does_not_grow_with_every_size_of_a_batch() -> None:
+    done = subprocess.run([sys.executable, "-c", EVERY_BATCH], stdout=subprocess.PIPE, check=True)
+    assert float(done.stdout) < 64
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from collections import Counter
 
 from pagewise_scheduler.actors.recent_requests import RecentRequests
-from pagewise_scheduler.core.memory_reports import RequestReport
+from pagewise_scheduler.core.memory_reports import RequestReport, SequenceReport
 
 
-def report(name: str, key: str) -> RequestReport:
-    return RequestReport(name, "", key, 0, 0.0, None, None, [], {}, [])
+def report(name: str, key: str, sequences: int = 1) -> RequestReport:
+    outputs = [SequenceReport(index, "finished", 1, 1, 2, 0, 0, 0) for index in range(sequences)]
+    return RequestReport(name, "", key, 0, 0.0, None, None, [], {}, outputs)
 
 
 def test_a_busy_key_does_not_push_out_what_is_remembered_of_others() -> None:
@@ -34,3 +35,17 @@ def test_one_whose_name_comes_again_is_remembered_once() -> None:
     for name in ("a", "b", "a", "c"):
         recent.add(report(name, "key"), 1.0)
     assert [one.request_id for one, _ in recent] == ["a", "c"]
+
+
+def test_requests_of_many_sequences_take_the_place_of_many() -> None:
+    recent = RecentRequests(8)
+    recent.add(report("quiet", "quiet", 2), 1.0)
+    for number in range(20):
+        recent.add(report(f"wide-{number}", "busy", 5), 2.0)
+        recent.add(report(f"narrow-{number}", "busy", 0), 2.0)
+        assert sum(max(1, len(one.sequences)) for one, _ in recent) <= 8
+    assert [one.request_id for one, _ in recent] == ["quiet", "wide-19", "narrow-19"]
+    recent.add(report("huge", "other", 64), 3.0)
+    assert [one.request_id for one, _ in recent] == ["quiet", "wide-19", "narrow-19", "huge"], "the newest stays"
+    recent.add(report("next", "other"), 4.0)
+    assert [one.request_id for one, _ in recent] == ["quiet", "narrow-19", "next"]

@@ -32,8 +32,23 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [.., in] to [.., out]."""
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return result
+        rows = x.numel() // x.shape[-1]
+        more = rounded_rows(rows) - rows
+        flat = x.reshape(rows, x.shape[-1])
+        if more:
+            flat = nn.functional.pad(flat, (0, 0, 0, more))
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self.packed, self.bias, "none", [], "")
+        return result[:rows].view(*x.shape[:-1], result.shape[-1])
+
+
+def rounded_rows(rows: int) -> int:
+    """Return how many rows oneDNN computes for a batch of ``rows``: up to an eighth more.
+
+    oneDNN compiles a kernel for every number of rows that it meets, which takes milliseconds of CPU time and hundreds
+    of kilobytes of memory for each shape of a layer, and keeps about a thousand. Batches come with any number of rows,
+    so an executor would grow for hours. With rounded numbers there are eight for each power of two.
+    """
+    return -(-rows // (step := 1 << max(0, (rows - 1).bit_length() - 4))) * step
 
 
 class CpuLinear(nn.Module):

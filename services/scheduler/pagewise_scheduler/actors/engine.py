@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
 
-_RECENT = 256
-"""Requests whose memory is remembered after they have ended."""
+_RECENT = 512
+"""Sequences whose memory is remembered after their requests have ended."""
 _RECENT_LIMIT = 64
-"""Sequences and events that are remembered of each."""
+"""Sequences that are remembered of each request, and events of each sequence."""
 _MAX_ERROR_TEXT = 1000
 
 
