@@ -7,6 +7,8 @@ import logging
 import os
 import resource
 import signal
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -27,6 +29,7 @@ Python's default of 700 the collector would spend its time on the objects of tho
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE_BUFFER = 256 * 1024
 """Bytes from which a buffer has a mapping of its own."""
+_TRIM_SECONDS = 30.0
 
 
 def exit_code_of(
@@ -117,18 +120,29 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(_COLLECT_AFTER)
 
 
-def tune_allocator() -> None:
-    """Let large buffers go back to the operating system when they are freed. For services that compute nothing.
+def tune_allocator(*, computes: bool = False) -> None:
+    """Let glibc return freed memory to the operating system; other C libraries are left alone.
 
     glibc gives a large buffer a mapping of its own, but when one is freed it takes later buffers up to that size from
     the heap, where small ones that live longer keep their memory from being returned: a service that has once seen a
-    flood of large requests would stay large for ever. Setting the threshold ends this adaptation. Other C libraries
-    do not have it.
+    flood of large requests would stay large for ever. Setting the threshold ends this adaptation. ``computes``: not in
+    an executor, whose every step needs large buffers, and would wait for the kernel to map them.
+
+    Free pages between buffers that are in use are returned every half a minute.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return
+    if not computes:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, _LARGE_BUFFER)
+    threading.Thread(target=_trim_forever, args=(libc,), name="trim", daemon=True).start()
+
+
+def _trim_forever(libc: ctypes.CDLL) -> None:
+    while True:
+        time.sleep(_TRIM_SECONDS)
+        libc.malloc_trim(0)  # without Python's lock
 
 
 def raise_file_limit() -> int:

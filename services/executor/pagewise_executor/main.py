@@ -15,7 +15,7 @@ from pagewise_shared.cpu_threads import CpuTimes, choose_threads, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.service_process import exit_code_of, run_event_loop, warn_of_variables
+from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
 from pagewise_executor.pool_check import check_pool
 from pagewise_executor.runner import Runner
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     warn_of_variables()
+    tune_allocator(computes=True)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
     return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))

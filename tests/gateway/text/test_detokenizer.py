@@ -1,5 +1,6 @@
 """Incremental detokenizing, against decoding everything at once."""
 
+import gc
 import itertools
 import time
 
@@ -179,3 +180,16 @@ def test_outputs_share_the_tables_of_their_stop_strings_which_are_made_when_they
     assert "failures" in vars(strings)
     assert outputs[0].push("ever") == "never"
     assert [matcher.finish() for matcher in outputs] == ["", "", ""]
+
+
+@pytest.mark.parametrize("stop", [(), ("ab",)])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, WINDOW], ids=["bytes", "window"])
+def test_what_is_not_used_any_more_is_freed_at_once(tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            run(IncrementalDetokenizer(tokenizer, stop=StopStrings(stop) if stop else None), [[1], [2, 3]])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

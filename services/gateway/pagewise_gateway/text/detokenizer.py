@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
     ``min_tokens``: the text of that many first tokens is not searched for stop strings.
     """
 
-    __slots__ = ("_decoder", "_matcher", "_unchecked", "push_one")
+    __slots__ = ("_decoder", "_stopping", "push_one")
 
     def __init__(
         self,
@@ -40,24 +40,41 @@ class IncrementalDetokenizer:
         stop: StopStrings | None = None,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder: _ByteDecoder | _WindowDecoder
+        decoder: _ByteDecoder | _WindowDecoder
         if tokenizer.token_bytes is not None:
-            self._decoder = _ByteDecoder(tokenizer, tokenizer.token_bytes, prompt_token_ids, skip_special_tokens)
+            decoder = _ByteDecoder(tokenizer, tokenizer.token_bytes, prompt_token_ids, skip_special_tokens)
         else:
-            self._decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._matcher = StopMatcher(stop) if stop else None
-        self._unchecked = min_tokens if stop else 0
-        # Called for every token that is served. Without stop strings it is the decoder's own method, without a layer.
-        self.push_one: Callable[[int], str] = self._push_one if stop else self._decoder.push_one
+            decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._stopping = _StoppingDecoder(decoder, StopMatcher(stop), min_tokens) if stop else None
+        self._decoder = self._stopping or decoder
+        # Called for every token that is served, so there is no layer between. It must not be a method of this object
+        # either, which would then hold itself and stay until the next garbage collection.
+        self.push_one: Callable[[int], str] = self._decoder.push_one
         """Take the next token; return the text that is final now."""
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return None if self._matcher is None else self._matcher.matched
+        return None if self._stopping is None else self._stopping.matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that is final now."""
+        return self._decoder.push(token_ids)
+
+    def finish(self) -> str:
+        """Return the text that was held back, with an incomplete character as U+FFFD. No more tokens come."""
+        return self._decoder.finish()
+
+
+class _StoppingDecoder:
+    """Decodes as another decoder does, up to a stop string. The first ``unchecked`` tokens are not searched for one."""
+
+    __slots__ = ("_decoder", "_unchecked", "matcher")
+
+    def __init__(self, decoder: "_ByteDecoder | _WindowDecoder", matcher: StopMatcher, unchecked: int) -> None:
+        self._decoder, self.matcher, self._unchecked = decoder, matcher, unchecked
+
+    def push(self, token_ids: Sequence[int]) -> str:
         text = ""
         if self._unchecked:
             unchecked, token_ids = token_ids[: self._unchecked], token_ids[self._unchecked :]
@@ -66,19 +83,15 @@ class IncrementalDetokenizer:
             if not token_ids:
                 return text
         fresh = self._decoder.push(token_ids)
-        if self._matcher is not None and fresh:
-            fresh = self._matcher.push(fresh)
+        if fresh:
+            fresh = self.matcher.push(fresh)
         return text + fresh if text else fresh
 
-    def _push_one(self, token_id: int) -> str:
+    def push_one(self, token_id: int) -> str:
         return self.push((token_id,))
 
     def finish(self) -> str:
-        """Return the text that was held back, with an incomplete character as U+FFFD. No more tokens come."""
-        rest = self._decoder.finish()
-        if self._matcher is None:
-            return rest
-        return self._matcher.push(rest) + self._matcher.finish()
+        return self.matcher.push(self._decoder.finish()) + self.matcher.finish()
 
 
 class _ByteDecoder:
