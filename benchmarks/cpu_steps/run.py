@@ -1,7 +1,7 @@
 """What a step of a model costs on the CPU: decodes, a prefill, and decodes that share a prefix, on several kernels.
 
     python -m benchmarks.cpu_steps.run
-    python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 --json FILE
+    python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+bfloat16 --json FILE
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
 scheduler. The processes take turns. CPU milliseconds are those of the whole process; every number is the median and the
@@ -46,13 +46,13 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
     from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
     from pagewise_shared.sampling import SamplingParams
 
-    kernels, _, quantization = kernels.partition("+")
+    kernels, _, option = kernels.partition("+")
     config = ExecutorConfig(
         model=model,
         device="cpu",
-        dtype="float32",
+        dtype="bfloat16" if option == "bfloat16" else "float32",
         kernels=kernels,  # type: ignore[arg-type]
-        quantization=quantization or "none",  # type: ignore[arg-type]
+        quantization="int8" if option == "int8" else "none",
         num_blocks=1600,
         profile=False,
         threads=threads,

@@ -1,8 +1,8 @@
-"""What ``--quantization int8`` changes: the next-token distributions of a model with it, beside those without.
+"""What ``--quantization int8`` and ``--dtype bfloat16`` change: next-token distributions, beside those in float32.
 
     python -m benchmarks.quantization.run [--model FOLDER] [--json FILE]
 
-The texts are modules of Python's standard library, which the demo model was trained on. Both models see the same
+The texts are modules of Python's standard library, which the demo model was trained on. All models see the same
 tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
 likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
 generates as well, before the first that differs.
@@ -25,6 +25,31 @@ _FILES = ("ast", "bisect", "calendar", "csv", "dataclasses", "difflib", "fractio
 _LENGTH, _NEW = 512, 64
 
 
+def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
+    """Compare two models on texts, each [1, tokens]."""
+    divergences: list[float] = []
+    agreeing = 0
+    greedy: list[int] = []
+    for ids in texts:
+        wanted, found = (model(ids).logits[0].float().log_softmax(-1) for model in (exact, other))
+        divergences += (wanted.exp() * (wanted - found)).sum(-1).tolist()
+        agreeing += int((wanted.argmax(-1) == found.argmax(-1)).sum())
+        outputs = [
+            model.generate(ids[:, : _LENGTH // 2], max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False)[0]
+            for model in (exact, other)
+        ]
+        same = (outputs[0] == outputs[1])[_LENGTH // 2 :].int()
+        greedy.append(int(same.cumprod(0).sum()))
+    return {
+        "positions": len(divergences),
+        "kl_mean": round(statistics.mean(divergences), 6),
+        "kl_largest": round(max(divergences), 4),
+        "argmax_agreement": round(agreeing / len(divergences), 4),
+        "greedy": greedy,
+        "greedy_length": _NEW,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pagewise-demo")
@@ -34,34 +59,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     kind: Any = AutoModelForCausalLM
     exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
-    layers = quantise_linears(quantised)
-    divergences: list[float] = []
-    agreeing = 0
-    greedy: list[int] = []
+    quantise_linears(quantised)
+    others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
+    texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
+    ids = [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in texts]
     with torch.inference_mode():
-        for name in _FILES:
-            text = (Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text()
-            ids = torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]])
-            wanted, found = (model(ids).logits[0].log_softmax(-1) for model in (exact, quantised))
-            divergences += (wanted.exp() * (wanted - found)).sum(-1).tolist()
-            agreeing += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-            outputs = [
-                model.generate(ids[:, : _LENGTH // 2], max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False)[0]
-                for model in (exact, quantised)
-            ]
-            same = (outputs[0] == outputs[1])[_LENGTH // 2 :].int()
-            greedy.append(int(same.cumprod(0).sum()))
-    numbers = {
-        "layers": layers,
-        "positions": len(divergences),
-        "kl_mean": round(statistics.mean(divergences), 6),
-        "kl_largest": round(max(divergences), 4),
-        "argmax_agreement": round(agreeing / len(divergences), 4),
-        "greedy": greedy,
-        "greedy_length": _NEW,
-    }
-    for key, value in numbers.items():
-        print(f"{key:>17} {value}")
+        numbers = {name: _differences(exact, other, ids) for name, other in others.items()}
+    for name, row in numbers.items():
+        for key, value in row.items():
+            print(f"{name:>9} {key:>17} {value}")
     if args.json:
         write_record(args.json, numbers)
 

@@ -1,4 +1,6 @@
-"""How many CPU threads torch uses."""
+"""How many CPU threads torch uses, and which types the processor computes fast."""
+
+import platform
 
 import torch
 from pagewise_shared.cpu_threads import available_cores
@@ -9,3 +11,13 @@ def set_cpu_threads(threads: int | None) -> int:
     count = threads or available_cores()
     torch.set_num_threads(count)
     return count
+
+
+def computes_bfloat16() -> bool:
+    """Return whether this processor has instructions for products of bfloat16: AVX-512 BF16, AMX, or Arm's BF16.
+
+    Without them oneDNN converts to float32 and back, which takes longer than to compute in float32.
+    """
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

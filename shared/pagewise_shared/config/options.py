@@ -223,7 +223,11 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _help("data type of weights and KV; auto: the model's own on CUDA, float32 on the CPU"),
+        _help(
+            "data type of weights and KV; auto: the model's own on CUDA, float32 on the CPU",
+            more="On CPUs with instructions for it (AVX-512 BF16, AMX) bfloat16 takes half the memory, and less time "
+            "for prompts ([performance.md](performance.md)); on others it is slower than float32: a warning says so.",
+        ),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "triton", "cpu", "openvino", "torch"],

@@ -3,10 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
+from pagewise_executor.models import loader
 from pagewise_executor.models.loader import load_model
 from pagewise_kernels.cpu.library import LibraryMissingError
 from pagewise_shared.config import ExecutorConfig
@@ -138,6 +140,23 @@ def test_the_pool_takes_what_it_is_given() -> None:
         blocks(kv_memory="10KiB")
     with pytest.raises(ModelError, match="not enough memory"):
         blocks(num_blocks=10**9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computes", "warned"),
+    [("bfloat16", True, False), ("bfloat16", False, True), ("float16", True, True), ("float32", False, False)],
+)
+def test_a_type_that_this_cpu_computes_slowly_is_warned_of(
+    model: Path,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    computes: bool,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(loader, "computes_bfloat16", lambda: computes)
+    load_model(ExecutorConfig(model=str(model), dtype=dtype, device="cpu", kernels="torch"))
+    assert (f"no instructions for {dtype}" in caplog.text) is warned
 
 
 def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

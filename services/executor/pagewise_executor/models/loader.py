@@ -16,6 +16,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 
+from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
@@ -77,6 +78,8 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
+    if device.type == "cpu":
+        _tell_of_slow_type(dtype)
     max_model_len = _max_model_len(config, text)
     fixed: list[str] = []
     try:
@@ -228,6 +231,12 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
         return torch.float32
     own = getattr(text, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _tell_of_slow_type(dtype: torch.dtype) -> None:
+    """Say in the log if computing in ``dtype`` on the CPU is slower than in float32."""
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16()):
+        log.warning("this CPU has no instructions for %s: --dtype float32 is faster, in more memory", _name(dtype))
 
 
 def fingerprint(path: Path, files: list[Path]) -> str:
