@@ -37,6 +37,7 @@ INLINE void product_rows(int nr, long rows, long depth, const float *a, long lda
                          int add) {
   long m = 0;
   for (; m + MR <= rows; m += MR) product_block(MR, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
+  for (; m + 4 <= rows; m += 4) product_block(4, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
   for (; m + 2 <= rows; m += 2) product_block(2, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
   if (m < rows) product_block(1, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
 }
