@@ -15,6 +15,11 @@ enum { PANEL = NR * VEC };
 
 #define PANELS(n) (((n) + PANEL - 1) / PANEL * PANEL)
 
+// So many steps of the depth ahead, the right side is fetched into the second level cache: 0 where it lies in caches.
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+
 // c[m][n] (+)= sum over k of a[m][k] * b[k][n], for mr rows and nr vectors of columns; b is one panel.
 INLINE void product_block(int mr, int nr, long depth, const float *a, long lda, const float *b, float *c, long ldc,
                           int add) {
@@ -23,6 +28,8 @@ INLINE void product_block(int mr, int nr, long depth, const float *a, long lda, 
     for (int n = 0; n < nr; n++) sums[m][n] = add ? load(c + m * ldc, n * VEC, 0) : all(0);
   for (long k = 0; k < depth; k++) {
     floats right[NR];
+    if (AHEAD && mr > 1)
+      for (int n = 0; n < nr * VEC; n += 16) __builtin_prefetch(b + (k + AHEAD) * PANEL + n, 0, 2);
     for (int n = 0; n < nr; n++) right[n] = load(b + k * PANEL, n * VEC, 0);
     for (int m = 0; m < mr; m++) {
       floats left = all(a[m * lda + k]);
