@@ -97,7 +97,7 @@ def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, 
     if device.type != "cpu":
         return ("triton", "torch")
     # Measured (docs/performance.md): with AVX-512, OpenVINO takes as much CPU time for a token, or more, and four
-    # seconds more to start. With AVX2 it takes a little less.
+    # seconds more to start. No processor without it has been measured.
     if openvino_choice.is_installed() and not _has_avx512():
         return ("openvino", "cpu", "torch")
     return ("cpu", "torch")
