@@ -104,9 +104,22 @@ static void write_tokens(void *data) {
 
 // ---- the items -------------------------------------------------------------------------------------------------
 
+// How many queries an item of a prefill has: fewer where all threads need work. That changes no result, because rows do not
+// mix, and the tiles of the context are the same for all.
+static long queries_of_item(const struct attention *a) {
+  long group = a->heads / a->kv_heads, most = ROWS / group;
+  while (most * group > BAND) {
+    long items = 0;
+    for (long c = 0; c < a->chunks; c++) items += (a->chunk[c].size + most - 1) / most * a->kv_heads;
+    if (items >= 4 * a->threads) break;
+    most = (most + 1) / 2;
+  }
+  return most;
+}
+
 static void plan_prefills(struct step *step) {
   const struct attention *a = step->a;
-  long most = ROWS / (a->heads / a->kv_heads);
+  long most = queries_of_item(a);
   for (long c = 0; c < a->chunks; c++) {
     const struct chunk *chunk = &a->chunk[c];
     // The queries at the end have the most to do, and come first.

@@ -46,7 +46,8 @@ struct attention {
 
 enum {
   MAX_DIM = 256,
-  ROWS = 96,    // query rows that share packed keys and values
+  ROWS = 192,   // query rows that share packed keys and values
+  BAND = 48,    // of them, so many are computed at once: a multiple of MR and of VEC
   TILE = 128,   // tokens of the context that are packed at once
   PIECE = 512,  // context tokens of one decode item; longer contexts are merged from several parts
   SCORES = 32768,

@@ -9,6 +9,7 @@ import torch
 
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
+from pagewise_kernels.cpu.results import empty
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 60
@@ -135,7 +136,7 @@ class CpuStep:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
         """
         _check_tensors(self, q, k, v, keys, values, rotation)
-        out = q.new_empty(q.shape)
+        out = empty(q.shape, q.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         a.q_token, a.q_head, _ = q.stride()

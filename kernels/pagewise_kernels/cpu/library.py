@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pagewise_kernels.cpu.build import FOLDER, VARIANTS, machine
+from pagewise_kernels.cpu.build import FOLDER, VARIANTS, Variant, machine
 
 
 class LibraryMissingError(Exception):
@@ -36,22 +36,29 @@ def load_library(folder: Path = FOLDER) -> ctypes.CDLL:
     Raises:
         LibraryMissingError: there is none.
     """
-    name = machine()
-    if name is None:
-        raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
-    # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
-    widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
-    vnni = widest == 16 and bool(torch.cpu._is_vnni_supported())
-    variant = max(variant for variant in VARIANTS[name] if variant.vec <= widest and variant.vnni <= vnni)
-    library = _open(folder / variant.file)
+    library = _open(folder / _variant().file)
     for function, arguments in _ARGUMENTS.items():
         getattr(library, function).argtypes = arguments
     return library
 
 
+def floats_per_register() -> int:
+    """Return how many float32 a vector register of the library's variant holds: 16 with AVX-512, 8 with AVX2, else 4.
+
+    Raises:
+        LibraryMissingError: there is no library.
+    """
+    load_library()
+    return _variant().vec
+
+
 def has_fast_products() -> bool:
-    """Return whether the library's products are faster than oneDNN's: they are where there are 32 wide registers."""
-    return bool(load_library().pagewise_panel() >= 64)
+    """Return whether the library's products are at least as fast as oneDNN's: with AVX2 and AVX-512 they are.
+
+    Raises:
+        LibraryMissingError: there is no library.
+    """
+    return floats_per_register() >= 8
 
 
 @functools.cache
@@ -69,6 +76,16 @@ def parallel_regions() -> int | None:
 def threads() -> int:
     """Return the number of threads to compute with: torch's."""
     return torch.get_num_threads() if parallel_regions() is not None else 1
+
+
+def _variant() -> Variant:
+    name = machine()
+    if name is None:
+        raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
+    # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
+    widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
+    vnni = widest == 16 and bool(torch.cpu._is_vnni_supported())
+    return max(variant for variant in VARIANTS[name] if variant.vec <= widest and variant.vnni <= vnni)
 
 
 def _open(path: Path) -> ctypes.CDLL:

@@ -3,6 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.results import empty
 
 
 class PackedWeight:
@@ -38,7 +39,7 @@ class PackedWeight:
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
         rows = x.shape[0]
-        out = x.new_empty(rows, self.outs)
+        out = empty((rows, self.outs), x.dtype)
         packed, bias = self._pointers
         self._library.pagewise_linear(
             x.data_ptr(), x.stride(0), packed, bias, out.data_ptr(), rows, self.ins, self.outs, threads(),

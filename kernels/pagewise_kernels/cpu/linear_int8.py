@@ -3,6 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.results import empty
 
 MAX_INPUTS = 65_536
 """With more inputs, the sum of products of eight bits may not fit into 32."""
@@ -55,8 +56,8 @@ class Int8Weight:
         if x.dtype != torch.float32 or x.device.type != "cpu":
             raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
         rows = x.shape[0]
-        out, row_scales = x.new_empty(rows, self.outs), x.new_empty(rows)
-        inputs = torch.empty(rows, self._groups * self._group, dtype=torch.uint8)
+        out, row_scales = empty((rows, self.outs), x.dtype), x.new_empty(rows)
+        inputs = empty((rows, self._groups * self._group), torch.uint8)
         self._library.pagewise_linear_int8(
             x.data_ptr(), x.stride(0), *self._pointers, out.data_ptr(), inputs.data_ptr(), row_scales.data_ptr(),
             rows, self.ins, self.outs, threads(), parallel_regions(),

@@ -3,6 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.results import empty
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -23,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
             raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
         _check_types(x, residual)
     rows, size = x.shape
-    out = x.new_empty(rows, size)
+    out = empty((rows, size), x.dtype)
     load_library().pagewise_rms_norm(
         x.data_ptr(), x.stride(0), residual.data_ptr() if residual is not None else None, weight.data_ptr(),
         out.data_ptr(), rows, size, eps, x.dtype == torch.bfloat16, threads(), parallel_regions(),
@@ -41,7 +42,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"silu_mul takes contiguous rows [rows, 2 * size], not {list(gate_up.shape)}")
     _check_types(gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+    out = empty((rows, size), gate_up.dtype)
     load_library().pagewise_silu_mul(
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.bfloat16,
         threads(), parallel_regions(),

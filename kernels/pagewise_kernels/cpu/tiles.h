@@ -15,30 +15,79 @@ struct queries {
 
 INLINE long query_of(const struct queries *q, long i) { return q->members ? q->members[i] : q->first + i; }
 
-// Weights of one row from its scores [count], of which it sees low .. high: returns their sum, and raises ``most``.
-INLINE float weights_of(float *scores, long low, long high, long count, float softcap, float *most) {
-  floats best = all(*most);
+// The scores of one row that it does not see, and so do not count: all but low .. high of the first ``count``.
+INLINE void hide(float *scores, long low, long high, long count) {
   ints lanes;
   for (int i = 0; i < VEC; i++) lanes[i] = i;
-  // Vectors that the row sees only in part, or not at all, are masked.
-  for (long t = 0; t < count; t += VEC) {
-    floats x = capped(load(scores, t, 0), softcap);
+  for (long t = 0; t < count; t += VEC)
     if (t < low || t + VEC > high) {
       ints position = lanes + (int)t;
-      x = select((position >= (int)low) & (position < (int)high), x, all(-__builtin_inff()));
+      floats x = load(scores, t, 0);
+      store(scores, t, select((position >= (int)low) & (position < (int)high), x, all(-__builtin_inff())), 0);
     }
-    store(scores, t, x, 0);
-    best = larger(best, x);
+}
+
+// Make weights of the scores [rows][count] of at most VEC rows, each at TILE: ``highs`` and ``totals`` [VEC] are raised,
+// and ``shrink`` [VEC] is what has been summed with weights relative to the former highs must be multiplied by.
+//
+// Rows are reduced together, so that the steps of the reductions are those of whole vectors.
+INLINE void make_weights(float *scores, long rows, long count, float *highs, float *totals, float *shrink) {
+  floats found[VEC];
+  for (long r = 0; r < VEC; r++) {
+    floats best = all(-__builtin_inff());
+    for (long t = 0; r < rows && t < count; t += VEC) best = larger(best, load(scores + r * TILE, t, 0));
+    found[r] = best;
   }
-  *most = max_of(best);
-  float base = *most == -__builtin_inff() ? 0 : *most;
-  floats total = {};
-  for (long t = 0; t < count; t += VEC) {
-    floats weight = exp2_of(load(scores, t, 0) - base);
-    store(scores, t, weight, 0);
-    total += weight;
+  floats before = load(highs, 0, 0), most = larger(before, maxima_of(found));
+  // A row that sees nothing yet has weights of zero.
+  floats base = select(most == -__builtin_inff(), all(0), most), less = exp2_of(before - base);
+  for (long r = 0; r < VEC; r++) {
+    floats total = {};
+    for (long t = 0; r < rows && t < count; t += VEC) {
+      floats weight = exp2_of(load(scores + r * TILE, t, 0) - all(base[r]));
+      store(scores + r * TILE, t, weight, 0);
+      total += weight;
+    }
+    found[r] = total;
   }
-  return sum_of(total);
+  store(totals, 0, load(totals, 0, 0) * less + sums_of(found), 0);
+  store(highs, 0, most, 0);
+  store(shrink, 0, less, 0);
+}
+
+// Scores of rows first .. first + rows for the packed keys of positions tile .. tile + count, and their part of the sums.
+INLINE void attend_band(const struct attention *a, struct scratch *s, const struct queries *queries, long first, long rows,
+                        long tile, long count) {
+  long group = a->heads / a->kv_heads, dim = a->dim, width = PANELS(dim), causal = queries->position >= 0;
+  if (causal) {
+    // What none of the rows sees is left out.
+    long begin = a->window ? queries->position + first / group + 1 - a->window : 0;
+    long end = queries->position + (first + rows - 1) / group + 1;
+    count = begin < tile + count ? smaller(count, end - tile) : 0;
+    if (count <= 0) return;
+  }
+  long columns = (count + VEC - 1) / VEC * VEC;
+  product(rows, columns, dim, s->q + first * width, width, s->keys, dim, s->scores, TILE, 0);
+  if (a->softcap > 0)
+    for (long r = 0; r < rows; r++)
+      for (long t = 0; t < columns; t += VEC)
+        store(s->scores + r * TILE, t, capped(load(s->scores + r * TILE, t, 0), a->softcap), 0);
+  for (long r = 0; r < rows; r++) {
+    long end = causal ? queries->position + (first + r) / group + 1 : tile + count;
+    long begin = causal && a->window ? end - a->window : 0;
+    if (begin > tile || end < tile + columns) hide(s->scores + r * TILE, begin - tile, end - tile, columns);
+  }
+  for (long r = 0; r < rows; r += VEC) {
+    float shrink[VEC];
+    long n = smaller(VEC, rows - r);
+    make_weights(s->scores + r * TILE, n, columns, s->highs + first + r, s->totals + first + r, shrink);
+    for (long i = 0; i < n; i++) {
+      float *sums = s->sums + (first + r + i) * width;
+      if (shrink[i] != 1)
+        for (long d = 0; d < dim; d += VEC) store(sums, d, load(sums, d, 0) * shrink[i], 0);
+    }
+  }
+  product(rows, (dim + VEC - 1) / VEC * VEC, count, s->scores, TILE, s->values, TILE, s->sums + first * width, width, 1);
 }
 
 // Leaves in s->sums [rows, PANELS(dim)] the weighted sums over context tokens low .. high, with s->highs and s->totals: a
@@ -51,29 +100,24 @@ INLINE void attend_tiles(const struct attention *a, struct scratch *s, const str
     const void *q = at(a->q, query_of(queries, r / group) * a->q_token + (kv_head * group + r % group) * a->q_head, bf16);
     for (long d = 0; d < dim; d += VEC)
       store(s->q + r * width, d, load_some(q, d, smaller(VEC, dim - d), bf16) * factor, 0);
-    s->highs[r] = -__builtin_inff();
-    s->totals[r] = 0;
+  }
+  for (long r = 0; r < rows; r += VEC) {
+    store(s->highs, r, all(-__builtin_inff()), 0);
+    store(s->totals, r, all(0), 0);
   }
   memset(s->sums, 0, rows * width * sizeof(float));
-  for (long tile = low; tile < high; tile += TILE) {
-    long count = smaller(TILE, high - tile), columns = (count + VEC - 1) / VEC * VEC;
-    find_tokens(a, table, kv_head, tile, tile + count, s->key_at, s->value_at, bf16);
-    pack_keys(s->key_at, count, dim, s->keys, dim, bf16);
-    product(rows, columns, dim, s->q, width, s->keys, dim, s->scores, TILE, 0);
-    for (long r = 0; r < rows; r++) {
-      long end = queries->position < 0 ? high : queries->position + r / group + 1;
-      long begin = a->window && queries->position >= 0 ? greater(low, end - a->window) : low;
-      float before = s->highs[r], most = before;
-      float total = weights_of(s->scores + r * TILE, begin - tile, end - tile, columns, a->softcap, &most);
-      if (most != before) {
-        float shrink = before == -__builtin_inff() ? 0 : exp2_one(before - most);
-        s->totals[r] *= shrink;
-        for (long d = 0; d < dim; d += VEC) store(s->sums + r * width, d, load(s->sums + r * width, d, 0) * shrink, 0);
-      }
-      s->highs[r] = most;
-      s->totals[r] += total;
+  // Of a chunk, tiles lie at multiples of TILE, so that no sum depends on which queries are computed together.
+  for (long tile = queries->position < 0 ? low : low / TILE * TILE; tile < high; tile += TILE) {
+    long count = smaller(TILE, high - tile), unseen = greater(0, low - tile);
+    find_tokens(a, table, kv_head, tile + unseen, tile + count, s->key_at + unseen, s->value_at + unseen, bf16);
+    for (long i = 0; i < unseen; i++) {  // their blocks may belong to others by now; no row gives them any weight
+      s->key_at[i] = s->key_at[unseen];
+      s->value_at[i] = s->value_at[unseen];
     }
+    pack_keys(s->key_at, count, dim, s->keys, dim, bf16);
     pack_values(s->value_at, count, dim, s->values, TILE, bf16);
-    product(rows, (dim + VEC - 1) / VEC * VEC, count, s->scores, TILE, s->values, TILE, s->sums, width, 1);
+    // The scores of a band stay in the first level cache.
+    for (long band = 0; band < rows; band += BAND)
+      attend_band(a, s, queries, band, smaller(BAND, rows - band), tile, count);
   }
 }

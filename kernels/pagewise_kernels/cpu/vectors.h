@@ -79,20 +79,21 @@ INLINE float max_of(floats x) {
   return most;
 }
 
-// 2^x for x up to 126, 0 below -126, and no number for what is none. The polynomial is that of Cephes' exp2f: its error is 2 units in the last place.
+// 2^x for x up to 127, 0 up to -127, and no number for what is none. The polynomial is that of Cephes' exp2f: its error is 2
+// units in the last place.
 INLINE floats exp2_of(floats x) {
-  floats bounded = larger(x, all(-126.0f));
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
-  floats whole = (bounded + shift) - shift;
-  floats f = bounded - whole;
+  floats bounded = larger(all(-127.0f), x);  // in this order, what is no number stays none
+  // Adding 1.5 * 2^23 rounds to a whole number, which the lowest bits are then; with 127, it is the exponent of 2^whole.
+  const float shift = 12582912.0f + 127.0f;
+  floats shifted = bounded + shift;
+  floats f = bounded - (shifted - shift);
   floats p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
   p = p * f + 9.618437357674640e-3f;
   p = p * f + 5.550332471162809e-2f;
   p = p * f + 2.402264791363012e-1f;
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
-  ints scaled = (ints)p + (__builtin_convertvector(whole, ints) << 23);
-  return select(x < -126.0f, all(0), select(x == x, (floats)scaled, x));
+  return p * (floats)((words)shifted << 23);
 }
 
 INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }

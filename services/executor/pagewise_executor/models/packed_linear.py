@@ -92,8 +92,8 @@ def quantise_linears(model: nn.Module) -> int:
 def pack_linears(model: nn.Module, kernels: Kernels) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
-    They are those of the CPU operations if the model runs on these, in float32, on a processor where they are faster,
-    and oneDNN's otherwise, if it is available.
+    They are those of the CPU operations if the model runs on these, in float32, on a processor where they are as fast
+    as oneDNN's, and oneDNN's otherwise, if it is available.
     """
     own = False
     if kernels == "cpu":
