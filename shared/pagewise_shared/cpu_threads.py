@@ -35,6 +35,15 @@ def wait_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return dict(_WAIT_VARIABLES)
 
 
+def openmp_threads(environ: Mapping[str, str]) -> int | None:
+    """Return the number of threads that the user has chosen by ``OMP_NUM_THREADS``; None if there is no such choice.
+
+    The variable may have one number for each level of nesting, of which the first counts.
+    """
+    number = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(number) if number.isdecimal() and int(number) > 0 else None
+
+
 def available_cores(root: Path = _ROOT) -> int:
     """Return the number of physical cores that this process may use, at least 1.
 
@@ -63,7 +72,7 @@ class CpuTimes(NamedTuple):
 
     @classmethod
     def now(cls, root: Path = _ROOT) -> "CpuTimes":
-        """Read the times of this moment; without /proc, as on macOS, others seem to use nothing."""
+        """Read the times of this moment; without /proc/stat, others seem to use nothing."""
         stat = root / "proc/stat"
         busy = 0
         allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}

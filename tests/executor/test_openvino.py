@@ -156,7 +156,7 @@ def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx512(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
-    monkeypatch.setattr(kernel_choice, "_has_avx512", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     with caplog.at_level(logging.INFO):
         info = build_runner(model_path, kernels="auto").info
     assert (info.kernels, info.block_size, info.fallback) == ("openvino", 32, False)
@@ -172,7 +172,7 @@ def test_what_it_cannot_compute_is_computed_by_others_or_refused(
     with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
         build_runner(tmp_path, kernels="openvino")
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
-    monkeypatch.setattr(kernel_choice, "_has_avx512", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     info = build_runner(tmp_path, kernels="auto").info
     assert (info.kernels, info.fallback) == (kernels_without_openvino(), True)
     assert [why in record.message for record in caplog.records if "others cannot compute this" in record.message] == [
@@ -186,7 +186,7 @@ def test_a_conversion_that_fails_leaves_the_model_to_others(
 ) -> None:
     """Should these families be let through, the conversion itself finds what is wrong with them."""
     monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
-    monkeypatch.setattr(kernel_choice, "_has_avx512", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     monkeypatch.setattr(openvino_choice, "why_not", lambda *_: "")
     check_family(family, tmp_path, "cpu", 16)
 

@@ -13,6 +13,7 @@ from pagewise_shared.cpu_threads import (
     available_cores,
     choose_threads,
     cpu_quota,
+    openmp_threads,
     share_of_cores,
     wait_variables,
 )
@@ -60,6 +61,13 @@ def test_threads_do_not_spin_unless_the_user_wants_them_to() -> None:
     assert wait_variables({"PATH": "/bin"}) == {"GOMP_SPINCOUNT": "0"}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert wait_variables({name: "whatever"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("4", 4), ("4,2", 4), (" 3 ", 3), ("", None), ("0", None), ("many", None), (None, None)]
+)
+def test_the_user_s_number_of_openmp_threads(value: str | None, threads: int | None) -> None:
+    assert openmp_threads({} if value is None else {"OMP_NUM_THREADS": value}) == threads
 
 
 def test_hyper_threads_of_a_core_count_once(machine: Machine) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from pagewise_shared.config import ServeConfig, to_argv
-from pagewise_shared.cpu_threads import share_of_cores, wait_variables
+from pagewise_shared.cpu_threads import openmp_threads, share_of_cores, wait_variables
 
 from pagewise.gateways import gateway_group, reserved_port, url_of
 from pagewise.probe import answers
@@ -58,7 +58,7 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
-    if threads is None and config.executors > 1:
+    if threads is None and config.executors > 1 and openmp_threads(os.environ) is None:
         threads = share_of_cores(config.executors)
     executors = []
     for number, gpu in enumerate(gpus):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
-from pagewise_shared.cpu_threads import CpuTimes, choose_threads, wait_variables
+from pagewise_shared.cpu_threads import CpuTimes, choose_threads, openmp_threads, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
@@ -94,7 +94,8 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
         gc.freeze()
         gc.enable()
     if config.threads is None:
-        config = msgspec.structs.replace(config, threads=choose_threads(began))
+        threads = openmp_threads(os.environ) or choose_threads(began)
+        config = msgspec.structs.replace(config, threads=threads)
         log.info("using %d CPU threads (set --threads for another number)", config.threads)
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     if not config.lend_blocks:

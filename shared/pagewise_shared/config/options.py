@@ -316,7 +316,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     threads: Annotated[
         Positive | None,
         _help(
-            "CPU threads of an executor (default: the cores it may use)",
+            "CPU threads of an executor (default: OMP_NUM_THREADS, or the cores it may use)",
             "N",
             "`pagewise serve` shares the cores out among its executors.",
         ),

@@ -10,7 +10,7 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import loader
-from pagewise_executor.models.packed_linear import PackedLinear
+from pagewise_executor.models.packed_linear import PackedLinear, pack_linears
 from pagewise_executor.profile import profile_run
 from pagewise_shared.config import ExecutorConfig
 from torch import nn
@@ -51,6 +51,17 @@ def test_every_family_runs_in_bfloat16(tmp_path: Path) -> None:
         tokens, logprobs = tokens_and_logprobs(tmp_path / family, "bfloat16")
         assert {len(sampled) for sampled in tokens.values()} == {12}
         assert all(value <= 0 for value in logprobs)
+
+
+def test_on_processors_for_which_onednn_cannot_pack_bfloat16_torch_s_layers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model("llama", tmp_path)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    tokens, _ = tokens_and_logprobs(tmp_path, "bfloat16")
+    assert {len(sampled) for sampled in tokens.values()} == {12}
+    assert pack_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16)), "torch") == 0
+    assert pack_linears(nn.Sequential(nn.Linear(8, 8)), "torch") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -96,18 +96,18 @@ def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, 
         return ("cpu", "torch")
     if device.type != "cpu":
         return ("triton", "torch")
-    # Measured (docs/performance.md): with AVX-512, OpenVINO takes as much CPU time for a token, or more, and four
-    # seconds more to start. No processor without it has been measured.
-    if openvino_choice.is_installed() and not _has_avx512():
+    # Measured (docs/performance.md): with AVX-512, and with a processor kept to AVX2, OpenVINO takes as much CPU time
+    # for a token, or more, and four seconds more to start.
+    if openvino_choice.is_installed() and not _has_fast_products():
         return ("openvino", "cpu", "torch")
     return ("cpu", "torch")
 
 
-def _has_avx512() -> bool:
-    from pagewise_kernels.cpu.library import LibraryMissingError, floats_per_register
+def _has_fast_products() -> bool:
+    from pagewise_kernels.cpu.library import LibraryMissingError, has_fast_products
 
     try:
-        return floats_per_register() >= 16
+        return has_fast_products()
     except LibraryMissingError:
         return False
 

@@ -76,6 +76,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text)
+    _check_unquantised(config.model, path)
     dtype = choose_dtype(config, text)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     if device.type == "cpu":
@@ -89,7 +90,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
@@ -231,6 +232,18 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
         return torch.float32
     own = getattr(text, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _check_unquantised(name: str, path: Path) -> None:
+    """Refuse checkpoints whose weights are quantised, by the method that their configuration names."""
+    settings = json.loads((path / "config.json").read_text())
+    quantised = settings.get("quantization_config") or settings.get("compression_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise ModelError(
+            f"{name}: its weights are quantised (quant_method {method!r}), which cannot be served; take the checkpoint "
+            "in bfloat16, float16 or float32 (on the CPU, --quantization int8 quantises its linear layers)"
+        )
 
 
 def _tell_of_slow_type(dtype: torch.dtype) -> None:

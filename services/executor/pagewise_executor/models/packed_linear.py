@@ -106,6 +106,8 @@ def pack_linears(model: nn.Module, kernels: Kernels) -> int:
     def kind(weight: torch.Tensor) -> type[nn.Module] | None:
         if weight.dtype not in _TYPES:
             return None
+        if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return None  # oneDNN refuses to pack it on processors without AVX-512; torch's own layer converts it
         return CpuLinear if own and weight.dtype == torch.float32 else PackedLinear
 
     return _replace_linears(model, kind)
