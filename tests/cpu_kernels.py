@@ -1,6 +1,8 @@
-"""Whether the CPU operations can be tested here."""
+"""Whether the CPU operations can be tested here, and in which builds."""
 
 import pytest
+import torch
+from pagewise_kernels.cpu.build import VARIANTS, Variant, machine
 from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
 
@@ -19,3 +21,10 @@ def need_cpu_kernels() -> None:
         load_library()
     except LibraryMissingError as error:
         pytest.skip(str(error))
+
+
+def variants() -> list[Variant]:
+    """The builds that this processor runs, the best one last."""
+    widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
+    vnni = bool(torch.cpu._is_vnni_supported())
+    return [one for one in VARIANTS[machine() or "x86_64"] if one.vec <= widest and one.vnni <= vnni]

@@ -1,6 +1,7 @@
 """The CPU operations against float64 oracles, in every build of the library that this processor runs."""
 
 import ctypes
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_kernels.cpu import library
-from pagewise_kernels.cpu.attention import CpuStep, Rotation, _Arguments
+from pagewise_kernels.cpu.arguments import AttentionArguments
+from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_kernels.cpu.build import FOLDER, Variant
 from pagewise_kernels.cpu.linear import PackedWeight
 from pagewise_kernels.cpu.operations import rms_norm, silu_mul
 
-from tests.cpu_kernels import need_cpu_kernels
+from tests.cpu_kernels import need_cpu_kernels, variants
 from tests.kernels import oracles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -279,14 +281,53 @@ def test_what_does_not_fit_is_refused() -> None:
         silu_mul(torch.zeros(2, 3))
 
 
-def test_the_structure_is_that_of_the_library() -> None:
-    need_cpu_kernels()
-    assert library.load_library().pagewise_sizeof_attention() == ctypes.sizeof(_Arguments)
-
-
 def test_without_the_library_it_says_how_to_build_it(tmp_path: Path) -> None:
     with pytest.raises(library.LibraryMissingError, match=r"python -m pagewise_kernels\.cpu\.build"):
         library.load_library(tmp_path)
+
+
+def test_a_library_without_a_function_is_refused(tmp_path: Path) -> None:
+    need_cpu_kernels()
+    built = Path(library.load_library()._name)
+    (tmp_path / built.name).write_bytes(built.read_bytes().replace(b"pagewise_int8_group\0", b"pagewise_int8_gruop\0"))
+    with pytest.raises(library.LibraryMissingError) as refused:
+        library.load_library(tmp_path)
+    assert f"{tmp_path / built.name} is of another version, without pagewise_int8_group" in str(refused.value)
+    assert "python -m pagewise_kernels.cpu.build" in str(refused.value)
+
+
+def test_a_library_with_another_structure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_kernels()
+    built = Path(library.load_library()._name)
+    (tmp_path / built.name).write_bytes(built.read_bytes())
+    size = ctypes.sizeof(AttentionArguments)
+
+    class Longer(AttentionArguments):
+        _fields_ = (("new", ctypes.c_int64),)
+
+    monkeypatch.setattr(library, "AttentionArguments", Longer)
+    with pytest.raises(library.LibraryMissingError) as refused:
+        library.load_library(tmp_path)
+    assert f"{tmp_path / built.name} is of another version" in str(refused.value)
+    assert f"have {size} bytes, not {size + 8}; python -m pagewise_kernels.cpu.build" in str(refused.value)
+
+
+def test_where_the_best_variant_is_missing_the_next_one_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    need_cpu_kernels()
+    *others, best = variants()
+    folder = Path(library.load_library()._name).parent
+    if not others:
+        pytest.skip("this processor runs one variant")
+    for one in others:
+        (tmp_path / one.file).write_bytes((folder / one.file).read_bytes())
+    monkeypatch.setattr(library, "load_library", functools.partial(library.load_library, tmp_path))
+    assert library.load_library().variant == others[-1]
+    assert library.floats_per_register() == others[-1].vec
+    (warning,) = caplog.messages
+    assert f"{tmp_path / best.file} has not been built, so {others[-1].file} is used" in warning
+    assert "python -m pagewise_kernels.cpu.build" in warning
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
 from pagewise_kernels.cpu.results import empty
@@ -30,33 +31,6 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
     head_norm: torch.Tensor | None = None
     eps: float = 0.0
-
-
-class _Arguments(ctypes.Structure):
-    """``struct attention`` of attention.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("key_block", "key_slot", "key_head", "value_block", "value_slot", "value_head")
-        ),
-        *((name, ctypes.c_void_p) for name in ("slots", "tables")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("table_stride", "block_size", "tokens", "decodes", "num_chunks", "num_prefixes")
-        ),
-        *((name, ctypes.c_void_p) for name in ("rows", "lengths", "chunks", "prefixes", "members")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "bf16", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "head_norm")),
-        ("norm_eps", ctypes.c_float),
-        ("unused", ctypes.c_int32),
-        ("threads", ctypes.c_int64),
-        ("parallel", ctypes.c_void_p),
-    )
 
 
 class CpuStep:
@@ -95,7 +69,7 @@ class CpuStep:
         self._kept = (slots, tables, rows, lengths, chunks, prefixes, members)  # while the structure points to them
         self._num_prefixes = len(prefixes)
         self.tokens, self.block_size = len(slots), block_size
-        self._arguments = _Arguments(
+        self._arguments = AttentionArguments(
             slots=slots.ctypes.data,
             tables=tables.ctypes.data,
             table_stride=tables.strides[0] // 4,

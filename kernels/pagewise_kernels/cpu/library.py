@@ -2,43 +2,45 @@
 
 import ctypes
 import functools
+import logging
 from pathlib import Path
 
 import torch
 
+from pagewise_kernels.cpu.arguments import FUNCTIONS, AttentionArguments
 from pagewise_kernels.cpu.build import FOLDER, VARIANTS, Variant, machine
+
+log = logging.getLogger(__name__)
+
+_REMEDY = "python -m pagewise_kernels.cpu.build builds it, with ziglang"
 
 
 class LibraryMissingError(Exception):
-    """The library was not built, or does not run here; the text says which."""
+    """The library was not built, or from other sources, or does not run here; the text says which."""
 
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = {
-    "pagewise_rms_norm": [
-        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, ctypes.c_int, _LONG, _POINTER
-    ],
-    "pagewise_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, ctypes.c_int, _LONG, _POINTER],
-    "pagewise_linear": [
-        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
-    ],
-    "pagewise_linear_int8": [
-        _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
-    ],
-    "pagewise_attend": [_POINTER],
-}  # fmt: skip
+class Library(ctypes.CDLL):
+    """The functions of the library, and the ``variant`` of it that was loaded."""
+
+    variant: Variant
 
 
 @functools.cache
-def load_library(folder: Path = FOLDER) -> ctypes.CDLL:
-    """Return the library in its widest variant that this processor runs.
+def load_library(folder: Path = FOLDER) -> Library:
+    """Return the library in its widest variant that has been built and that this processor runs.
 
     Raises:
-        LibraryMissingError: there is none.
+        LibraryMissingError: there is none, or it was built from other sources than these.
     """
-    library = _open(folder / _variant().file)
-    for function, arguments in _ARGUMENTS.items():
-        getattr(library, function).argtypes = arguments
+    best, *narrower = _variants()
+    built = next((one for one in (best, *narrower) if (folder / one.file).exists()), None)
+    if built is None:
+        raise LibraryMissingError(f"{folder / best.file} has not been built; {_REMEDY}")
+    if built != best:
+        missing = folder / best.file
+        log.warning("%s has not been built, so %s is used, which is slower; %s", missing, built.file, _REMEDY)
+    library = _open(folder / built.file)
+    library.variant = built
     return library
 
 
@@ -48,8 +50,7 @@ def floats_per_register() -> int:
     Raises:
         LibraryMissingError: there is no library.
     """
-    load_library()
-    return _variant().vec
+    return load_library().variant.vec
 
 
 def has_fast_products() -> bool:
@@ -78,22 +79,31 @@ def threads() -> int:
     return torch.get_num_threads() if parallel_regions() is not None else 1
 
 
-def _variant() -> Variant:
+def _variants() -> list[Variant]:
+    """Return the variants that this processor runs, the best one first."""
     name = machine()
     if name is None:
         raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
     # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
     vnni = widest == 16 and bool(torch.cpu._is_vnni_supported())
-    return max(variant for variant in VARIANTS[name] if variant.vec <= widest and variant.vnni <= vnni)
+    return sorted((one for one in VARIANTS[name] if one.vec <= widest and one.vnni <= vnni), reverse=True)
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        raise LibraryMissingError(
-            f"{path.name} has not been built; python -m pagewise_kernels.cpu.build builds it, with ziglang"
-        )
+def _open(path: Path) -> Library:
+    """Load a library and check that it has the functions that these sources call, and their structure."""
     try:
-        return ctypes.CDLL(str(path))
+        library = Library(str(path))
     except OSError as error:
-        raise LibraryMissingError(f"{path.name} cannot be loaded: {error}") from error
+        raise LibraryMissingError(f"{path} cannot be loaded: {error}") from error
+    for name, arguments in FUNCTIONS.items():
+        try:
+            getattr(library, name).argtypes = arguments
+        except AttributeError:
+            raise LibraryMissingError(f"{path} is of another version, without {name}; {_REMEDY}") from None
+    size, expected = library.pagewise_sizeof_attention(), ctypes.sizeof(AttentionArguments)
+    if size != expected:  # it would read and write past the structure
+        raise LibraryMissingError(
+            f"{path} is of another version, whose arguments of attention have {size} bytes, not {expected}; {_REMEDY}"
+        )
+    return library

@@ -1,6 +1,16 @@
-"""Finds decodes whose contexts begin with the same blocks, which attention then reads once for all of them."""
+"""Finds decodes whose contexts begin with the same blocks, which attention then reads once for all of them.
+
+The block tables of the decodes are a trie, and a prefix is one of its nodes: all decodes below it share the blocks down
+to it. The trie is taken apart into chains. A chain is the path of one decode of a group, its leader, and every other
+decode of the group leaves that path somewhere: a context ends there, or another block follows. Those that leave a chain
+at the same place with the same block are the group of another chain, of the next round. A round handles all of its
+chains at once in a few array operations.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pagewise_executor.input_batch import Int32s, Int64s
 
@@ -8,50 +18,155 @@ _MIN_QUERIES = 4
 _MIN_TOKENS = 64
 """With fewer, sharing saves nothing: merging the parts of the results costs as much."""
 
+_MAX_ROUNDS = 16
+"""What branches more often than that shares what it has in common until there."""
+_ROUNDS_OF_LONGEST = 4
+"""Rounds whose leaders have the longest contexts, which finds contexts that contain each other in one round. Later
+leaders are of middle length: they halve even a group in which somebody else leaves at every block."""
+_FIRST_WINDOW, _WINDOW_GROWTH, _WINDOW_BLOCKS = 16, 4, 1 << 16
+"""Columns of the block tables to compare at once: few at first, and then more, while a copy stays in the cache."""
+
+
+class _Round(NamedTuple):
+    """Chains that leave those of the round before. ``members`` are the decodes of one chain after the other, those
+    first that follow it furthest, for ``common`` blocks. Chain i begins at ``starts[i]``, belongs to ``chains`` == i,
+    and leaves its parent where the member ``parents[i]`` of the round before does."""
+
+    members: Int64s
+    common: Int64s
+    starts: Int64s
+    chains: Int64s
+    parents: Int64s
+
 
 def shared_prefixes(tables: Int32s, rows: Int64s, lengths: Int64s, block_size: int) -> tuple[Int64s, Int64s]:
     """Return the prefixes [prefixes, 3] (begin, count, tokens) that decodes share, and their members.
 
     ``rows``, ``lengths`` [decodes]: row of the block ``tables`` and tokens in the context. The decodes
     members[begin : begin + count] have equal block tables for so many tokens. Each decode is in at most one prefix, and
-    a prefix leaves each of its members at least one token.
+    a prefix leaves each of its members at least one token. Of all such prefixes, these save the most reading, as far as
+    branches are looked at (``_MAX_ROUNDS``).
     """
-    members: list[int] = []
-    prefixes: list[tuple[int, int, int]] = []
     # At least the newest token, which nobody else has, comes behind the prefix.
     full = (lengths - 1) // block_size
-    candidates = np.flatnonzero(full * block_size >= _MIN_TOKENS)
-    if len(candidates) >= _MIN_QUERIES:
-        _, found = _best(tables[rows], full, candidates, 0, block_size)
-        for group, blocks in found:
-            prefixes.append((len(members), len(group), blocks * block_size))
-            members += group.tolist()
+    members: list[int] = []
+    prefixes: list[tuple[int, int, int]] = []
+    for group, blocks in _chosen(_rounds(tables, rows, full, block_size), block_size):
+        prefixes.append((len(members), len(group), blocks * block_size))
+        members += group.tolist()
     return np.array(prefixes, np.int64).reshape(-1, 3), np.array(members, np.int64)
 
 
-def _best(
-    tables: Int32s, full: Int64s, members: Int64s, column: int, block_size: int
-) -> tuple[int, list[tuple[Int64s, int]]]:
-    """Choose prefixes of ``members``, whose first ``column`` blocks are equal, that save the most.
-
-    Either all of them share what they have in common, or they part where their tables do, and each branch shares more.
-    Returns the number of blocks that need not be read, and the prefixes: members and blocks.
-    """
+def _rounds(tables: Int32s, rows: Int64s, full: Int64s, block_size: int) -> list[_Round]:
+    rounds: list[_Round] = []
+    members = np.flatnonzero(full * block_size >= _MIN_TOKENS)
     if len(members) < _MIN_QUERIES:
-        return 0, []
-    own = tables[members]
-    least = int(full[members].min())
-    differs = np.flatnonzero((own[:, column:least] != own[0, column:least]).any(axis=0))
-    common = column + int(differs[0]) if len(differs) else least
-    enough = common * block_size >= _MIN_TOKENS
-    together = ((len(members) - 1) * common, [(members, common)]) if enough else (0, [])
-    longer = members[full[members] > common]
-    if len(longer) < _MIN_QUERIES:
-        return together
-    branches = tables[longer, common]
-    apart, parts = 0, []
-    for block in np.unique(branches):
-        saved, found = _best(tables, full, longer[branches == block], common + 1, block_size)
-        apart += saved
-        parts += found
-    return (apart, parts) if apart > together[0] else together
+        return rounds
+    first = np.sort(tables[rows[members], 0])
+    if not (first[_MIN_QUERIES - 1 :] == first[: 1 - _MIN_QUERIES]).any():
+        return rounds  # the cheapest look is enough for a batch that shares nothing
+    common = chains = np.zeros(len(members), np.int64)
+    while len(rounds) < _MAX_ROUNDS:
+        left, starts, sizes = _branches(tables, rows, full, members, common, chains)
+        if not len(starts):
+            break
+        members, equal = members[left], common[left] + 1
+        chains = np.repeat(np.arange(len(starts)), sizes)
+        leading = starts if len(rounds) < _ROUNDS_OF_LONGEST else starts + sizes // 2
+        leaders = members[leading][chains]
+        common = _common(tables, rows[members], rows[leaders], equal, np.minimum(full[members], full[leaders]))
+        order = np.lexsort((-common, chains))
+        members, common = members[order], common[order]
+        rounds.append(_Round(members, common, starts, chains, left[starts]))
+    return rounds
+
+
+def _branches(
+    tables: Int32s, rows: Int64s, full: Int64s, members: Int64s, common: Int64s, chains: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the groups of members that leave their chain with the same block, where they are enough to share.
+
+    These are the places in ``members`` of one group after the other, its longest context first; and where each group
+    begins, and its size.
+    """
+    left = np.flatnonzero(full[members] > common)
+    at, column, chain = members[left], common[left], chains[left]
+    block = tables[rows[at], column]
+    order = np.lexsort((-full[at], block, column, chain))
+    keys = np.stack((chain, column, block))[:, order]
+    is_first = np.ones(len(left), bool)
+    is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    sizes = np.diff(np.append(np.flatnonzero(is_first), len(left)))
+    enough = sizes >= _MIN_QUERIES
+    kept = left[order[np.repeat(enough, sizes)]]
+    sizes = sizes[enough]
+    return kept, np.cumsum(sizes) - sizes, sizes
+
+
+def _common(tables: Int32s, rows: Int64s, others: Int64s, equal: Int64s, ends: Int64s) -> Int64s:
+    """Return in how many blocks [pairs] each row begins like the other one: at least ``equal``, at most ``ends``."""
+    common = equal.copy()
+    pending = np.flatnonzero(common < ends)
+    window = _FIRST_WINDOW
+    while len(pending):
+        low = int(common[pending].min())
+        high = min(low + window, int(ends[pending].max()))
+        now = pending[common[pending] < high]
+        # Some are known to be equal beyond ``low`` already, and to compare these columns again does no harm.
+        columns = tables[:, low:high]
+        differs = columns[rows[now]] != columns[others[now]]
+        first = differs.argmax(axis=1)
+        found = differs[np.arange(len(now)), first]
+        common[now] = np.minimum(np.where(found, low + first, high), ends[now])
+        is_done = np.zeros(len(common), bool)
+        is_done[now] = found
+        pending = pending[~is_done[pending] & (common[pending] < ends[pending])]
+        window = min(_WINDOW_GROWTH * window, max(_WINDOW_BLOCKS // len(now), _FIRST_WINDOW))
+    return common
+
+
+def _chosen(rounds: list[_Round], block_size: int) -> list[tuple[Int64s, int]]:
+    """Choose the prefixes, members and blocks, that save the most.
+
+    Along a chain, either the members up to one of them share what that one follows of the chain, and only branches that
+    have left before may share more; or nobody shares the chain, and all branches may. Where it saves as much, more
+    members share less.
+    """
+    cuts: list[Int64s] = []
+    saved = np.zeros(0, np.int64)
+    for number in reversed(range(len(rounds))):
+        members, common, starts, chains, _ = rounds[number]
+        branches = np.zeros(len(members), np.int64)
+        if number + 1 < len(rounds):
+            np.add.at(branches, rounds[number + 1].parents, saved)
+        places = np.arange(len(members))
+        before = places - starts[chains]
+        # Of several that leave at the same place, the last one stands for all.
+        is_last = np.ones(len(members), bool)
+        is_last[:-1] = (common[1:] != common[:-1]) | (chains[1:] != chains[:-1])
+        may_share = is_last & (before >= _MIN_QUERIES - 1) & (common * block_size >= _MIN_TOKENS)
+        apart = np.add.reduceat(branches, starts)
+        running = np.cumsum(branches)
+        ends = np.append(starts[1:], len(members)) - 1
+        saves = np.where(may_share, before * common + running[ends][chains] - running, -1)
+        together = np.maximum.reduceat(saves, starts)
+        cut = np.maximum.reduceat(np.where(saves == together[chains], places, -1), starts)
+        cuts.append(np.where((together >= apart) & (together > 0), cut, -1))
+        saved = np.maximum(together, apart)
+    return _selected(rounds, cuts[::-1])
+
+
+def _selected(rounds: list[_Round], cuts: list[Int64s]) -> list[tuple[Int64s, int]]:
+    """Return members and blocks of each cut but those of chains whose members share a part of their parent."""
+    selected: list[tuple[Int64s, int]] = []
+    is_open: npt.NDArray[np.bool_] = np.ones(0, bool)
+    for number, ((members, common, starts, _, parents), cut) in enumerate(zip(rounds, cuts, strict=True)):
+        if number:
+            above = rounds[number - 1].chains[parents]
+            is_open = is_open[above] & (parents > cuts[number - 1][above])
+        else:
+            is_open = np.ones(len(starts), bool)
+        for chain in np.flatnonzero(is_open & (cut >= 0)).tolist():
+            end = int(cut[chain])
+            selected.append((members[starts[chain] : end + 1], int(common[end])))
+    return selected
