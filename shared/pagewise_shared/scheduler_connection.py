@@ -21,6 +21,7 @@ HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 """Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
 
 _RETRY_SECONDS = 2.0
+_GREETING_SECONDS = 2.0
 _OWN_SECONDS = 0.5
 """If a connection breaks so soon after reconnecting, it is the old one, which reconnecting has closed."""
 
@@ -74,7 +75,7 @@ async def watch_connection(
                 renewed = monotonic()
                 on_broken()
         elif keys is None:
-            if failure.no_common_mechanism:
+            if failure.no_common_mechanism or (failure.hung_up and await asks_for_key(endpoint)):
                 raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
         elif failure.refused:
             complaints.warning(
@@ -96,6 +97,32 @@ async def watch_connection(
                 endpoint,
                 keys.scheduler.decode(),
             )
+
+
+async def asks_for_key(endpoint: str) -> bool:
+    """Return whether whoever listens at a ZeroMQ endpoint demands CURVE; False if nobody answers.
+
+    Whichever end first has the whole greeting of the other (ZMTP 3.1: signature, version, mechanism) ends the
+    connection if the mechanisms differ, often before its own greeting is out. The other end then learns nothing but
+    that it was cut off. A greeting that stops behind the major version gets the whole one in return, and names no
+    mechanism itself.
+    """
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(";")[2].rpartition(":")
+    try:
+        async with asyncio.timeout(_GREETING_SECONDS):
+            if scheme == "ipc":
+                reader, writer = await asyncio.open_unix_connection(address.replace("@", "\0", 1))
+            else:
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(b"\xff" + bytes(8) + b"\x7f\x03")
+                greeting = await reader.readexactly(64)
+            finally:
+                writer.close()
+    except (OSError, ValueError, asyncio.IncompleteReadError):  # a timeout is an OSError
+        return False
+    return greeting[12:32].rstrip(b"\0") == b"CURVE"
 
 
 def _reconnect(socket: zmq.asyncio.Socket, endpoint: str) -> None:

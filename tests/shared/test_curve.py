@@ -1,6 +1,7 @@
 """Keys and the gate on real sockets: who gets in, who does not, and that changes count at once."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from pagewise_shared.connections import Connections, HandshakeFailure
 from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.scheduler_connection import make_dealer, watch_connection
+from pagewise_shared.scheduler_connection import asks_for_key, make_dealer, watch_connection
 
 from tests.shared.key_pairs import make_key_pairs
 
@@ -230,6 +231,57 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
         finally:
             gate.close()
             router.close()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "ipc://{folder}/socket"])
+async def test_a_listener_tells_whether_it_asks_for_a_key(tmp_path: Path, endpoint: str) -> None:
+    make_key_pairs(tmp_path, "scheduler", "one")
+    with zmq.asyncio.Context() as context:
+        gate = Gate(context, Keys(tmp_path, "scheduler"), Refused())
+        try:
+            for secured in (True, False):
+                router = context.socket(zmq.ROUTER)
+                if secured:
+                    gate.secure_server(router)
+                router.bind(endpoint.format(folder=tmp_path))
+                bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+                assert await asks_for_key(bound) is secured
+                router.close()
+            assert not await asks_for_key("tcp://127.0.0.1:9")
+            assert not await asks_for_key("ipc:///nowhere")
+        finally:
+            gate.close()
+
+
+async def test_without_a_key_one_that_is_cut_off_in_the_handshake_asks_why(tmp_path: Path) -> None:
+    """A scheduler with keys that is slow: the whole greeting of its peer is there before it has answered."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff" + bytes(8) + b"\x7f")
+        await reader.readexactly(11)
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(0.3):
+                await reader.readexactly(53)
+                writer.close()
+                return
+        writer.write(b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
+        await writer.drain()
+        writer.close()
+
+    path = tmp_path / "socket"
+    async with await asyncio.start_unix_server(greet, path):
+        with zmq.asyncio.Context() as context:
+            dealer = make_dealer(context, None, 1024)
+            dealer.linger = 0
+            connections = Connections(dealer)
+            dealer.connect(f"ipc://{path}")
+            try:
+                with pytest.raises(ConfigError, match="asks for a key and there is none"):
+                    async with asyncio.timeout(10):
+                        await watch_connection(connections, dealer, f"ipc://{path}", None, lambda: None)
+            finally:
+                connections.close()
+                dealer.close()
 
 
 async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
