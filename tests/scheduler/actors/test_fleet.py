@@ -230,6 +230,19 @@ async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None
         raw.close()
 
 
+async def test_one_that_leaves_after_it_was_given_up_is_no_reason_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path) as stack:
+        for number, message in enumerate((Goodbye(1, "stopping"), StepResult(1, 1))):
+            raw = RawExecutor(tmp_path)
+            await raw.send(message)
+            assert isinstance(await raw.receive(), Rejoin)
+            raw.close()
+            assert stack.dropped("unknown_sender") == 1 + number
+            assert ("has not joined" in caplog.text) is (number == 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -116,7 +116,9 @@ class Sessions(ABC, Generic[PeerT]):
             else:
                 self.metrics.frames_dropped("too_many_hellos").inc()
         elif session is None:
-            self.drop(identity, "unknown_sender", "its sender has not joined")
+            # One that leaves may have been given up already, because its connection broke before this was read.
+            left = isinstance(message, Goodbye)
+            self.drop(identity, "unknown_sender", "" if left else "its sender has not joined")
             if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
                 self.socket.send(identity, Rejoin())
         elif isinstance(message, Goodbye):
@@ -168,13 +170,16 @@ class Sessions(ABC, Generic[PeerT]):
         return [session for session in self if session.identity != identity]
 
     def drop(self, identity: bytes, reason: Drop, detail: str) -> None:
-        """Count a frame that is not applied; who sends too many of them is given up."""
+        """Count a frame that is not applied; who sends too many of them is given up.
+
+        ``detail``: what a warning says about it; "": there is none.
+        """
         self.metrics.frames_dropped(reason).inc()
         seen = self._bad_frames.get(identity, 0) + 1
         if len(self._bad_frames) > _MOST_SENDERS:  # identities are the sender's choice: keep the table bounded
             self._bad_frames.clear()
         self._bad_frames[identity] = seen
-        if seen == 1:
+        if seen == 1 and detail:
             self._complaints.warning("dropped a frame (%s): %s", reason, detail)
         if seen >= MAX_BAD_FRAMES and (session := self._sessions.get(identity)) is not None:
             self.lose(session, "it keeps sending frames that cannot be decoded")
