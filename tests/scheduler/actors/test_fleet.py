@@ -1,9 +1,11 @@
 """Fleet, engines and router over a real socket: who is let in, what is dropped, and that requests survive."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -12,6 +14,7 @@ import pytest
 import zmq
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     DEVICE,
@@ -228,6 +231,33 @@ async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None
             assert isinstance(answer, StepPlan), "plans that were sent before it was given up"
         assert stack.dropped("unknown_sender") == 1
         raw.close()
+
+
+async def test_what_is_known_of_an_executor_goes_with_it(tmp_path: Path) -> None:
+    """Without waiting for a garbage collection, which is rare in a scheduler."""
+
+    def num_nodes() -> int:
+        return sum(type(one) is CachedBlock for one in gc.get_objects())
+
+    async with running(tmp_path) as stack:
+        async with executor(tmp_path):
+            await stack.ready(1)
+            for first in range(20):
+                await stack.generate([first, *range(100)])
+            known = weakref.ref(stack.engines[0])
+            of_it = stack.engines[0].scheduler.kv.pool.tree.num_blocks
+            assert of_it > 20
+            gc.collect()
+            gc.disable()
+            before = num_nodes()
+        try:
+            await stack.ready(0)
+            async with asyncio.timeout(5):
+                while known() is not None:
+                    await asyncio.sleep(0.01)
+            assert num_nodes() <= before - of_it
+        finally:
+            gc.enable()
 
 
 async def test_one_that_leaves_after_it_was_given_up_is_no_reason_for_a_warning(

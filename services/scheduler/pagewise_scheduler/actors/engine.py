@@ -65,6 +65,10 @@ class ExecutorLink:
     next_epoch: Callable[[], int]
 
 
+_GONE = ExecutorLink(lambda message: False, lambda: 0)
+"""Of one that is lost. Its own link holds its session, which holds the engine."""
+
+
 class Engine:
     """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
 
@@ -315,6 +319,8 @@ class Engine:
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)
+        self.scheduler.kv.close()
+        self._link = _GONE
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left" if loss is Loss.LEFT else "lost").inc(len(moved))
         return moved

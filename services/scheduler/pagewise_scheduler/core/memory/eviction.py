@@ -53,6 +53,10 @@ class LeastRecentlyUsed:
         """Nothing to remember: the tick is the block's own."""
 
 
+def _never(block: CachedBlock) -> None:
+    """Say of a block that it may not be evicted."""
+
+
 class EvictionQueue:
     """Blocks of one tier that may be evicted now, those of the lowest ``rank`` first, then by the policy.
 
@@ -68,6 +72,11 @@ class EvictionQueue:
         self._heap: list[tuple[int, float, int, int, CachedBlock]] = []
         self._tie = 0
         self._clock = 0.0
+
+    def close(self) -> None:
+        """Hold neither blocks nor the tier any more: from now on none may be evicted."""
+        self._heap.clear()
+        self._rank_of = _never
 
     def push(self, block: CachedBlock, rank: int) -> None:
         """A block may be evicted from now on."""

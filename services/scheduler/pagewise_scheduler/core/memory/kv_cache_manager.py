@@ -315,6 +315,15 @@ class KVCacheManager:
             self._num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
 
+    def close(self) -> None:
+        """The executor is gone, or all it held: free what the tiers know of it now, however much that is.
+
+        Tiers and nodes hold each other, so without this they would stay until a garbage collection.
+        """
+        for tier in self.tiers.values():
+            tier.close()
+        self.pool.tree.unlink()
+
     def forget(self) -> None:
         """The executor has lost its KV: nothing is cached any more, in no tier. No table may hold blocks.
 
@@ -322,6 +331,7 @@ class KVCacheManager:
         """
         pool = self.pool
         assert pool.num_in_use <= pool.num_lent
+        self.close()
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)
 
 

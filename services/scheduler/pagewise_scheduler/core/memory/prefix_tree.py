@@ -147,6 +147,20 @@ class PrefixTree:
         known = self._roots.get(cache_salt)
         return root_hash(self.model_fingerprint, cache_salt) if known is None else known.hash
 
+    def unlink(self) -> None:
+        """Take all nodes apart, when nobody looks into this tree any more.
+
+        Parents and children hold each other, so they would stay until a garbage collection, which is rare here.
+        """
+        nodes: list[CachedBlock] = list(self._roots.values())
+        self._roots.clear()
+        self.num_blocks = 0
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            node.children.clear()
+            node.parent = None
+
     @property
     def roots(self) -> list[CachedBlock]:
         """The roots of all cache salts of which anything is cached."""

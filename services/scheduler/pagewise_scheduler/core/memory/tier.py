@@ -126,6 +126,10 @@ class Tier:
         """The block's place in the prefix tree, if its content is known."""
         return self._nodes[block]
 
+    def close(self) -> None:
+        """Nobody reserves blocks here any more. What is still held may be given back."""
+        self._evictable.close()
+
     # ---- taking and giving back ----------------------------------------------------------------------
 
     def reserve(self, count: int) -> tuple[list[int], Copies]:
