@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagewise_executor.models.packed_linear import quantise_linears
+from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +59,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     kind: Any = AutoModelForCausalLM
     exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
-    quantise_linears(quantised)
+    pack_linears(quantised, "cpu", "int8")
     others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
     texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
     ids = [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in texts]

@@ -136,13 +136,19 @@ def tune_allocator(*, computes: bool = False) -> None:
     if not computes:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, _LARGE_BUFFER)
-    threading.Thread(target=_trim_forever, args=(libc,), name="trim", daemon=True).start()
+    threading.Thread(target=_trim_forever, name="trim", daemon=True).start()
 
 
-def _trim_forever(libc: ctypes.CDLL) -> None:
+def return_freed_memory() -> None:
+    """Let glibc return its free pages to the operating system now; other C libraries are left alone."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # without Python's lock
+
+
+def _trim_forever() -> None:
     while True:
         time.sleep(_TRIM_SECONDS)
-        libc.malloc_trim(0)  # without Python's lock
+        return_freed_memory()
 
 
 def raise_file_limit() -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models.packed_linear import quantise_linears
+from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import ExecutorConfig
@@ -40,7 +40,7 @@ def check_family(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
     ).to(device)
     if quantization == "int8":
-        quantise_linears(model)
+        pack_linears(model, "cpu", "int8")
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
     expected = reference(model, prompts, [length for _, length in LENGTHS], device)

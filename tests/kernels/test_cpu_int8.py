@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagewise_kernels.cpu import linear_int8
 from pagewise_kernels.cpu.build import Variant
 from pagewise_kernels.cpu.linear_int8 import MAX_INPUTS, Int8Weight
 
@@ -71,6 +72,21 @@ def test_extremes(build: Variant) -> None:
     assert not found[[0, 4], 3].any()
     torch.testing.assert_close(found[[0, 4]].double(), oracle(x[[0, 4]], weight, None), rtol=1e-5, atol=1e-5)
     assert Int8Weight(weight).linear(x[:0]).shape == (0, 7)
+
+
+def test_weights_that_are_rounded_in_pieces_are_rounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_kernels()
+    weight = torch.randn(100, 31).t()  # as the weights of Conv1D are laid out
+    whole = Int8Weight(weight)
+    monkeypatch.setattr(linear_int8, "_AT_ONCE", 700)
+    pieces = Int8Weight(weight)
+    for name in ("packed", "scales", "offsets"):
+        assert torch.equal(getattr(whole, name), getattr(pieces, name))
+    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+    error = float((weight - (weight / scales).round() * scales).square().sum())
+    for one in (whole, pieces):
+        assert (one.squared_error, one.squares) == pytest.approx((error, float(weight.square().sum())), rel=1e-4)
+    assert Int8Weight(torch.zeros(3, 5)).squared_error == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:

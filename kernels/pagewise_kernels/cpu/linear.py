@@ -21,10 +21,10 @@ class PackedWeight:
         self._library = load_library()
         panel = self._library.pagewise_panel()
         self.outs, self.ins = weight.shape
-        panels = -(-self.outs // panel)
-        padded = torch.zeros(panels * panel, self.ins)
-        padded[: self.outs] = weight.detach()
-        self.packed = padded.view(panels, panel, self.ins).transpose(1, 2).contiguous()
+        whole, rest = divmod(self.outs, panel)
+        self.packed = torch.zeros(whole + (rest > 0), self.ins, panel)
+        self.packed[:whole] = weight.detach()[: whole * panel].unflatten(0, (whole, panel)).transpose(1, 2)
+        self.packed[whole:, :, :rest] = weight.detach()[whole * panel :].t()
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 

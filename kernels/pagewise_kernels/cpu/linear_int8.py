@@ -8,6 +8,9 @@ from pagewise_kernels.cpu.results import empty
 MAX_INPUTS = 65_536
 """With more inputs, the sum of products of eight bits may not fit into 32."""
 
+_AT_ONCE = 1 << 20
+"""About how many weights are rounded at once, so that this takes little memory beside them."""
+
 
 class Int8Weight:
     """The weight [outs, ins] and the bias [outs] of a linear layer, quantised and in the layout that the product reads.
@@ -16,7 +19,8 @@ class Int8Weight:
     when the layer is computed, with a scale for each row.
 
     ``packed`` int8 [panels, groups, panel, group]: the outputs in panels, the inputs in groups, whose sizes depend on
-    the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``.
+    the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``. ``squares``: the sum
+    of the squares of all weights. ``squared_error``: that of what rounding them has changed.
 
     Raises:
         TypeError: the weight is not float32 on the CPU. ValueError: it has more inputs than ``MAX_INPUTS``.
@@ -33,17 +37,31 @@ class Int8Weight:
                 f"{self.ins} inputs are too many for weights in eight bits, up to {MAX_INPUTS} are supported"
             )
         panels, self._groups, self._group = -(-self.outs // panel), -(-self.ins // group), group
-        most = weight.detach().abs().amax(dim=1)
-        scales = torch.where(most > 0, most / 127, 1.0)
         padded = torch.zeros(panels * panel, self._groups * group, dtype=torch.int8)
-        padded[: self.outs, : self.ins] = (weight.detach() / scales[:, None]).round_()
-        self.packed = padded.view(panels, panel, self._groups, group).transpose(1, 2).contiguous()
         self.scales = torch.ones(panels * panel)
-        self.scales[: self.outs] = scales
-        self.offsets = padded.sum(dim=1, dtype=torch.int32) * 128
+        self.offsets = torch.zeros(panels * panel, dtype=torch.int32)
+        self.squares = self.squared_error = 0.0
+        rows = max(1, _AT_ONCE // max(1, self.ins))
+        for start in range(0, self.outs, rows):
+            part = slice(start, min(start + rows, self.outs))
+            self._quantise(weight.detach()[part], padded[part], self.scales[part], self.offsets[part])
+        self.packed = padded.view(panels, panel, self._groups, group).transpose(1, 2).contiguous()
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self._pointers = [tensor.data_ptr() for tensor in (self.packed, self.scales, self.offsets)]
         self._pointers.append(0 if self.bias is None else self.bias.data_ptr())
+
+    def _quantise(
+        self, weight: torch.Tensor, padded: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """Write the outputs ``weight`` [outs, ins] to ``padded`` [outs, padded ins], ``scales``, ``offsets`` [outs]."""
+        most = weight.abs().amax(dim=1)
+        scales.copy_(torch.where(most > 0, most / 127, 1.0))
+        exact = weight / scales[:, None]
+        rounded = exact.round()
+        padded[:, : self.ins] = rounded
+        offsets.copy_(padded.sum(dim=1, dtype=torch.int32) * 128)
+        self.squares += float(torch.linalg.vector_norm(weight)) ** 2
+        self.squared_error += float(torch.linalg.vector_norm(exact.sub_(rounded).mul_(scales[:, None]))) ** 2
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models import loader
+from pagewise_executor.models import loader, preparation
 from pagewise_executor.models.packed_linear import PackedLinear, pack_linears
 from pagewise_executor.profile import profile_run
 from pagewise_shared.config import ExecutorConfig
@@ -29,8 +29,8 @@ def test_fused_layers_compute_what_the_originals_compute(
     assert sum(type(m).__name__ == "FusedDecoderLayer" for m in fused.model.modules()) == len(fused.attention)
     tokens, logprobs = tokens_and_logprobs(tmp_path, "float32")
     monkeypatch.setattr(loader, "_llama_checkpoint", lambda *_: None)  # which has no layers but fused ones
-    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
-    monkeypatch.setattr(loader, "pack_linears", lambda *_: 0)
+    monkeypatch.setattr(preparation, "fuse_layers", lambda *_: 0)
+    monkeypatch.setattr(preparation, "pack_linears", lambda *_: 0)
     plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)

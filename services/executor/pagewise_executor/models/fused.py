@@ -79,14 +79,16 @@ class _NormWeight(nn.Module):
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
-def fuse_layers(model: nn.Module, operations: Operations) -> int:
-    """Replace the decoder layers of ``model`` that have a fused form; return how many were replaced."""
+def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> int:
+    """Replace the decoder layers that have a fused form; return how many were replaced.
+
+    ``within``: the name of the module of ``model`` that is, or has, the layers; empty: all of the model.
+    """
     count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in _LAYERS and _fusible(child):
-                setattr(parent, name, FusedDecoderLayer(child, operations))
-                count += 1
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if type(module).__name__ in _LAYERS and _fusible(module):
+            model.set_submodule(name, FusedDecoderLayer(module, operations))
+            count += 1
     return count
 
 

@@ -1,4 +1,4 @@
-"""Models of Llama's structure, built and loaded without transformers.
+"""Models of Llama's structure, built and read without transformers.
 
 The decoder layers here only hold the weights and have no ``forward``: ``fuse_layers`` replaces them by layers that
 compute. Names are those of the checkpoints, and of transformers' modules.
@@ -138,9 +138,10 @@ class LlamaForCausalLM(nn.Module):
 
 
 class LlamaCheckpoint:
-    """The weight files of a model. Their headers have been compared with the model; the weights are not read yet.
+    """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
 
-    ``headers``: of each file, as safetensors has them: by the name of a tensor its ``dtype`` and ``shape``.
+    ``model``: its weights have no data before they are read. ``headers``: of each file, as safetensors has them: by the
+    name of a tensor its ``dtype`` and ``shape``.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model.
@@ -148,8 +149,8 @@ class LlamaCheckpoint:
 
     def __init__(self, config: LlamaConfig, headers: Mapping[Path, Mapping[str, Any]]) -> None:
         self.config = config
-        self._model = LlamaForCausalLM(config)
-        wanted = {name: list(weight.shape) for name, weight in self._model.state_dict().items()}
+        self.model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
         if config.tie_word_embeddings:
             del wanted["lm_head.weight"]
         self._names: dict[Path, list[str]] = {}
@@ -164,23 +165,29 @@ class LlamaCheckpoint:
         if wanted:
             raise NotReadableError(f"it has no weight {min(wanted)}")
 
-    def load(self, dtype: torch.dtype) -> LlamaForCausalLM:
-        """Read the weights as ``dtype``; to be called once.
+    def read(self, part: str, dtype: torch.dtype) -> None:
+        """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.
+
+        A head that is tied to the embedding has to be read after it.
 
         Raises:
             OSError: a file cannot be read.
             RuntimeError: there is not enough memory.
         """
+        if part == "lm_head" and self.config.tie_word_embeddings:
+            self.model.lm_head.weight = self.model.model.embed_tokens.weight
+            return
         weights = {}
         for file, names in self._names.items():
+            own = [name for name in names if name.startswith(f"{part}.")]
+            if not own:
+                continue
+            # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
             with safe_open(file, framework="pt") as opened:
-                for name in names:
+                for name in own:
                     # A copy even where the type is the same: the original is the file, which may change or go.
-                    weights[name] = opened.get_tensor(name).to(dtype, copy=True)
-        if self.config.tie_word_embeddings:
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        self._model.load_state_dict(weights, assign=True)
-        return self._model.eval().requires_grad_(False)
+                    weights[name.removeprefix(f"{part}.")] = opened.get_tensor(name).to(dtype, copy=True)
+        self.model.get_submodule(part).load_state_dict(weights, assign=True)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

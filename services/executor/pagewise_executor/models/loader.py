@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,10 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.cpu import computes_bfloat16
-from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
-from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
-from pagewise_executor.models.packed_linear import pack_linears, quantise_linears
+from pagewise_executor.models.preparation import prepare
 
 if TYPE_CHECKING:
     import openvino
@@ -83,22 +83,20 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         _tell_of_slow_type(dtype)
     max_model_len = _max_model_len(config, text)
     fixed: list[str] = []
-    try:
-        if checkpoint is not None:
-            model: torch.nn.Module = checkpoint.load(dtype)
-        else:
+    if checkpoint is not None:
+        model: torch.nn.Module = checkpoint.model
+    else:
+        with _errors_of_loading(config, device):
             model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
-        raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
     kernels, fallback, compiled = choose_kernels(config, model, text, attention, shapes, device, dtype)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
-        _prepare(config, model, kernels, len(attention), device)
+        with _errors_of_loading(config, device):
+            read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
+            prepare(config, model, kernels, len(attention), device, read)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
@@ -119,19 +117,15 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     )
 
 
-def _prepare(
-    config: ExecutorConfig, model: torch.nn.Module, kernels: Kernels, num_layers: int, device: torch.device
-) -> None:
-    """Replace the parts of a model that can be computed faster than as they are."""
-    fused = fuse_layers(model, _operations(kernels))
-    if config.deterministic:
-        _make_deterministic(config.model, model, kernels, num_layers - fused)
-    if config.quantization == "int8":
-        count = quantise_linears(model)
-        log.info("%d of %d layers fused, %d linear layers with weights in eight bits", fused, num_layers, count)
-        return
-    packed = pack_linears(model, kernels) if device.type == "cpu" else 0
-    log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
+@contextmanager
+def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator[None]:
+    """Raise what is raised within as a ModelError that names the model."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
+        raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
 
 
 def _llama_checkpoint(
@@ -202,26 +196,6 @@ def choose_device(config: ExecutorConfig) -> torch.device:
         raise ModelError("--device cuda: torch sees no CUDA device here")
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-
-
-def _operations(kernels: Kernels) -> Operations:
-    match kernels:
-        case "triton":
-            return TritonOperations()
-        case "cpu":
-            return CpuOperations()
-        case _:
-            return TorchOperations()
-
-
-def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fused: int) -> None:
-    if kernels != "triton":
-        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
-    if not_fused:
-        raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
-    from pagewise_executor.models.deterministic import make_rowwise
-
-    make_rowwise(model)
 
 
 def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig") -> torch.dtype:

@@ -6,7 +6,7 @@ than the product. With weights that are reordered once, a small batch is several
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -77,6 +77,8 @@ class CpuLinear(nn.Module):
 class Int8Linear(CpuLinear):
     """The same with weights in eight bits."""
 
+    packed: "Int8Weight"
+
     @staticmethod
     def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight | Int8Weight":
         from pagewise_kernels.cpu.linear_int8 import Int8Weight
@@ -84,50 +86,56 @@ class Int8Linear(CpuLinear):
         return Int8Weight(weight, bias)
 
 
-def quantise_linears(model: nn.Module) -> int:
-    """Replace the linear layers of a model in float32 on the CPU by ones in eight bits; return how many."""
-    return _replace_linears(model, lambda weight: Int8Linear)
-
-
-def pack_linears(model: nn.Module, kernels: Kernels) -> int:
+def pack_linears(
+    model: nn.Module, kernels: Kernels, quantization: Literal["none", "int8"] = "none", within: str = ""
+) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
-    They are those of the CPU operations if the model runs on these, in float32, on a processor where they are as fast
-    as oneDNN's, and oneDNN's otherwise, if it is available.
+    With the quantisation ``int8`` they have weights in eight bits, and the model is in float32. Otherwise they are
+    those of the CPU operations if the model runs on these, in float32, on a processor where they are as fast as
+    oneDNN's, and oneDNN's otherwise, if it is available.
+
+    ``within``: the name of the module of ``model`` that is, or has, the linear layers; empty: all of the model.
+
+    Raises:
+        ValueError: a layer has too many inputs for weights in eight bits.
     """
+    kind = _kind_of_int8 if quantization == "int8" else _kind_of_packed(kernels)
+    count = 0
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
+        transposed = _is_conv1d(module)
+        if type(module) is not nn.Linear and not transposed:
+            continue
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, torch.Tensor)
+        replaced = kind(weight)
+        if replaced is not None:
+            model.set_submodule(name, replaced(weight.t() if transposed else weight, bias))
+            count += 1
+    return count
+
+
+def _kind_of_int8(_: torch.Tensor) -> type[nn.Module] | None:
+    return Int8Linear
+
+
+def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module] | None]:
+    """Return what says, for a weight, which class packs it; None: its linear layer stays as it is."""
     own = False
     if kernels == "cpu":
         from pagewise_kernels.cpu.library import has_fast_products
 
         own = has_fast_products()
-    if not own and not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
+    available = own or torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
     def kind(weight: torch.Tensor) -> type[nn.Module] | None:
-        if weight.dtype not in _TYPES:
+        if not available or weight.dtype not in _TYPES:
             return None
         if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return None  # oneDNN refuses to pack it on processors without AVX-512; torch's own layer converts it
         return CpuLinear if own and weight.dtype == torch.float32 else PackedLinear
 
-    return _replace_linears(model, kind)
-
-
-def _replace_linears(model: nn.Module, kind: Callable[[torch.Tensor], type[nn.Module] | None]) -> int:
-    """Replace linear layers by those of the ``kind`` that is returned for their weight [out, in]; return how many."""
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            transposed = _is_conv1d(child)
-            if type(child) is not nn.Linear and not transposed:
-                continue
-            weight, bias = child.weight, child.bias
-            assert isinstance(weight, torch.Tensor)
-            replaced = kind(weight)
-            if replaced is not None:
-                setattr(parent, name, replaced(weight.t() if transposed else weight, bias))
-                count += 1
-    return count
+    return kind
 
 
 def _is_conv1d(module: nn.Module) -> bool:

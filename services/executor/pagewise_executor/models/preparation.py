@@ -1,0 +1,107 @@
+"""Makes the parts of a model faster than they are: fused layers, packed or quantised linear layers.
+
+A model is prepared part by part: what a part was is released before the next one is touched, or even read. So loading
+takes the memory of the prepared model and of one part as it is in the file, not that of the model twice.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.service_process import return_freed_memory
+from torch import nn
+
+from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.kernel_choice import Kernels
+from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
+from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
+
+log = logging.getLogger(__name__)
+
+
+def prepare(
+    config: ExecutorConfig,
+    model: nn.Module,
+    kernels: Kernels,
+    num_layers: int,
+    device: torch.device,
+    read: Callable[[str], None] | None = None,
+) -> None:
+    """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
+
+    ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
+
+    Raises:
+        ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
+        ValueError: a linear layer cannot be quantised.
+    """
+    operations = _operations(kernels)
+    fused = packed = 0
+    for part in list(_parts(model)):
+        if read is not None:
+            read(part)
+        fused += fuse_layers(model, operations, part)
+        if device.type == "cpu" and not config.deterministic:
+            packed += pack_linears(model, kernels, config.quantization, part)
+            return_freed_memory()  # the next part may not fit into the holes that this one has left
+    if config.deterministic:
+        _make_deterministic(config.model, model, kernels, num_layers - fused)
+    log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
+    if config.quantization == "int8":
+        _tell_of_quantisation(model)
+
+
+def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the parts of a model in their order: its decoder layers, and the modules beside them."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{prefix}{name}.{index}" for index in range(len(child)))
+        elif any(isinstance(module, nn.ModuleList) for module in child.modules()):
+            yield from _parts(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _tell_of_quantisation(model: nn.Module) -> None:
+    """Say in the log what is in eight bits, how much that has changed it, and what is not."""
+    weights = [module.packed for module in model.modules() if isinstance(module, Int8Linear)]
+    quantised = sum(weight.outs * weight.ins for weight in weights)
+    error = sum(weight.squared_error for weight in weights) / (sum(weight.squares for weight in weights) or 1.0)
+    kept = Counter[str]()
+    for module in model.modules():
+        kept[type(module).__name__.lstrip("_")] += sum(weight.numel() for weight in module.parameters(recurse=False))
+    log.log(
+        logging.INFO if quantised >= kept.total() else logging.WARNING,
+        "%s weights are in eight bits, which changes them by %.2f%% (root mean square; docs/performance.md says what "
+        "that changes in the tokens of the demo model); %s weights stay in float32: %s",
+        _millions(quantised), 100 * math.sqrt(error), _millions(kept.total()),
+        ", ".join(f"{kind} {_millions(count)}" for kind, count in kept.most_common(3)),
+    )  # fmt: skip
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count}"
+
+
+def _operations(kernels: Kernels) -> Operations:
+    match kernels:
+        case "triton":
+            return TritonOperations()
+        case "cpu":
+            return CpuOperations()
+        case _:
+            return TorchOperations()
+
+
+def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:
+    if kernels != "triton":
+        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
+    if not_fused:
+        raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
+    from pagewise_executor.models.deterministic import make_rowwise
+
+    make_rowwise(model)
