@@ -55,7 +55,7 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         quantization="int8" if option == "int8" else "none",
         num_blocks=1600,
         profile=False,
-        threads=threads,
+        threads=threads or "auto",
         block_size=BLOCK_SIZE,
     )
     runner = ModelRunner(config)

@@ -94,7 +94,7 @@ def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "cpu",
         kernels=kernels,
         num_blocks=SEQUENCES * blocks,
         profile=False,
-        threads=threads,
+        threads=threads or "auto",
     )
     runner = ModelRunner(config)
 

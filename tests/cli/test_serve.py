@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from pagewise.serve import StartError, gpu_variables, visible_gpus
+from pagewise.serve import StartError, _groups, gpu_variables, visible_gpus
 from pagewise_shared.config import ExecutorConfig, ServeConfig
 
 from benchmarks.processes import EXECUTOR, GATEWAY, SCHEDULER, Served, serving
@@ -54,6 +54,22 @@ def complete(server: Served, **fields: Any) -> str:
 def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expected: list[str | None]) -> None:
     found = gpu_variables(ServeConfig(**options), gpus)
     assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "openmp", "given"),
+    [("auto", None, ["--threads=1"]), ("auto", "3", []), (2, None, ["--threads=2"]), (2, "3", ["--threads=2"])],
+)
+def test_executors_share_the_cores_unless_somebody_has_chosen(
+    threads: Any, openmp: str | None, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if openmp is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", openmp)
+    config = ServeConfig(executors=1000, executor=ExecutorConfig(threads=threads))
+    _, executors, _ = _groups(config, [{}, {}])
+    for service in executors.services:
+        assert [argument for argument in service._command if argument.startswith("--threads")] == given
 
 
 def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:

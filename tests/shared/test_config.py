@@ -53,6 +53,8 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--num-blocks", "4", "--kv-memory", "1GiB"], {}, "--kv-memory"),
         (["--kv-memory", "lots"], {}, "lots"),
         (["--device", "tpu"], {}, "--device"),
+        (["--threads", "0"], {}, "--threads: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
+        ([], {"PAGEWISE_THREADS": "many"}, "PAGEWISE_THREADS: Invalid enum value 'many' (got 'many'; words that"),
         (["--no-such-option"], {}, "--no-such-option"),
         ([], {"PAGEWISE_PORT": "x"}, "PAGEWISE_PORT"),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE"),
@@ -65,6 +67,13 @@ def test_errors_name_their_source(
         parse(*argv, **environ)
     assert stop.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_number_of_threads_may_be_auto() -> None:
+    assert parse().executor.threads == parse("--threads", "auto", PAGEWISE_THREADS="3").executor.threads == "auto"
+    assert parse(PAGEWISE_THREADS="auto").executor.threads == "auto"
+    assert parse("--threads", "2", PAGEWISE_THREADS="auto").executor.threads == 2
+    assert parse(PAGEWISE_THREADS="3").executor.threads == 3
 
 
 def test_options_travel_to_child_processes() -> None:

@@ -58,7 +58,7 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
-    if threads is None and config.executors > 1 and openmp_threads(os.environ) is None:
+    if threads == "auto" and config.executors > 1 and openmp_threads(os.environ) is None:
         threads = share_of_cores(config.executors)
     executors = []
     for number, gpu in enumerate(gpus):

@@ -1,14 +1,15 @@
 """How many CPU threads torch uses, and which types the processor computes fast."""
 
 import platform
+from typing import Literal
 
 import torch
 from pagewise_shared.cpu_threads import available_cores
 
 
-def set_cpu_threads(threads: int | None) -> int:
+def set_cpu_threads(threads: int | Literal["auto"]) -> int:
     """Give torch ``threads`` threads, or as many as this process has cores of its own; return the number."""
-    count = threads or available_cores()
+    count = available_cores() if threads == "auto" else threads
     torch.set_num_threads(count)
     return count
 

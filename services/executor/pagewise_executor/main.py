@@ -93,7 +93,7 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
     finally:
         gc.freeze()
         gc.enable()
-    if config.threads is None:
+    if config.threads == "auto":
         threads = openmp_threads(os.environ) or choose_threads(began)
         config = msgspec.structs.replace(config, threads=threads)
         log.info("using %d CPU threads (set --threads for another number)", config.threads)

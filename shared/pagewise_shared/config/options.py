@@ -242,7 +242,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help(
             "int8: linear layers, not experts of mixtures, compute with weights in eight bits, on the CPU",
             more="The CPU operations round weights per output, and inputs per token. This is faster, takes a quarter "
-            "of the memory for these weights, and changes tokens: [performance.md](performance.md#weights-in-eight-bits) "
+            "of the memory for these weights, and changes tokens: [performance.md](performance.md) "
             "says how much. What stays in float32 is in the log ([kernels.md](kernels.md#weights-in-eight-bits)). "
             "Executors that serve a model together need the same value.",
         ),
@@ -315,13 +315,13 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = True
     threads: Annotated[
-        Positive | None,
+        Positive | Literal["auto"],
         _help(
-            "CPU threads of an executor (default: OMP_NUM_THREADS, or the cores it may use)",
+            "CPU threads of an executor; auto: OMP_NUM_THREADS, or the cores it may use",
             "N",
-            "`pagewise serve` shares the cores out among its executors.",
+            "With `auto`, `pagewise serve` shares the cores out among its executors.",
         ),
-    ] = None
+    ] = "auto"
     trust_remote_code: Annotated[bool, _help("run Python code that comes with the model")] = False
     simulate: Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")] = False
     simulate_step: Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")] = 0.0

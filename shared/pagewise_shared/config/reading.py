@@ -210,7 +210,14 @@ def _convert(value: Any, kind: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error} (got {value!r})") from error
+        words = [word for part in (_base(kind), *get_args(_base(kind))) for word in _words(part)]
+        known = f"; words that it takes: {', '.join(words)}" if words else ""
+        raise ConfigError(f"{source}: {error} (got {value!r}{known})") from error
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """Return the words that an option of this type may be."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
