@@ -20,9 +20,12 @@ class LibraryMissingError(Exception):
 
 
 class Library(ctypes.CDLL):
-    """The functions of the library, and the ``variant`` of it that was loaded."""
+    """The functions of the library. ``variant``: that which was loaded. ``narrower``: this processor runs a wider one,
+    which has not been built.
+    """
 
     variant: Variant
+    narrower: bool
 
 
 @functools.cache
@@ -40,17 +43,8 @@ def load_library(folder: Path = FOLDER) -> Library:
         missing = folder / best.file
         log.warning("%s has not been built, so %s is used, which is slower; %s", missing, built.file, _REMEDY)
     library = _open(folder / built.file)
-    library.variant = built
+    library.variant, library.narrower = built, built != best
     return library
-
-
-def floats_per_register() -> int:
-    """Return how many float32 a vector register of the library's variant holds: 16 with AVX-512, 8 with AVX2, else 4.
-
-    Raises:
-        LibraryMissingError: there is no library.
-    """
-    return load_library().variant.vec
 
 
 def has_fast_products() -> bool:
@@ -59,7 +53,7 @@ def has_fast_products() -> bool:
     Raises:
         LibraryMissingError: there is no library.
     """
-    return floats_per_register() >= 8
+    return load_library().variant.vec >= 8
 
 
 @functools.cache

@@ -81,7 +81,7 @@ class Hello(Message, frozen=True):
             with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
-            but cannot compute this model.
+            but cannot compute this model, or have not been built for this processor.
     """
 
     protocol_major: int

@@ -1,20 +1,22 @@
 """Models that cannot be served, and why; and how large the pool becomes."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
 from pagewise_executor.models import loader
 from pagewise_executor.models.loader import load_model
+from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.library import LibraryMissingError
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
-from tests.cpu_kernels import need_cpu_kernels
+from tests.cpu_kernels import need_cpu_kernels, variants
 from tests.model_builders import build_model
 
 
@@ -103,6 +105,25 @@ def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
     assert (loaded.kernels, loaded.fallback) == ("cpu", False)
     assert load_model(ExecutorConfig(model=str(model), device="cpu", dtype="bfloat16")).kernels == "cpu"
     assert load_model(ExecutorConfig(model=str(model), device="cpu", kernels="torch")).kernels == "torch"
+
+
+@pytest.mark.parametrize(
+    ("options", "fallback"),
+    [({}, True), ({"kernels": "cpu"}, True), ({"kernels": "torch"}, False), ({"quantization": "int8"}, True)],
+)
+def test_a_narrower_variant_of_the_cpu_operations_counts_as_a_fallback(
+    model: Path, options: dict[str, Any], fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_cpu_kernels()
+    built = library.load_library()
+    narrower = [one for one in variants() if one != built.variant]
+    if not narrower:
+        pytest.skip("this processor runs one variant")
+    for one in narrower:
+        shutil.copy(Path(built._name).with_name(one.file), tmp_path)
+    monkeypatch.setattr(library, "load_library", functools.partial(library.load_library, tmp_path))
+    loaded = load_model(ExecutorConfig(model=str(model), device="cpu", **options))
+    assert loaded.fallback is fallback
 
 
 def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: Path) -> None:

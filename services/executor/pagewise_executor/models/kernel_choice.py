@@ -24,8 +24,9 @@ Kernels = Literal["torch", "triton", "cpu", "openvino"]
 class KernelChoice(NamedTuple):
     """What computes a model.
 
-    ``fallback``: ``--kernels auto`` would have chosen other kernels, but they cannot compute the model. ``compiled``:
-    the model as OpenVINO computes it, if it does.
+    ``fallback``: ``--kernels auto`` would have chosen other kernels, but they cannot compute the model; or the CPU
+    operations compute, in a narrower variant than this processor runs. ``compiled``: the model as OpenVINO computes it,
+    if it does.
     """
 
     kernels: Kernels
@@ -69,7 +70,8 @@ def choose_kernels(
                 flaw = ""
         if not flaw:
             _report(config, kernels, unfit)
-            return KernelChoice(kernels, bool(unfit), compiled)
+            computes = kernels == "cpu" or config.quantization != "none"
+            return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()), compiled)
         if config.kernels != "auto":
             raise ModelError(f"--kernels {kernels}: {flaw}")
         unfit.append(f"{kernels}: {flaw}")
@@ -101,6 +103,13 @@ def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, 
     if openvino_choice.is_installed() and not _has_fast_products():
         return ("openvino", "cpu", "torch")
     return ("cpu", "torch")
+
+
+def _is_narrower() -> bool:
+    """Whether the CPU operations, which can be loaded, are slower than those that this processor could run."""
+    from pagewise_kernels.cpu.library import load_library
+
+    return load_library().narrower
 
 
 def _has_fast_products() -> bool:
