@@ -13,6 +13,9 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Make the virtual environment and install everything into it
+	@ls $(CPU_OPERATIONS)/*.so >/dev/null 2>&1 || { \
+	  echo "*** The CPU operations are not compiled. Models on the CPU are computed by PyTorch, which is slower."; \
+	  echo "*** To try again (on Linux with glibc, with network): rm $(VENV)/.installed && make setup"; } >&2
 
 CPU_OPERATIONS := kernels/pagewise_kernels/cpu
 INSTALL := $(PY) -m pip install --quiet -c constraints.txt -e '.[gateway,executor,dev]'
@@ -29,8 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIO
 	$(INSTALL) || { \
 	  echo "*** That failed, perhaps because the CPU operations could not be compiled. Installing without them:"; \
 	  HATCH_BUILD_NO_HOOKS=true $(INSTALL); }
-	@ls $(CPU_OPERATIONS)/*.so >/dev/null 2>&1 || \
-	  echo "*** The CPU operations are not compiled. Models on the CPU are computed by PyTorch, which is slower."
+	@# Also without CPU operations: what needs no network goes on without one. Until they are there, setup says so.
 	@touch $@
 
 serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
