@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from pagewise_executor.models import kernel_choice, openvino_choice
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import unpack_float32s
 
 from tests.cpu_kernels import kernels_without_openvino
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
 
@@ -82,7 +84,7 @@ def test_samples_and_log_probabilities_are_those_of_the_torch_executor(model_pat
         assert len(entries) == 40
         for asked in requests:
             entries += [step.logprobs[one] for step in steps for one in asked.sequences if one in step.logprobs]
-        found.append([number for entry in entries for number in (entry.logprob, *entry.top_logprobs)])
+        found.append([number for entry in entries for number in (entry.logprob, *unpack_float32s(entry.top_logprobs))])
     assert sampled[0] == sampled[1]
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
@@ -155,7 +157,6 @@ def check_peers(
 def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx512(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     with caplog.at_level(logging.INFO):
         info = build_runner(model_path, kernels="auto").info
@@ -169,9 +170,10 @@ def test_what_it_cannot_compute_is_computed_by_others_or_refused(
     family: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_model(family, tmp_path)
+    spoiled = Path(shutil.copytree(tmp_path, tmp_path / "spoiled"))
+    spoil_weights(spoiled)  # it is said before they are read
     with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
-        build_runner(tmp_path, kernels="openvino")
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+        build_runner(spoiled, kernels="openvino")
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     info = build_runner(tmp_path, kernels="auto").info
     assert (info.kernels, info.fallback) == (kernels_without_openvino(), True)
@@ -185,9 +187,8 @@ def test_a_conversion_that_fails_leaves_the_model_to_others(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should these families be let through, the conversion itself finds what is wrong with them."""
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
-    monkeypatch.setattr(openvino_choice, "why_not", lambda *_: "")
+    monkeypatch.setattr(openvino_choice, "flaw_of_config", lambda *_: "")
     check_family(family, tmp_path, "cpu", 16)
 
 

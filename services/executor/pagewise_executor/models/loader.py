@@ -15,10 +15,11 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
+from safetensors import SafetensorError
 
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.models.fused import fuse_layers
-from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, tries_openvino
+from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
@@ -78,6 +79,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text)
     _check_unquantised(config.model, path)
     dtype = choose_dtype(config, text)
+    found = candidates(config, text, device, dtype)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     if device.type == "cpu":
         _tell_of_slow_type(dtype)
@@ -90,11 +92,11 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    kernels, fallback, compiled = choose_kernels(config, model, text, attention, shapes, device, dtype)
+    kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
@@ -216,7 +218,7 @@ def _operations(kernels: Kernels) -> Operations:
 
 def _make_deterministic(name: str, model: torch.nn.Module, kernels: str, not_fused: int) -> None:
     if kernels != "triton":
-        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
+        raise ModelError(f"--deterministic needs the Triton kernels, which cannot compute {name}")
     if not_fused:
         raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
     from pagewise_executor.models.deterministic import make_rowwise
