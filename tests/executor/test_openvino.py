@@ -154,7 +154,7 @@ def check_peers(
 # ---- when it is chosen -----------------------------------------------------------------------------------
 
 
-def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx512(
+def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx2(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
