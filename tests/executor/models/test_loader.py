@@ -207,7 +207,6 @@ def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert kinds == {"Int8Linear"}
     for options, why in (
         ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
-        ({"kernels": "openvino"}, "not with --kernels openvino"),
         ({"kernels": "triton"}, "not with --kernels triton"),
         ({"deterministic": True}, "not with --deterministic"),
     ):

@@ -166,10 +166,12 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
     """Return why linear layers cannot compute in eight bits; empty if they can."""
     if device.type != "cpu":
         return f"weights in eight bits are for the CPU, not for {device}"
-    if config.kernels in ("openvino", "triton") or config.deterministic:
+    if config.kernels == "triton" or config.deterministic:
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
+    if config.kernels == "openvino":
+        return ""
     from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
     try:

@@ -104,10 +104,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
-        # Quantised weights are another model: its tokens are others.
-        fingerprint=fingerprint(path, files)
-        + (f"-{max_model_len}" if fixed else "")
-        + (f"-{config.quantization}" if config.quantization != "none" else ""),
+        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else "") + _rounding(config, kernels),
         weights_changed=max(file.stat().st_mtime_ns for file in files),
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
@@ -119,6 +116,16 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         compiled=compiled,
         fallback=fallback,
     )
+
+
+def _rounding(config: ExecutorConfig, kernels: Kernels) -> str:
+    """Return what a fingerprint says of quantised weights: they are another model, whose tokens are others.
+
+    OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again.
+    """
+    if config.quantization == "none":
+        return ""
+    return f"-{config.quantization}" + ("-openvino" if kernels == "openvino" else "")
 
 
 def _prepare(

@@ -39,8 +39,9 @@ def convert(
         return None, f"{config.model} is computed by code of its own, which was not tried with it"
     from pagewise_executor.models.openvino_model import compile_model
 
+    threads, eight_bits = torch.get_num_threads(), config.quantization == "int8"
     try:
-        return compile_model(model, attention, shapes, int(text.vocab_size), torch.get_num_threads()), ""
+        return compile_model(model, attention, shapes, int(text.vocab_size), threads, eight_bits=eight_bits), ""
     except NotConvertibleError as error:
         return None, f"it cannot compute {config.model}: {error}"
 
@@ -56,8 +57,6 @@ def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
         return "it is used on the CPU only (--device cpu)"
     if config.dtype not in ("auto", "float32"):
         return f"it is used in float32 only, not in {config.dtype}"
-    if config.quantization != "none":
-        return f"--quantization {config.quantization} is for the CPU operations"
     if config.deterministic:
         return "--deterministic needs the Triton kernels"
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
