@@ -1,9 +1,12 @@
 """The executor on OpenVINO: the tokens of transformers, with every way that KV comes and goes, and what it refuses."""
 
 import logging
+import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +30,8 @@ from tests.executor.references import reference
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
-pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
+if not openvino_choice.is_installed():
+    pytest.skip("OpenVINO is not installed: pip install 'pagewise[openvino]'", allow_module_level=True)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", "gpt_neox")
 
@@ -200,6 +204,19 @@ def check_peers(
     assert [one.sequences[0].output_token_ids.tolist() for one in first + again] == expected
     assert scheduler.kv.pool.counters.fetch_failed == 0
     return scheduler.kv.pool.counters.fetched
+
+
+def test_nobody_is_told_that_it_is_used(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "openvino_telemetry.py").write_text("raise SystemExit('it would report')")
+    program = (
+        "from pagewise_executor.models.loader import load_model; from pagewise_shared.config import ExecutorConfig; "
+        f"print(load_model(ExecutorConfig(model={str(model_path)!r}, device='cpu', kernels='openvino')).kernels)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout == "openvino\n", done.stderr
 
 
 # ---- when it is chosen -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Whether OpenVINO can compute a model, and why not. ``kernel_choice`` decides whether it does."""
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagewise_executor.models.llama_config import LlamaConfig
+
+# OpenVINO reports to its makers that it was imported, with an id of the machine's user, unless this module is missing.
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 BLOCK_SIZE = 32
 """Tokens of a block: OpenVINO's attention on the CPU knows no other size."""
