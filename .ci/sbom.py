@@ -20,7 +20,13 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 ROOT = Path(__file__).parents[1]
-IMAGES = ("scheduler", "gateway", "executor")
+IMAGES = {
+    "scheduler": ("scheduler",),
+    "gateway": ("gateway",),
+    "executor": ("executor",),
+    "executor-openvino": ("executor", "openvino"),
+}
+"""The locks of each image. The last one is built with ``EXECUTOR_EXTRAS=openvino``."""
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 
 
@@ -37,8 +43,8 @@ def read_lock(name: str) -> dict[str, tuple[str, list[str]]]:
 def bill_of(image: str) -> str:
     """Return the bill of an image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = read_lock(image)
-    if image == "executor":
+    packages = {name: pins for lock in IMAGES[image] for name, pins in read_lock(lock).items()}
+    if "executor" in IMAGES[image]:
         packages["torch"] = (dict(_PINNED.findall((ROOT / "constraints.txt").read_text()))["torch"], [])
     named = f"{project['name']}-{image} {project['version']} {sorted(packages.items())}"
     bom = Bom(serial_number=uuid5(NAMESPACE_URL, named))

@@ -1,5 +1,6 @@
 """Tiny random-weight models, one per family, saved where a test wants them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,11 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model.save_pretrained(path)
     return model.eval()
+
+
+def spoil_weights(path: Path) -> None:
+    """Make the weights of a model unreadable, in a way that their sizes do not tell."""
+    file = path / "model.safetensors"
+    data, count = re.subn(rb'"dtype":"F32"', b'"dtype":"F99"', file.read_bytes())
+    assert count, "it is in float32"
+    file.write_bytes(data)

@@ -1,27 +1,40 @@
-"""An executor on torch and one on OpenVINO serve side by side, and take over each other's requests: real processes."""
+"""An executor of each engine that is here, with blocks of other sizes, host memory that outlives it and measured costs:
+they serve side by side and take over each other's requests. Real processes."""
 
 import asyncio
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
 from benchmarks.processes import Cluster, Process, wait_until
+from tests.cpu_kernels import kernels_without_openvino
 
-pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
+BLOCK_SIZES = {"torch": 16, "cpu": 16, "openvino": 32}
+"""Blocks of the first two are alike."""
 
-ENGINES = ("torch", "openvino")
+ENGINES = [
+    "torch",
+    *(["cpu"] if kernels_without_openvino() == "cpu" else []),
+    *(["openvino"] if find_spec("openvino") else []),
+]
+TOKENS = 960
+"""Of each pool: less than it serves, so that blocks go to host memory."""
 
 
+@pytest.mark.skipif(len(ENGINES) == 1, reason="neither the CPU operations nor OpenVINO are installed")
 @pytest.mark.timeout(400)
-async def test_requests_move_between_engines_and_blocks_do_not(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, scheduler_options=("--executor-timeout=3",))
+async def test_requests_move_between_engines_and_blocks_do_where_they_are_alike(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, as_shipped=True, scheduler_options=("--executor-timeout=3",))
     cases = make_cases(30, 60)
 
     def start(kernels: str) -> Process:
-        # Of one size, so that the engine alone tells the blocks apart.
-        return cluster.start_executor(kernels, f"--kernels={kernels}", "--block-size=32", "--num-blocks=150")
+        size = BLOCK_SIZES[kernels]
+        return cluster.start_executor(
+            kernels, f"--kernels={kernels}", f"--block-size={size}", f"--num-blocks={TOKENS // size}"
+        )
 
     def is_back(kernels: str) -> None:
         def joined_twice() -> bool:
@@ -29,25 +42,34 @@ async def test_requests_move_between_engines_and_blocks_do_not(tmp_path: Path) -
 
         wait_until(joined_twice, 120.0, f"{kernels} is back", cluster.scheduler)
 
-    def both_work() -> bool:
-        return [bool(report["requests"]) for report in cluster.members().values()] == [True, True]
+    def all_work() -> bool:
+        return [bool(report["requests"]) for report in cluster.members().values()] == [True] * len(ENGINES)
 
     try:
         cluster.start()
         executors = {kernels: start(kernels) for kernels in ENGINES}
-        await asyncio.to_thread(cluster.wait_ready, 2, 120.0)
+        await asyncio.to_thread(cluster.wait_ready, len(ENGINES), 120.0)
+        assert {name: report["block_size"] for name, report in cluster.members().items()} == {
+            kernels: BLOCK_SIZES[kernels] for kernels in ENGINES
+        }
         expected = await references(cluster.url, cases)
         for victim in ENGINES:
+            stored = cluster.members()[victim]["tiers"]["host"]["used"]
             async with client_of(cluster.url) as client:
                 streams = [asyncio.create_task(stream(client, case, Outcome(case))) for case in cases]
-                while not await asyncio.to_thread(both_work):
+                while not await asyncio.to_thread(all_work):
                     assert not all(task.done() for task in streams)
                 executors[victim].signal(signal.SIGKILL)
                 for task, right in zip(streams, expected, strict=True):
                     assert not (await task).differences(right)
+            fetched = {name: report["counters"]["fetched"] for name, report in cluster.members().items()}
+            assert not fetched.get("openvino"), "nobody has blocks like these"
             executors[victim] = start(victim)
             await asyncio.to_thread(is_back, victim)
+            assert not stored or f"{victim} holds blocks: " in cluster.scheduler.output(), "its host memory is there"
+        assert stored, "the last one had some"
         assert cluster.metric("request_moves_total", reason="lost") > 0
-        assert cluster.metric("block_transfer_bytes_total") == 0
+        if "cpu" not in ENGINES:
+            assert cluster.metric("block_transfer_bytes_total") == 0
     finally:
         cluster.close()

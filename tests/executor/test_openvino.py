@@ -1,7 +1,12 @@
 """The executor on OpenVINO: the tokens of transformers, with every way that KV comes and goes, and what it refuses."""
 
 import logging
+import os
 import random
+import shutil
+import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +19,19 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import kernel_choice, openvino_choice
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import unpack_float32s
 
-from tests.cpu_kernels import kernels_without_openvino
+from tests.cpu_kernels import kernels_without_openvino, need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
-pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install 'pagewise[openvino]'")
+if not openvino_choice.is_installed():
+    pytest.skip("OpenVINO is not installed: pip install 'pagewise[openvino]'", allow_module_level=True)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", "gpt_neox")
 
@@ -82,9 +90,58 @@ def test_samples_and_log_probabilities_are_those_of_the_torch_executor(model_pat
         assert len(entries) == 40
         for asked in requests:
             entries += [step.logprobs[one] for step in steps for one in asked.sequences if one in step.logprobs]
-        found.append([number for entry in entries for number in (entry.logprob, *entry.top_logprobs)])
+        found.append([number for entry in entries for number in (entry.logprob, *unpack_float32s(entry.top_logprobs))])
     assert sampled[0] == sampled[1]
     assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+# ---- weights in eight bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_tokens_of_weights_in_eight_bits_do_not_depend_on_what_else_runs(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path, seed=7)
+    runner = build_runner(tmp_path, kernels="openvino", quantization="int8")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 3, 17, 40, 64, 90)]
+
+    def tokens(requests: list[Request], **options: int) -> tuple[list[list[int]], int]:
+        scheduler, _ = run_requests(runner, requests, **options)
+        return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions
+
+    alone = [tokens([request(prompt, 40)])[0][0] for prompt in prompts]
+    assert len({tuple(one) for one in alone}) == len(alone)
+    together = [request(prompt, 40, name=f"r{i}") for i, prompt in enumerate(prompts)]
+    assert tokens(together, max_num_batched_tokens=19, arrive_every=2)[0] == alone
+    growing = [request(prompt, 40, name=f"g{i}") for i, prompt in enumerate(prompts[:3] * 2)]
+    found, preemptions = tokens(growing, num_blocks=3)
+    assert found == alone[:3] * 2
+    assert preemptions > 0
+
+
+def test_weights_in_eight_bits_change_probabilities_a_little(
+    model_path: Path, runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        rounded = build_runner(model_path, kernels="openvino", quantization="int8")
+    count = sum(isinstance(one, torch.nn.Linear) for one in build_model("llama", model_path.parent / "x").modules())
+    assert f"{count} linear layers with weights in eight bits" in caplog.text
+    found = []
+    for engine in (runner, rounded):
+        _, steps = run_requests(engine, [request(list(range(3, 90)), 1, prompt_logprobs=0)])
+        found.append([entry.logprob for step in steps for _, entries in step.prompt_logprobs for entry in entries])
+    differences = [abs(one - other) for one, other in zip(*found, strict=True)]
+    assert 1e-4 < statistics.mean(differences) < 0.05
+
+
+def test_weights_in_eight_bits_are_another_model_than_those_of_the_cpu_operations(
+    model_path: Path, runner: ModelRunner
+) -> None:
+    exact = runner.info.model_fingerprint
+    ours = build_runner(model_path, kernels="openvino", quantization="int8").info.model_fingerprint
+    assert ours == f"{exact}-int8-openvino"
+    need_cpu_kernels()
+    assert build_runner(model_path, kernels="cpu", quantization="int8").info.model_fingerprint == f"{exact}-int8"
 
 
 # ---- beside other executors ------------------------------------------------------------------------------
@@ -149,13 +206,25 @@ def check_peers(
     return scheduler.kv.pool.counters.fetched
 
 
+def test_nobody_is_told_that_it_is_used(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "openvino_telemetry.py").write_text("raise SystemExit('it would report')")
+    program = (
+        "from pagewise_executor.models.loader import load_model; from pagewise_shared.config import ExecutorConfig; "
+        f"print(load_model(ExecutorConfig(model={str(model_path)!r}, device='cpu', kernels='openvino')).kernels)"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout == "openvino\n", done.stderr
+
+
 # ---- when it is chosen -----------------------------------------------------------------------------------
 
 
-def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx512(
+def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx2(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     with caplog.at_level(logging.INFO):
         info = build_runner(model_path, kernels="auto").info
@@ -169,9 +238,10 @@ def test_what_it_cannot_compute_is_computed_by_others_or_refused(
     family: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_model(family, tmp_path)
+    spoiled = Path(shutil.copytree(tmp_path, tmp_path / "spoiled"))
+    spoil_weights(spoiled)  # it is said before they are read
     with pytest.raises(ModelError, match=f"--kernels openvino: .*{family}.*{why}"):
-        build_runner(tmp_path, kernels="openvino")
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
+        build_runner(spoiled, kernels="openvino")
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
     info = build_runner(tmp_path, kernels="auto").info
     assert (info.kernels, info.fallback) == (kernels_without_openvino(), True)
@@ -185,13 +255,13 @@ def test_a_conversion_that_fails_leaves_the_model_to_others(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Should these families be let through, the conversion itself finds what is wrong with them."""
-    monkeypatch.setattr(openvino_choice, "is_installed", lambda: True)
     monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: False)
-    monkeypatch.setattr(openvino_choice, "why_not", lambda *_: "")
+    monkeypatch.setattr(openvino_choice, "flaw_of_config", lambda *_: "")
     check_family(family, tmp_path, "cpu", 16)
 
 
-def test_logits_that_are_others_are_found(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_logits_that_are_others_are_found(model_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pagewise_executor.models import openvino_model
 
     paged_attention = openvino_model._paged_attention
@@ -202,7 +272,7 @@ def test_logits_that_are_others_are_found(model_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(openvino_model, "_paged_attention", narrower)
     with pytest.raises(ModelError, match="its logits differ from those of torch"):
-        build_runner(model_path, kernels="openvino")
+        build_runner(model_path, kernels="openvino", quantization=quantization)
 
 
 @pytest.mark.parametrize(

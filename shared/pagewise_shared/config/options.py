@@ -241,10 +241,11 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "int8"],
         _help(
             "int8: linear layers, not experts of mixtures, compute with weights in eight bits, on the CPU",
-            more="The CPU operations round weights per output, and inputs per token. This is faster, takes a quarter "
-            "of the memory for these weights, and changes tokens: [performance.md](performance.md) "
-            "says how much. What stays in float32 is in the log ([kernels.md](kernels.md#weights-in-eight-bits)). "
-            "Executors that serve a model together need the same value.",
+            more="The CPU operations round weights per output, and inputs per token; OpenVINO rounds inputs in groups "
+            "of 32. This is faster, takes a quarter of the memory for these weights, and changes tokens: "
+            "[performance.md](performance.md) says how much. What stays in float32 is in the log "
+            "([kernels.md](kernels.md#weights-in-eight-bits)). Executors that serve a model together need the same "
+            "value, and all or none of them OpenVINO.",
         ),
     ] = "none"
     deterministic: Annotated[

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels, variants
-from tests.model_builders import build_model
+from tests.model_builders import build_model, spoil_weights
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,36 @@ def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: 
     assert (loaded.kernels, loaded.fallback) == ("torch", True)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kernels": "openvino", "dtype": "bfloat16"}, "--kernels openvino: it is used in float32 only"),
+        ({"kernels": "cpu", "dtype": "float16"}, "--kernels cpu: "),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8: "),
+        ({"deterministic": True}, "--deterministic needs the Triton kernels"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
+        ({"kv_layout": "blocks"}, "--kv-layout blocks needs the Triton kernels"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_weights_are_read(
+    model: Path, options: dict[str, object], why: str
+) -> None:
+    spoil_weights(model)
+    assert "cannot be loaded" in refused(model)
+    assert refused(model, **options).startswith(why)
+
+
+def test_an_openvino_that_is_missing_is_told_before_anything_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_weights(model)
+    monkeypatch.delitem(sys.modules, "pagewise_executor.models.openvino_model", raising=False)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    why = refused(model, kernels="openvino")
+    assert why.startswith("--kernels openvino: it cannot be imported")
+    assert why.endswith("pip install 'pagewise[openvino]'")
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -197,7 +228,6 @@ def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert kinds == {"Int8Linear"}
     for options, why in (
         ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
-        ({"kernels": "openvino"}, "not with --kernels openvino"),
         ({"kernels": "triton"}, "not with --kernels triton"),
         ({"deterministic": True}, "not with --deterministic"),
     ):

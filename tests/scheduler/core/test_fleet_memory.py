@@ -1,6 +1,7 @@
 """The memory rules of a fleet: executors that fetch each other's blocks, are reset and vanish, in any order."""
 
 from collections import deque
+from collections.abc import Hashable, Sequence
 from itertools import chain
 
 import pytest
@@ -33,7 +34,9 @@ from tests.scheduler.core.driving import (
 class Node:
     """A scheduler, its executor, and the results that are on their way."""
 
-    def __init__(self, name: str, directory: PrefixDirectory, scheduler: Scheduler, block_format: str = "") -> None:
+    def __init__(
+        self, name: str, directory: PrefixDirectory, scheduler: Scheduler, block_format: Hashable = ""
+    ) -> None:
         self.name, self.scheduler = name, scheduler
         self.executor = executor_for(scheduler)
         self.results: deque[StepResult] = deque()
@@ -49,6 +52,31 @@ def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> lis
     nodes = [
         Node(f"node {number}", directory, create_scheduler(recovery=recovery, **options))  # type: ignore[arg-type]
         for number in range(count)
+    ]
+    for node in nodes:
+        node.executor.peers = {other.name: other.executor for other in nodes}
+    return nodes
+
+
+def mixed_fleet(
+    sizes: Sequence[int], recovery: RecoveryMode, num_tokens: int, num_host_tokens: int, costs: Costs
+) -> list[Node]:
+    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size."""
+    directory = PrefixDirectory()
+    nodes = [
+        Node(
+            f"node {number}",
+            directory,
+            create_scheduler(
+                recovery=recovery,
+                block_size=size,
+                num_blocks=-(-num_tokens // size),
+                num_host_blocks=-(-num_host_tokens // size),
+                costs=costs,
+            ),
+            block_format=size,
+        )
+        for number, size in enumerate(sizes)
     ]
     for node in nodes:
         node.executor.peers = {other.name: other.executor for other in nodes}
@@ -98,6 +126,14 @@ def test_nobody_fetches_blocks_of_another_format() -> None:
     serve(holder, list(range(50)))
     serve(fetcher, list(range(50)))
     assert fetcher.executor.num_fetched == 0
+
+
+def test_blocks_go_to_those_with_blocks_of_the_same_size_only() -> None:
+    holder, other, alike = mixed_fleet((4, 8, 4), "swap", 256, 0, Costs())
+    serve(holder, list(range(50)))
+    serve(other, list(range(50)))
+    serve(alike, list(range(50)))
+    assert [node.executor.num_fetched for node in (holder, other, alike)] == [0, 0, 12]
 
 
 def test_a_slow_link_to_a_peer_is_not_used() -> None:
@@ -227,22 +263,24 @@ def test_blocks_that_nobody_asks_for_make_room() -> None:
 
 
 class FleetRules(RuleBasedStateMachine):
-    """Three executors with everything in between left to chance."""
+    """Three executors, with blocks of the same size or not, and everything in between left to chance."""
 
     @initialize(
-        block_size=st.integers(1, 4),
+        sizes=st.one_of(
+            st.integers(1, 4).map(lambda size: [size] * 3), st.sampled_from([[2, 2, 4], [1, 4, 4], [2, 3, 4]])
+        ),
         num_blocks=st.integers(8, 30),
         num_host_blocks=st.sampled_from([0, 5, 40]),
         recovery=st.sampled_from(["auto", "swap", "both"]),
         piece=st.sampled_from([1, 2, 128]),
     )
-    def start(self, block_size: int, num_blocks: int, num_host_blocks: int, recovery: RecoveryMode, piece: int) -> None:
+    def start(
+        self, sizes: list[int], num_blocks: int, num_host_blocks: int, recovery: RecoveryMode, piece: int
+    ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(recovery_module, "_FETCHED_BLOCKS", piece)
         costs = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
-        self.nodes = fleet(
-            3, recovery, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs
-        )
+        self.nodes = mixed_fleet(sizes, recovery, sizes[0] * num_blocks, sizes[0] * num_host_blocks, costs)
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
@@ -303,6 +341,10 @@ class FleetRules(RuleBasedStateMachine):
         """An executor gives up everything, which goes on at another one; its own blocks stay."""
         node = self.nodes[where]
         if happens or where == to or node.scheduler.num_in_flight:
+            return
+        if not all(
+            self.nodes[to].scheduler.fits(len(r.prompt_token_ids), r.max_tokens) for r in node.scheduler.requests
+        ):
             return
         for request in node.scheduler.release_all():
             self.nodes[to].scheduler.add(request)

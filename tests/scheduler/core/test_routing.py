@@ -33,10 +33,17 @@ OTHER = list(range(200, 240))
 
 
 def executor_view(
-    *cached: list[int], num_blocks: int = 256, num_host_blocks: int = 0, costs: Costs = COSTS, salt: str | None = None
+    *cached: list[int],
+    num_blocks: int = 256,
+    num_host_blocks: int = 0,
+    costs: Costs = COSTS,
+    salt: str | None = None,
+    block_size: int = 4,
 ) -> ExecutorView:
-    """An executor with blocks of four tokens that has served these prompts."""
-    scheduler = create_scheduler(num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs)
+    """An executor that has served these prompts."""
+    scheduler = create_scheduler(
+        num_blocks=num_blocks, num_host_blocks=num_host_blocks, costs=costs, block_size=block_size
+    )
     executor = executor_for(scheduler)
     for prompt in cached:
         request = create_request(prompt=prompt, max_tokens=1)
@@ -65,6 +72,15 @@ def test_the_directory_counts_full_blocks_and_leaves_the_newest_token_out() -> N
     assert find(holder, [*LONG, 1]) == Match(40, 0, 40)
     assert find(holder, LONG[:6] + OTHER) == Match(4, 0, 4)
     assert find(holder, OTHER) == Match(0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["prefix", "ttft"])
+def test_executors_with_blocks_of_other_sizes_are_compared_by_tokens(name: RoutingName) -> None:
+    small, large, none = executor_view(LONG), executor_view(LONG, block_size=16), executor_view(block_size=16)
+    query = PrefixQuery(create_request(prompt=LONG))
+    assert [view.find(query) for view in (large, small, none)] == [Match(32, 0, 32), Match(36, 0, 36), Match(0, 0, 0)]
+    assert placed(name, LONG, none, large, small).executor is small
+    assert placed(name, LONG[:34], none, large).executor is large
 
 
 def test_a_salt_asks_its_own_space() -> None:

@@ -8,6 +8,7 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.kv.kv_pool import kv_dtype_for
 from pagewise_executor.models import openvino_choice
 
 if TYPE_CHECKING:
@@ -34,53 +35,93 @@ class KernelChoice(NamedTuple):
     compiled: "openvino.CompiledModel | None" = None
 
 
-def choose_kernels(
-    config: ExecutorConfig,
-    model: torch.nn.Module,
-    text: "LlamaConfig | PretrainedConfig",
-    attention: list[torch.nn.Module],
-    shapes: list[tuple[int, int]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> KernelChoice:
-    """Choose the kernels that ``--kernels`` asks for; say in the log which ones, and why.
+class Candidates(NamedTuple):
+    """What may compute a model, in order of preference, and why what would have been preferred cannot."""
 
-    The arguments are those of ``LoadedModel``; ``text`` is the model's configuration.
+    kernels: list[Kernels]
+    unfit: list[str]
 
-    With ``auto`` these are the first that can compute the model: on a GPU the Triton kernels, on the CPU the operations
+
+def candidates(
+    config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig", device: torch.device, dtype: torch.dtype
+) -> Candidates:
+    """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
+
+    ``text``: the model's configuration. With ``auto`` these are: on a GPU the Triton kernels, on the CPU the operations
     in C, before which comes OpenVINO where it is installed and their matrix products are not faster than oneDNN's; last
     PyTorch, which computes everything.
 
     Raises:
-        ModelError: kernels are asked for by name and cannot compute the model; the text says why.
+        ModelError: an option asks for what cannot be; the text says why.
     """
     if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype)):
         raise ModelError(f"--quantization {config.quantization}: {flaw}")
-    unfit: list[str] = []
-    for kernels in _candidates(config, device):
+    found = Candidates([], [])
+    for kernels in _wanted(config, device):
+        match kernels:
+            case "openvino":
+                flaw = openvino_choice.flaw_of_options(config, device) or openvino_choice.flaw_of_config(config, text)
+            case "triton":
+                flaw = _flaw_of_triton(device)
+            case "cpu":
+                flaw = _flaw_of_cpu_kernels(device, dtype)
+            case "torch":
+                flaw = ""
+        if not flaw:
+            found.kernels.append(kernels)
+        else:
+            found.unfit.append(_flawed(config, kernels, flaw))
+    if config.deterministic and "triton" not in found.kernels:
+        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
+    kv_dtype_for(config, dtype, found.kernels[0], device)  # refuses what only the Triton kernels have
+    return found
+
+
+def choose_kernels(
+    config: ExecutorConfig,
+    found: Candidates,
+    model: torch.nn.Module,
+    text: "LlamaConfig | PretrainedConfig",
+    attention: list[torch.nn.Module],
+    shapes: list[tuple[int, int]],
+) -> KernelChoice:
+    """Choose the first of the candidates that can compute a model; say in the log which one, and why.
+
+    The arguments are those of ``LoadedModel``; ``text`` is the model's configuration.
+
+    Raises:
+        ModelError: kernels are asked for by name and cannot compute the model; the text says why.
+    """
+    unfit = list(found.unfit)
+    for kernels in found.kernels:
         compiled = None
         match kernels:
             case "openvino":
-                compiled, flaw = openvino_choice.convert(config, model, text, attention, shapes, device)
+                compiled, flaw = openvino_choice.convert(config, model, text, attention, shapes)
             case "triton":
-                flaw = _flaw_of_triton(device, shapes)
+                flaw = _flaw_for_triton(shapes)
             case "cpu":
-                flaw = _flaw_of_cpu_kernels(device, dtype, shapes, int(text.num_attention_heads))
+                flaw = _flaw_for_cpu_kernels(shapes, int(text.num_attention_heads))
             case "torch":
                 flaw = ""
         if not flaw:
             _report(config, kernels, unfit)
-            computes = kernels == "cpu" or config.quantization != "none"
+            computes = kernels == "cpu" or (kernels == "torch" and config.quantization != "none")
             return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()), compiled)
-        if config.kernels != "auto":
-            raise ModelError(f"--kernels {kernels}: {flaw}")
-        unfit.append(f"{kernels}: {flaw}")
+        unfit.append(_flawed(config, kernels, flaw))
     raise AssertionError("torch computes every model")
+
+
+def _flawed(config: ExecutorConfig, kernels: Kernels, flaw: str) -> str:
+    """Return what to say of kernels that ``auto`` passes over; raise it if they are asked for by name."""
+    if config.kernels != "auto":
+        raise ModelError(f"--kernels {kernels}: {flaw}")
+    return f"{kernels}: {flaw}"
 
 
 def tries_openvino(config: ExecutorConfig, device: torch.device) -> bool:
     """Whether OpenVINO is tried, so that the model has to be one of transformers."""
-    return "openvino" in _candidates(config, device) and not openvino_choice.flaw_of_options(config, device)
+    return "openvino" in _wanted(config, device) and not openvino_choice.flaw_of_options(config, device)
 
 
 def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
@@ -91,7 +132,7 @@ def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
     return msgspec.structs.replace(config, block_size=openvino_choice.BLOCK_SIZE)
 
 
-def _candidates(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
+def _wanted(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
     if config.kernels != "auto":
         return (config.kernels,)
     if config.quantization != "none":
@@ -134,10 +175,12 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
     """Return why linear layers cannot compute in eight bits; empty if they can."""
     if device.type != "cpu":
         return f"weights in eight bits are for the CPU, not for {device}"
-    if config.kernels in ("openvino", "triton") or config.deterministic:
+    if config.kernels == "triton" or config.deterministic:
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
+    if config.kernels == "openvino":
+        return ""
     from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
     try:
@@ -147,37 +190,48 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
     return ""
 
 
-def _flaw_of_triton(device: torch.device, shapes: list[tuple[int, int]]) -> str:
-    """Return why the Triton kernels cannot compute a model; empty if they can."""
+def _flaw_of_triton(device: torch.device) -> str:
+    """Return why the Triton kernels cannot run; empty if they can."""
     try:
         from pagewise_kernels.launch import interpreted
     except ImportError as error:
         return f"Triton is not installed: {error}"
     if device.type == "cpu" and not interpreted():
         return "on the CPU only Triton's interpreter runs them: set TRITON_INTERPRET=1"
+    return ""
+
+
+def _flaw_for_triton(shapes: list[tuple[int, int]]) -> str:
+    """Return why the Triton kernels cannot compute a model; empty if they can."""
     head_dim = max(dim for _, dim in shapes)
     return f"heads of {head_dim} are too large, up to 256 are supported" if head_dim > 256 else ""
 
 
-def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int]], heads: int) -> str:
-    """Return why the CPU operations cannot compute a model; empty if they can."""
+def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the CPU operations cannot run; empty if they can."""
     if device.type != "cpu":
         return f"they run on the CPU, not on {device}"
-    from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
     from pagewise_kernels.cpu.library import LibraryMissingError, load_library, parallel_regions
     from pagewise_kernels.cpu.operations import TYPES
 
-    head_dim, group = max(dim for _, dim in shapes), heads // min(kv_heads for kv_heads, _ in shapes)
     if dtype not in TYPES:
         return f"they do not compute in {str(dtype).removeprefix('torch.')}"
-    if head_dim > MAX_HEAD_DIM:
-        return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
-    if group > MAX_GROUP:
-        return f"{group} query heads share a KV head, up to {MAX_GROUP} are supported"
     if torch.get_num_threads() > 1 and parallel_regions() is None:
         return "torch's OpenMP runtime has no GOMP_parallel, so they would compute on one thread"
     try:
         load_library()
     except LibraryMissingError as error:
         return str(error)
+    return ""
+
+
+def _flaw_for_cpu_kernels(shapes: list[tuple[int, int]], heads: int) -> str:
+    """Return why the CPU operations cannot compute a model; empty if they can."""
+    from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
+
+    head_dim, group = max(dim for _, dim in shapes), heads // min(kv_heads for kv_heads, _ in shapes)
+    if head_dim > MAX_HEAD_DIM:
+        return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
+    if group > MAX_GROUP:
+        return f"{group} query heads share a KV head, up to {MAX_GROUP} are supported"
     return ""

@@ -17,9 +17,10 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
+from safetensors import SafetensorError
 
 from pagewise_executor.cpu import computes_bfloat16
-from pagewise_executor.models.kernel_choice import Kernels, choose_kernels, tries_openvino
+from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.preparation import prepare
@@ -78,6 +79,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text)
     _check_unquantised(config.model, path)
     dtype = choose_dtype(config, text)
+    found = candidates(config, text, device, dtype)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     if device.type == "cpu":
         _tell_of_slow_type(dtype)
@@ -90,7 +92,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    kernels, fallback, compiled = choose_kernels(config, model, text, attention, shapes, device, dtype)
+    kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
@@ -100,10 +102,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
-        # Quantised weights are another model: its tokens are others.
-        fingerprint=fingerprint(path, files)
-        + (f"-{max_model_len}" if fixed else "")
-        + (f"-{config.quantization}" if config.quantization != "none" else ""),
+        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else "") + _rounding(config, kernels),
         weights_changed=max(file.stat().st_mtime_ns for file in files),
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
@@ -124,8 +123,18 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
+
+
+def _rounding(config: ExecutorConfig, kernels: Kernels) -> str:
+    """Return what a fingerprint says of quantised weights: they are another model, whose tokens are others.
+
+    OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again.
+    """
+    if config.quantization == "none":
+        return ""
+    return f"-{config.quantization}" + ("-openvino" if kernels == "openvino" else "")
 
 
 def _llama_checkpoint(

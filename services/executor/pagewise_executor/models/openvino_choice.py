@@ -1,6 +1,7 @@
 """Whether OpenVINO can compute a model, and why not. ``kernel_choice`` decides whether it does."""
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagewise_executor.models.llama_config import LlamaConfig
+
+# OpenVINO reports to its makers that it was imported, with an id of the machine's user, unless this module is missing.
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 BLOCK_SIZE = 32
 """Tokens of a block: OpenVINO's attention on the CPU knows no other size."""
@@ -29,20 +33,19 @@ def convert(
     text: "LlamaConfig | PretrainedConfig",
     attention: list[torch.nn.Module],
     shapes: list[tuple[int, int]],
-    device: torch.device,
 ) -> "tuple[openvino.CompiledModel | None, str]":
     """Return a model as OpenVINO computes it; or None, and why it cannot.
 
-    The arguments are those of ``choose_kernels``. The model is as transformers made it.
+    The arguments are those of ``choose_kernels``. The model is as transformers made it, and neither ``flaw_of_options``
+    nor ``flaw_of_config`` has found anything.
     """
-    if flaw := flaw_of_options(config, device) or why_not(config, model, text):
-        return None, flaw
-    try:
-        from pagewise_executor.models.openvino_model import compile_model
+    if not type(model).__module__.startswith("transformers."):
+        return None, f"{config.model} is computed by code of its own, which was not tried with it"
+    from pagewise_executor.models.openvino_model import compile_model
 
-        return compile_model(model, attention, shapes, int(text.vocab_size), torch.get_num_threads()), ""
-    except ImportError as error:  # not installed, or another version than those that were tried
-        return None, f"it cannot be imported ({error}): pip install 'pagewise[openvino]'"
+    threads, eight_bits = torch.get_num_threads(), config.quantization == "int8"
+    try:
+        return compile_model(model, attention, shapes, int(text.vocab_size), threads, eight_bits=eight_bits), ""
     except NotConvertibleError as error:
         return None, f"it cannot compute {config.model}: {error}"
 
@@ -53,27 +56,29 @@ def is_installed() -> bool:
 
 
 def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
-    """Return which option rules OpenVINO out, whatever the model is; empty if none does."""
+    """Return which option rules OpenVINO out, whatever the model is, or that it is missing; empty if nothing does."""
     if device.type != "cpu":
         return "it is used on the CPU only (--device cpu)"
     if config.dtype not in ("auto", "float32"):
         return f"it is used in float32 only, not in {config.dtype}"
-    if config.quantization != "none":
-        return f"--quantization {config.quantization} is for the CPU operations"
     if config.deterministic:
         return "--deterministic needs the Triton kernels"
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
         return "--kv-dtype and --kv-layout need the Triton kernels"
+    try:
+        import pagewise_executor.models.openvino_model  # noqa: F401 # what of OpenVINO is used
+    except ImportError as error:  # not installed, or another version than those that were tried
+        return f"it cannot be imported ({error}): pip install 'pagewise[openvino]'"
     return ""
 
 
-def why_not(config: ExecutorConfig, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> str:
-    """Return why OpenVINO is not tried with a model; empty if it is."""
+def flaw_of_config(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig") -> str:
+    """Return why OpenVINO is not tried with a model of this configuration; empty if it is."""
     name = f"{config.model} ({text.model_type})"
     if getattr(text, "attn_logit_softcapping", None):
         return f"{name} has a softcap in its attention, which OpenVINO's has not"
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
         return f"{name} is a mixture of experts, which cannot be converted"
-    if text.model_type not in _FAMILIES or not type(model).__module__.startswith("transformers."):
+    if text.model_type not in _FAMILIES:
         return f"{name} is none of the families that were tried with it ({', '.join(_FAMILIES)})"
     return ""

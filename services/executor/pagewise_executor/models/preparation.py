@@ -99,7 +99,7 @@ def _operations(kernels: Kernels) -> Operations:
 
 def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:
     if kernels != "triton":
-        raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
+        raise ModelError(f"--deterministic needs the Triton kernels, which cannot compute {name}")
     if not_fused:
         raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
     from pagewise_executor.models.deterministic import make_rowwise
