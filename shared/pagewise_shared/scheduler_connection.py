@@ -59,8 +59,9 @@ async def watch_connection(
 ) -> None:
     """Watch the connection to the scheduler at ``endpoint``, and restore it. Runs until cancelled.
 
-    A connection that breaks is made again, and ``on_broken`` is called. If the scheduler refuses this process's key,
-    that is logged and tried again after a pause, because its allow-list may have grown.
+    A connection that breaks is made again, and ``on_broken`` is called. If the scheduler refuses this process's key, or
+    has none itself, that is logged and tried again after a pause: its allow-list may have grown, or it may have got
+    keys.
 
     Raises:
         ConfigError: the scheduler asks for a key and this process has none, so that trying again is of no use.
@@ -74,9 +75,12 @@ async def watch_connection(
                 _reconnect(socket, endpoint)
                 renewed = monotonic()
                 on_broken()
-        elif keys is None:
+            continue
+        if keys is None:
             if failure.no_common_mechanism or (failure.hung_up and await asks_for_key(endpoint)):
                 raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
+            if not failure.hung_up:
+                complaints.warning("no handshake with the scheduler at %s: it does not speak ZMTP", endpoint)
         elif failure.refused:
             complaints.warning(
                 "the scheduler at %s does not accept the key %r of this process (%s), trying again every %g s",
@@ -85,18 +89,19 @@ async def watch_connection(
                 keys.public.decode(),
                 _RETRY_SECONDS,
             )
-            await asyncio.sleep(_RETRY_SECONDS)
-            # ZeroMQ does not try again after a refusal; only a new connection does.
-            with contextlib.suppress(zmq.ZMQError):
-                socket.disconnect(endpoint)
-            socket.connect(endpoint)
-            renewed = monotonic()
         else:
             complaints.warning(
                 "no handshake with the scheduler at %s: it went away, speaks plain text, or its key is not %s",
                 endpoint,
                 keys.scheduler.decode(),
             )
+        if not failure.hung_up:
+            # ZeroMQ does not try again after a handshake in which it saw a fault itself; only a new connection does.
+            await asyncio.sleep(_RETRY_SECONDS)
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disconnect(endpoint)
+            socket.connect(endpoint)
+            renewed = monotonic()
 
 
 async def asks_for_key(endpoint: str) -> bool:

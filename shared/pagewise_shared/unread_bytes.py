@@ -34,6 +34,7 @@ _SOURCE = int(zmq.SRCFD)
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _RECEIVED = 128
 """Offset of ``tcpi_bytes_received``, 64 bits, in ``struct tcp_info``."""
+_TRIES = 4
 _OVERHEAD = 2
 """The header of a small frame; that of a large one has 9 bytes."""
 _CURVE_OVERHEAD = 33
@@ -196,10 +197,25 @@ class UnreadBytes:
 
 
 def _bytes_taken(connection: socket.socket) -> int:
-    """Return how many bytes of a TCP connection this process has taken from the kernel."""
+    """Return how many bytes of a TCP connection this process has taken from the kernel.
+
+    That is what was received less what is waiting, which the kernel tells one after the other. If more comes meanwhile,
+    both are asked again, and if it comes all the time, the result is up to that much too high. If it were too low, what
+    has been read of it could not be subtracted, and would count as unread later.
+    """
+    received = _bytes_received(connection)
+    for _ in range(_TRIES):
+        waiting = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)))[0]
+        before, received = received, _bytes_received(connection)
+        if received == before:
+            break
+    return received - int(waiting) if received else 0
+
+
+def _bytes_received(connection: socket.socket) -> int:
+    """Return how many bytes the kernel has received on a TCP connection; 0 if it does not tell."""
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED + 8)
     if len(information) < _RECEIVED + 8:
         return 0
-    waiting = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)))[0]
     received: int = struct.unpack_from("Q", information, _RECEIVED)[0]
-    return received - int(waiting)
+    return received

@@ -284,6 +284,50 @@ async def test_without_a_key_one_that_is_cut_off_in_the_handshake_asks_why(tmp_p
                 dealer.close()
 
 
+async def test_with_a_key_a_scheduler_that_has_none_is_tried_until_it_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose greeting comes first, so that it never sees that the two have no mechanism in common."""
+    monkeypatch.setattr("pagewise_shared.scheduler_connection._RETRY_SECONDS", 0.05)
+    make_key_pairs(tmp_path, "scheduler", "one")
+    path, greeted = tmp_path / "socket", 0
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal greeted
+        greeted += 1
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    with zmq.asyncio.Context() as context:
+        gate = Gate(context, Keys(tmp_path, "scheduler"), lambda: None)
+        router = context.socket(zmq.ROUTER)
+        gate.secure_server(router)
+        client = Keys(tmp_path, "one")
+        dealer = make_dealer(context, client, 1024)
+        dealer.linger = 0
+        connections = Connections(dealer)
+        watch = asyncio.create_task(watch_connection(connections, dealer, f"ipc://{path}", client, lambda: None))
+        try:
+            async with asyncio.timeout(10):
+                async with await asyncio.start_unix_server(greet, path):
+                    dealer.connect(f"ipc://{path}")
+                    while greeted < 3:
+                        await asyncio.sleep(0.01)
+                assert sum("no handshake with the scheduler" in record.getMessage() for record in caplog.records) == 1
+                path.unlink(missing_ok=True)
+                router.bind(f"ipc://{path}")
+                await dealer.send(b"let in")
+                assert (await router.recv_multipart())[1] == b"let in"
+        finally:
+            watch.cancel()
+            connections.close()
+            dealer.close()
+            gate.close()
+            router.close()
+
+
 async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewise_shared.scheduler_connection._RETRY_SECONDS", 0.2)
     make_key_pairs(tmp_path, "scheduler", "one")

@@ -136,12 +136,18 @@ async def test_who_wants_another_scheduler_gets_no_answer(folder: Path) -> None:
 async def test_an_executor_with_keys_tells_nothing_to_a_scheduler_without(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(folder) as stack, executor(folder, keys=Keys(folder, "one")):
+    async with running(folder) as stack:
+        # Which end of an executor's connection notices is a matter of time, so the scheduler's part is shown by a peer
+        # that says what it wants and waits.
+        _, writer = await asyncio.open_unix_connection(folder / "wire")
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
         await wait_until_refused(stack, "handshake", 1)
-        assert not stack.router.capacity.max_model_len
-        async with asyncio.timeout(10):
+        writer.close()
+        async with executor(folder, keys=Keys(folder, "one")), asyncio.timeout(20):
             while "no handshake with the scheduler" not in caplog.text:
                 await asyncio.sleep(0.02)
+        assert not stack.engines
+        assert not stack.router.capacity.max_model_len
 
 
 async def test_connections_that_executors_refused_or_closed_are_counted_and_lies_bounded(
