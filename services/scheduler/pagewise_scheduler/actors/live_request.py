@@ -110,7 +110,7 @@ class LiveRequest:
         # garbage collector, which looks seldom.
         self.request.sequences = []
         for sequence in sequences:
-            sequence.history.clear()
+            sequence.history = ()
 
     def blame(self) -> None:
         """An executor died in a step of this request; tokens since the last time speak for its innocence."""

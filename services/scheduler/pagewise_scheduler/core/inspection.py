@@ -130,7 +130,7 @@ def _seconds(start: float, end: float) -> float | None:
 def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room: _Room) -> SequenceReport:
     pool, table = scheduler.kv.pool, sequence.table
     blocks = table.blocks[: room.blocks]
-    history = list(sequence.history)[max(0, len(sequence.history) - room.events) :]
+    history = sequence.history[max(0, len(sequence.history) - room.events) :]
     room.blocks -= len(blocks)
     room.events -= len(history)
     known = sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens

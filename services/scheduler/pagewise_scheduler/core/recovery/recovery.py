@@ -142,7 +142,7 @@ class Recoveries:
             began=now,
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
-        sequence.history.append(recovery)
+        sequence.note(recovery)
         if places:
             self._active[sequence] = recovery
         elif plan.nodes:

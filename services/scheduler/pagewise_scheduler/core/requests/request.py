@@ -1,7 +1,6 @@
 """Requests and sequences: what is generated, and how far it has come."""
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -71,8 +70,7 @@ class Sequence:
         path: cached blocks it was last seen to begin with, while it waits.
         logprob: of its output tokens together, if its request chooses the likeliest.
         num_tokens_preempted: output tokens that it had when it was preempted last.
-        history: what happened to its memory, the newest last: each ``Recovery`` with which it began or came back, and
-            each ``Preempted``.
+        history: what happened to its memory, the newest last, see ``note``.
         num_passed: times others were started before it while it was the first to wait.
     """
 
@@ -98,9 +96,14 @@ class Sequence:
     path: list[CachedBlock] = field(default_factory=list)
     num_passed: int = 0
     logprob: float = 0.0
-    history: "deque[object]" = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    history: tuple[object, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    def note(self, event: object) -> None:
+        """Remember what happens to its memory: a ``Recovery`` with which it begins or comes back, or ``Preempted``."""
+        # A tuple: there are thousands of sequences to which nothing has happened yet, and an empty one takes no memory.
+        self.history = (*self.history[1 - _HISTORY :], event)
 
     def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
         """Let it take no more tokens. ``reason``: None if that was told before."""

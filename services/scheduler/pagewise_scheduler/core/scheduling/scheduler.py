@@ -391,7 +391,7 @@ class Scheduler:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
         blocks, references = sequence.table.blocks, self.kv.pool.references
         freed = sum(1 for block in blocks if references(block) == 1)
-        sequence.history.append(Preempted(self._now, reason, len(blocks), freed))
+        sequence.note(Preempted(self._now, reason, len(blocks), freed))
         self._vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
