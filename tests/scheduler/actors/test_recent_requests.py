@@ -17,7 +17,7 @@ def test_a_busy_key_does_not_push_out_what_is_remembered_of_others() -> None:
         recent.add(report(f"quiet-{number}", "quiet"), 1.0)
     for number in range(100):
         recent.add(report(f"busy-{number}", "busy"), 2.0)
-    names = [one.request_id for one, _ in recent]
+    names = [one.request_id for one in recent]
     assert names == ["quiet-0", "quiet-1", *(f"busy-{number}" for number in range(94, 100))]
 
 
@@ -26,15 +26,15 @@ def test_no_more_are_remembered_however_many_keys_there_are() -> None:
     for number in range(100):
         recent.add(report(f"r-{number}", f"key-{number % 30}"), float(number))
         assert len(list(recent)) <= 8
-    assert Counter(one.key for one, _ in recent).most_common(1)[0][1] == 1
-    assert "r-99" in {one.request_id for one, _ in recent}
+    assert Counter(one.key for one in recent).most_common(1)[0][1] == 1
+    assert "r-99" in {one.request_id for one in recent}
 
 
 def test_one_whose_name_comes_again_is_remembered_once() -> None:
     recent = RecentRequests(2)
     for name in ("a", "b", "a", "c"):
         recent.add(report(name, "key"), 1.0)
-    assert [one.request_id for one, _ in recent] == ["a", "c"]
+    assert [one.request_id for one in recent] == ["a", "c"]
 
 
 def test_requests_of_many_sequences_take_the_place_of_many() -> None:
@@ -43,9 +43,9 @@ def test_requests_of_many_sequences_take_the_place_of_many() -> None:
     for number in range(20):
         recent.add(report(f"wide-{number}", "busy", 5), 2.0)
         recent.add(report(f"narrow-{number}", "busy", 0), 2.0)
-        assert sum(max(1, len(one.sequences)) for one, _ in recent) <= 8
-    assert [one.request_id for one, _ in recent] == ["quiet", "wide-19", "narrow-19"]
+        assert sum(max(1, len(one.report.sequences)) for one in recent) <= 8
+    assert [one.request_id for one in recent] == ["quiet", "wide-19", "narrow-19"]
     recent.add(report("huge", "other", 64), 3.0)
-    assert [one.request_id for one, _ in recent] == ["quiet", "wide-19", "narrow-19", "huge"], "the newest stays"
+    assert [one.request_id for one in recent] == ["quiet", "wide-19", "narrow-19", "huge"], "the newest stays"
     recent.add(report("next", "other"), 4.0)
-    assert [one.request_id for one, _ in recent] == ["quiet", "narrow-19", "next"]
+    assert [one.request_id for one in recent] == ["quiet", "narrow-19", "next"]

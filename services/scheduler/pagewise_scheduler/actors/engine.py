@@ -13,7 +13,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
-from pagewise_scheduler.actors.recent_requests import RecentRequests
+from pagewise_scheduler.actors.recent_requests import EndedRequest, RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
@@ -359,12 +359,12 @@ class Engine:
         if live:
             newest = min(live, key=lambda one: (one.request_id != name, -one.arrival_time))
             reports.append(request_report(newest, self.scheduler, now, limit))
-        ended = [later(one, now - then) for one, then in self._recent if is_called(one, name, key)]
+        ended = [later(one.report, now - one.time) for one in self._recent if is_called(one, name, key)]
         if ended:
             reports.append(min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago)))
         return reports
 
 
-def is_called(request: Request | RequestReport, name: str, key: str) -> bool:
+def is_called(request: Request | EndedRequest, name: str, key: str) -> bool:
     """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
     return name in (request.request_id, request.client_request_id) and key in ("", request.key)

@@ -2,12 +2,38 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
 
 from pagewise_scheduler.core.memory_reports import RequestReport
 
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RequestReport).decode
+
+
+class EndedRequest(NamedTuple):
+    """A request that has ended: its names, its key, and what it held when its report was made.
+
+    ``time``: when that was, in seconds of ``clock``. ``packed``: the report as msgpack, which takes a fraction of the
+    memory. ``num_sequences``: in the report; one without any counts as one, because it takes memory as well.
+    """
+
+    request_id: str
+    client_request_id: str
+    key: str
+    num_sequences: int
+    time: float
+    packed: bytes
+
+    @property
+    def report(self) -> RequestReport:
+        """The report, unpacked."""
+        return _decode(self.packed)
+
 
 class RecentRequests:
-    """Keeps reports of at most ``most`` sequences in all, or more if the newest request alone makes them more.
+    """Keeps at most ``most`` sequences in all, or more if the newest request alone has more.
 
     Beyond that, the oldest requests of the key that has the most sequences are dropped. Sequences are counted, not
     requests, because a report takes memory for each of them.
@@ -15,34 +41,30 @@ class RecentRequests:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._of_keys: dict[str, OrderedDict[str, tuple[RequestReport, float]]] = {}
+        self._of_keys: dict[str, OrderedDict[str, EndedRequest]] = {}
         self._sequences: Counter[str] = Counter()
 
     def add(self, report: RequestReport, now: float) -> None:
         """Keep a report that was made at ``now``, in seconds of ``clock``."""
-        if report.request_id in self._of_keys.get(report.key, ()):
-            self._drop(report.key, report.request_id)
-        self._of_keys.setdefault(report.key, OrderedDict())[report.request_id] = report, now
-        self._sequences[report.key] += _size(report)
+        name, key, size = report.request_id, report.key, max(1, len(report.sequences))
+        if name in self._of_keys.get(key, ()):
+            self._drop(key, name)
+        ended = EndedRequest(name, report.client_request_id, key, size, now, _encode(report))
+        self._of_keys.setdefault(key, OrderedDict())[name] = ended
+        self._sequences[key] += size
         while self._sequences.total() > self._most:
-            key, _ = self._sequences.most_common(1)[0]
-            oldest = next(iter(self._of_keys[key]))
-            if oldest == report.request_id and key == report.key:
+            widest, _ = self._sequences.most_common(1)[0]
+            oldest = next(iter(self._of_keys[widest].values()))
+            if oldest is ended:
                 break
-            self._drop(key, oldest)
+            self._drop(widest, oldest.request_id)
 
     def _drop(self, key: str, request_id: str) -> None:
-        report, _ = self._of_keys[key].pop(request_id)
-        self._sequences[key] -= _size(report)
+        self._sequences[key] -= self._of_keys[key].pop(request_id).num_sequences
         if not self._of_keys[key]:
             del self._of_keys[key], self._sequences[key]
 
-    def __iter__(self) -> Iterator[tuple[RequestReport, float]]:
-        """Yield each report, and when it was made."""
+    def __iter__(self) -> Iterator[EndedRequest]:
+        """Yield each of them, in order for each key."""
         for own in self._of_keys.values():
             yield from own.values()
-
-
-def _size(report: RequestReport) -> int:
-    """Return how many sequences a report counts as; one without any takes memory as well."""
-    return max(1, len(report.sequences))
