@@ -120,7 +120,7 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(_COLLECT_AFTER)
 
 
-def tune_allocator(*, computes: bool = False) -> None:
+def tune_allocator(*, computes: bool = False, free_unused: Callable[[], None] | None = None) -> None:
     """Let glibc return freed memory to the operating system; other C libraries are left alone.
 
     glibc gives a large buffer a mapping of its own, but when one is freed it takes later buffers up to that size from
@@ -128,7 +128,8 @@ def tune_allocator(*, computes: bool = False) -> None:
     flood of large requests would stay large for ever. Setting the threshold ends this adaptation. ``computes``: not in
     an executor, whose every step needs large buffers, and would wait for the kernel to map them.
 
-    Free pages between buffers that are in use are returned every half a minute.
+    Free pages between buffers that are in use are returned every half a minute. ``free_unused``: called before that, to
+    free what the process keeps for later.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
@@ -136,7 +137,7 @@ def tune_allocator(*, computes: bool = False) -> None:
     if not computes:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, _LARGE_BUFFER)
-    threading.Thread(target=_trim_forever, name="trim", daemon=True).start()
+    threading.Thread(target=_trim_forever, args=(free_unused,), name="trim", daemon=True).start()
 
 
 def return_freed_memory() -> None:
@@ -145,9 +146,11 @@ def return_freed_memory() -> None:
         trim(0)  # without Python's lock
 
 
-def _trim_forever() -> None:
+def _trim_forever(free_unused: Callable[[], None] | None) -> None:
     while True:
         time.sleep(_TRIM_SECONDS)
+        if free_unused is not None:
+            free_unused()
         return_freed_memory()
 
 

@@ -1,10 +1,11 @@
 """Large results of the CPU operations lie in memory that was used before, and only there."""
 
 import threading
+from pathlib import Path
 
 import torch
 from pagewise_kernels.cpu.operations import rms_norm
-from pagewise_kernels.cpu.results import empty
+from pagewise_kernels.cpu.results import empty, free_unused
 
 from tests.cpu_kernels import need_cpu_kernels
 
@@ -29,6 +30,28 @@ def test_no_result_lies_where_a_view_is_left() -> None:
     empty(SHAPE, torch.float32).fill_(-1)
     for i, view in enumerate(views):
         assert bool((view == i).all())
+
+
+def test_memory_that_nothing_has_lain_in_for_a_while_is_freed() -> None:
+    shape = (3000, 9000)  # 108 MB
+
+    def resident() -> float:
+        pages = Path("/proc/self/status").read_text()
+        return int(pages.split("RssAnon:")[1].split()[0]) / 1024
+
+    free_unused()
+    two = [empty(shape, torch.float32).fill_(1) for _ in range(2)]
+    two.clear()
+    full = resident()
+    free_unused()
+    place = empty(shape, torch.float32).fill_(1).data_ptr()
+    assert resident() > full - 20, "both were in use since the call before"
+    free_unused()
+    assert resident() < full - 80, "one has not been since"
+    assert empty(shape, torch.float32).data_ptr() == place, "the other one has"
+    free_unused()
+    free_unused()
+    assert resident() < full - 180
 
 
 def test_many_threads_get_memory_of_their_own() -> None:

@@ -23,6 +23,9 @@ _LEAST = 1 << 20
 _free: defaultdict[int, list[Block]] = defaultdict(list)
 """Blocks that nothing lies in, by size: powers of two, of which only what has been written takes memory."""
 
+_least_free: defaultdict[int, int] = defaultdict(int)
+"""Of each size, how many have been free all the time since ``free_unused`` was called last."""
+
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous tensor on the CPU with any contents. Its memory is used again when no view of it is left."""
@@ -31,10 +34,22 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if size < _LEAST:
         return torch.empty(shape, dtype=dtype)
     capacity = 1 << (size - 1).bit_length()
+    blocks = _free[capacity]
     try:
-        block = _free[capacity].pop()
+        block = blocks.pop()  # the one that came last, so that those that are not needed stay where they are
+        _least_free[capacity] = min(_least_free[capacity], len(blocks))
     except IndexError:
         block = torch.empty(capacity, dtype=torch.uint8).numpy()
     lent: npt.NDArray[Any] = block[:size]  # an object of its own, which lives as long as a storage in it
-    weakref.finalize(lent, _free[capacity].append, block).atexit = False
+    weakref.finalize(lent, blocks.append, block).atexit = False
     return torch.frombuffer(lent, dtype=dtype).view(shape)
+
+
+def free_unused() -> None:
+    """Free the blocks that nothing has lain in since the last call: the largest prefill may not come again.
+
+    May be called on any thread.
+    """
+    for capacity, blocks in list(_free.items()):
+        del blocks[: _least_free[capacity]]
+        _least_free[capacity] = len(blocks)

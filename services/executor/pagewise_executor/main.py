@@ -35,10 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     warn_of_variables()
-    tune_allocator(computes=True)
+    tune_allocator(computes=True, free_unused=_free_unused)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
     return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))
+
+
+def _free_unused() -> None:
+    """Free the memory for results of the CPU operations that none has lain in since the last call."""
+    # Not imported here: it imports torch, which the worker does in its own time, or never.
+    if (results := sys.modules.get("pagewise_kernels.cpu.results")) is not None:
+        results.free_unused()
 
 
 def _serve(config: ExecutorConfig) -> None:
