@@ -183,6 +183,7 @@ class ModelRunner:
         """See ``Runner``."""
         for row in list(self._batch.sequences):
             self._batch.remove(row)
+            self._sampler.leave(row)
         return self._block_hashes.inventory({number: tier.names() for number, tier in self._tiers.items()})
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Sampling against plain oracles."""
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -286,6 +287,22 @@ def test_rows_that_come_and_go_and_change_places_sample_what_each_samples_alone(
         expected = [alone[row].sample(batch[i : i + 1], [0], positions[:1])[0].item() for i, row in enumerate(order)]
         assert tokens.tolist() == expected
     assert held_back > 5
+
+
+def test_what_a_sequence_has_counted_is_freed_when_it_leaves() -> None:
+    """For its penalties, five bytes of each entry of the vocabulary: half a megabyte with a usual one."""
+    penalised = sampling_params(temperature=0.5, presence_penalty=1.0)
+
+    def num_tensors() -> int:
+        return sum(type(one) is torch.Tensor for one in gc.get_objects())
+
+    before = num_tensors()
+    sampler = sampler_for([penalised] * 20)
+    draw(sampler, torch.zeros(VOCAB), list(range(20)), [3] * 20)
+    assert num_tensors() >= before + 20
+    for row in range(20):
+        sampler.leave(row)
+    assert num_tensors() <= before + 2
 
 
 def test_many_tokens_that_are_held_back_cost_a_step_next_to_nothing() -> None:

@@ -22,6 +22,10 @@ class Penalties(Protocol):
         """Take over a sequence with penalties that joins in ``row``; ``tokens`` are all its known tokens."""
         ...
 
+    def leave(self, row: int) -> None:
+        """Forget the sequence in ``row``, which may have had no penalties."""
+        ...
+
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """Penalise ``logits`` float32 [n, vocab] in place: those at the indices ``which`` belong to ``rows``."""
         ...
@@ -41,6 +45,10 @@ class TorchPenalties:
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """See ``Penalties``."""
         self._rows[row] = params, *_counted(tokens, num_prompt_tokens, self._vocab_size, self._device)
+
+    def leave(self, row: int) -> None:
+        """See ``Penalties``."""
+        self._rows.pop(row, None)
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """See ``Penalties``."""
@@ -100,6 +108,11 @@ class TritonPenalties:
         """See ``Penalties``."""
         self._params[row] = params
         self._joined[row] = tokens.astype(np.int64), num_prompt_tokens
+
+    def leave(self, row: int) -> None:
+        """See ``Penalties``."""
+        self._params.pop(row, None)
+        self._joined.pop(row, None)
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """See ``Penalties``."""

@@ -52,6 +52,8 @@ class Sampler:
     def leave(self, row: int) -> None:
         """Forget the sequence in ``row``."""
         self._states.pop(row, None)
+        self._penalties.leave(row)
+        self._token_sampler.leave(row)
         self._plain.discard(row)
         self._simple.discard(row)
         self._sampled = None

@@ -22,6 +22,10 @@ class TokenSampler(Protocol):
         """Take over the parameters of the sequence that joins in ``row``."""
         ...
 
+    def leave(self, row: int) -> None:
+        """Forget the parameters of the sequence in ``row``."""
+        ...
+
     def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
         """Sample one token for each of ``rows``.
 
@@ -41,6 +45,10 @@ class TorchTokenSampler:
     def join(self, row: int, params: SamplingParams) -> None:
         """See ``TokenSampler``."""
         self._params[row] = params
+
+    def leave(self, row: int) -> None:
+        """See ``TokenSampler``."""
+        self._params.pop(row, None)
 
     def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
         """See ``TokenSampler``."""
@@ -78,6 +86,10 @@ class TritonTokenSampler:
     def join(self, row: int, params: SamplingParams) -> None:
         """See ``TokenSampler``."""
         self._joined[row] = params
+
+    def leave(self, row: int) -> None:
+        """See ``TokenSampler``."""
+        self._joined.pop(row, None)
 
     def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
         """See ``TokenSampler``."""
