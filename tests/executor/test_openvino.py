@@ -17,6 +17,7 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.peers import Peers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import kernel_choice, openvino_choice
+from pagewise_kernels.cpu import library
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
@@ -231,6 +232,19 @@ def test_auto_chooses_it_where_it_is_installed_and_there_is_no_avx2(
     assert (info.kernels, info.block_size, info.fallback) == ("openvino", 32, False)
     assert "kernels: openvino, the first choice on this CPU" in caplog.text
     assert "blocks of 32 tokens, as OpenVINO needs them, not of 8" in caplog.text
+
+
+def test_auto_chooses_it_for_want_of_the_cpu_operations_and_says_so(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_library() -> None:
+        raise library.LibraryMissingError("they are not there")
+
+    monkeypatch.setattr(library, "load_library", load_library)
+    monkeypatch.setattr(kernel_choice, "_has_fast_products", lambda: None)
+    info = build_runner(model_path, kernels="auto").info
+    assert (info.kernels, info.fallback) == ("openvino", True)
+    assert "kernels: openvino, because others cannot compute this: cpu: they are not there" in caplog.text
 
 
 @pytest.mark.parametrize(("family", "why"), [("gemma2", "softcap"), ("qwen3_moe", "mixture of experts")])

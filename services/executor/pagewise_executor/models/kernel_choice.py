@@ -141,8 +141,8 @@ def _wanted(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]
         return ("triton", "torch")
     # Measured (docs/performance.md): with AVX-512, and with a processor kept to AVX2, OpenVINO takes as much CPU time
     # for a token, or more, and four seconds more to start.
-    if openvino_choice.is_installed() and not _has_fast_products():
-        return ("openvino", "cpu", "torch")
+    if openvino_choice.is_installed() and (fast := _has_fast_products()) is not True:
+        return ("openvino", "cpu", "torch") if fast is False else ("cpu", "openvino", "torch")
     return ("cpu", "torch")
 
 
@@ -153,13 +153,14 @@ def _is_narrower() -> bool:
     return load_library().narrower
 
 
-def _has_fast_products() -> bool:
+def _has_fast_products() -> bool | None:
+    """Whether matrix products of the CPU operations are not slower than oneDNN's; None if there are no operations."""
     from pagewise_kernels.cpu.library import LibraryMissingError, has_fast_products
 
     try:
         return has_fast_products()
     except LibraryMissingError:
-        return False
+        return None
 
 
 def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
