@@ -229,7 +229,7 @@ async def test_nothing_of_a_prompt_that_was_only_to_be_computed_is_shown() -> No
     table.take([(0, 70)], finished=(StreamFinished(0, "length"),))
     (delta,) = await told(live)
     assert (delta.text, delta.token_ids, delta.finish_reason, live.num_output_tokens) == ("", [], "length", 0)
-    assert live.outputs[0].progress().tokens == b""
+    assert live.output(0).progress().tokens == b""
 
 
 async def test_a_prompt_that_fails_takes_its_request_with_it() -> None:
@@ -390,7 +390,7 @@ def test_frames_that_no_scheduler_sends_change_nothing(frame: Outputs) -> None:
     live = table.add()
     with pytest.raises(ProtocolError):
         table.table.apply(frame)
-    assert (list(live.outputs[0].tokens), len(live.prompts[0].logprobs)) == ([], 0)
+    assert (list(live.output(0).tokens), len(live.prompts[0].logprobs)) == ([], 0)
 
 
 async def test_a_client_that_is_cut_off_by_the_token_that_completes_a_stop_string_costs_nobody_else_anything(

@@ -106,7 +106,7 @@ class Generation:
 
     def prompt_logprobs(self, index: int) -> PackedLogprobs:
         """Return the log-probabilities of a choice's prompt, if requested. They are complete before its first delta."""
-        return self._live.outputs[index].prompt.logprobs
+        return self._live.prompts[index // self._live.request.n].logprobs
 
     def usage(self) -> Usage:
         """Return the token counts so far."""

@@ -33,7 +33,8 @@ class LiveRequest:
     """One request of a client, from its submission until its outputs have ended. It outlives schedulers.
 
     Fields:
-        prompts, outputs: of the request; output j of prompt i has the index i * n + j.
+        prompts: of the request. num_outputs: n of each; output j of prompt i has the index i * n + j.
+        outputs: those of which something has arrived, by index.
         stop_strings: of the request, if it has any; its outputs share them.
         stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
@@ -65,12 +66,12 @@ class LiveRequest:
         self.counted_as: LiveRequest | None = None
         self.ended = False
         self.num_taken = self.num_cached_tokens = 0
-        self.prompts: list[LivePrompt] = []
-        self.outputs: list[Output] = []
-        for prompt in request.prompts:
-            first = len(self.outputs)
-            self.prompts.append(live_prompt := LivePrompt(self, prompt, first, metrics))
-            self.outputs += [Output(live_prompt, first + number, tokenizer) for number in range(request.n)]
+        self.prompts = [
+            LivePrompt(self, prompt, number * request.n, metrics) for number, prompt in enumerate(request.prompts)
+        ]
+        self.num_outputs = len(self.prompts) * request.n
+        self.outputs: dict[int, Output] = {}
+        self._tokenizer = tokenizer
         self._unfinished_prompts = len(self.prompts)
         self._metrics = metrics
         self._on_news, self._on_end = on_news, on_end
@@ -120,7 +121,7 @@ class LiveRequest:
             await self._waiter
         if self._error is not None:
             raise self._error
-        return (output.news() for output in self.outputs)
+        return (self.output(index).news() for index in range(self.num_outputs))
 
     def take_news(self) -> list[SequenceDelta]:
         """Return the deltas that there are now."""
@@ -144,7 +145,7 @@ class LiveRequest:
         """
         if not self.ended:
             self._end("abort")
-        self.prompts, self.outputs, self._changed = [], [], []
+        self.prompts, self.outputs, self._changed = [], {}, []
         self._follower = self._error = None
 
     @property
@@ -170,9 +171,18 @@ class LiveRequest:
     def finish_reasons(self) -> list[FinishReason]:
         """Return why each output of a request that has ended did so."""
         cut: FinishReason = "abort" if self._error is None or isinstance(self._error, SlowReaderError) else "error"
-        return [output.finish_reason or cut for output in self.outputs]
+        made = (self.outputs.get(index) for index in range(self.num_outputs))
+        return [(output.finish_reason if output is not None else None) or cut for output in made]
 
     # ---- for the scheduler's messages ----------------------------------------------------------------
+
+    def output(self, index: int) -> Output:
+        """Return an output. It is made when it is first asked for: there may be thousands, of which few run at a time,
+        and the request may not be admitted."""
+        if (output := self.outputs.get(index)) is None:
+            prompt = self.prompts[index // self.request.n]
+            output = self.outputs[index] = Output(prompt, index, self._tokenizer)
+        return output
 
     def start(self) -> None:
         """A request without prompts may run."""
@@ -242,8 +252,8 @@ class LiveRequest:
             return
         self.ended = True  # before its outputs have: they are counted together
         now = monotonic()
-        for output in self.outputs:
-            if not output.finished:
+        for index in range(self.num_outputs):
+            if not (output := self.output(index)).finished:
                 output.finish("abort", -1, now)
         self._end("abort")
 

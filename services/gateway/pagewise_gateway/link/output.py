@@ -53,8 +53,7 @@ class Output:
         self.hidden = -1
         self._live = prompt.live
         self._tokenizer = tokenizer
-        # Made with the first token: a request may have thousands of outputs, and may not be admitted.
-        self._text: IncrementalDetokenizer | None = None
+        self._text: IncrementalDetokenizer | None = None  # until the first token
         self._push: Callable[[int], str]
         self._stops = bool(prompt.live.request.stop)
         self._hides_stop = not prompt.live.request.include_stop_str_in_output

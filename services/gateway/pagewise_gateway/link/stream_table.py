@@ -1,6 +1,7 @@
 """Maps stream numbers to outputs, and applies frames of outputs to them."""
 
 from array import array
+from bisect import bisect_left, bisect_right
 from time import monotonic
 from typing import NamedTuple
 
@@ -33,16 +34,13 @@ class StreamTable:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._next = 0
-        # Requests and prompts by the number of their first stream.
+        # Requests and prompts by the number of their first stream, and these numbers of the requests in order.
         self._requests: dict[int, LiveRequest] = {}
         self._prompts: dict[int, LivePrompt] = {}
+        self._first_streams: list[int] = []
         self._outputs: dict[int, Output] = {}
+        """Those that are made and have not ended."""
         self._with_news: list[LiveRequest] = []
-
-    @property
-    def size(self) -> int:
-        """How many streams have not ended."""
-        return len(self._outputs)
 
     def has_news(self, live: LiveRequest) -> None:
         """Have the request pass on what is new once the whole frame has been applied."""
@@ -51,20 +49,21 @@ class StreamTable:
     def clear(self) -> None:
         """Forget all numbers, because a new epoch begins."""
         self._next = 0
-        self._requests, self._prompts, self._outputs = {}, {}, {}
+        self._requests, self._prompts, self._first_streams, self._outputs = {}, {}, [], {}
 
     def add(self, live: LiveRequest) -> bool:
         """Assign a request its numbers. Returns False if there are not enough of them left under this epoch."""
-        if self._next + max(1, len(live.outputs)) > MOST_STREAMS:
+        if self._next + max(1, live.num_outputs) > MOST_STREAMS:
             return False
         live.stream = stream = self._next
-        self._next += max(1, len(live.outputs))
+        self._next += max(1, live.num_outputs)
         self._requests[stream] = live
+        self._first_streams.append(stream)
         for prompt in live.prompts:
             self._prompts[stream + prompt.index] = prompt
-        for output in live.outputs:
+        for index, output in live.outputs.items():
             if not output.finished:
-                self._outputs[stream + output.index] = output
+                self._outputs[stream + index] = output
         return True
 
     def remove(self, live: LiveRequest) -> None:
@@ -72,11 +71,11 @@ class StreamTable:
         if (stream := live.stream) is None:
             return
         live.stream = None
-        del self._requests[stream]
+        del self._requests[stream], self._first_streams[bisect_left(self._first_streams, stream)]
         for prompt in live.prompts:
             del self._prompts[stream + prompt.index]
-        for output in live.outputs:
-            self._outputs.pop(stream + output.index, None)
+        for index in live.outputs:
+            self._outputs.pop(stream + index, None)
 
     def apply(self, frame: Outputs) -> Applied:
         """Apply a frame to the requests it is about. Unknown stream numbers belong to requests that were aborted.
@@ -98,15 +97,16 @@ class StreamTable:
             if (prompt := self._prompts.get(one.stream)) is not None:
                 prompt.take_logprobs(one.entries)
         for ending in frame.finished:
-            if ending.stop_token >= 0 and (output := self._outputs.get(ending.stream)) is not None:
+            if ending.stop_token >= 0 and (output := self._output(ending.stream)) is not None:
                 output.expect_stop(ending.stop_token)
         stopped, overtaken = self._take_tokens(streams, tokens, frame.logprobs, now)
         for ending in frame.finished:
             if ending.stream in overtaken:
                 stopped.pop(ending.stream).finish("stop", -1, now)
                 continue
-            output = self._outputs.pop(ending.stream, None) or stopped.pop(ending.stream, None)
+            output = self._output(ending.stream) or stopped.pop(ending.stream, None)
             if output is not None:
+                self._outputs.pop(ending.stream, None)
                 output.finish(ending.reason, ending.stop_token, now)
         for output in stopped.values():
             output.finish("stop", -1, now)
@@ -131,7 +131,7 @@ class StreamTable:
         gaps: dict[float, int] = {}
         known = {entry.index: entry for entry in logprobs}
         for index, (stream, token) in enumerate(zip(streams, tokens, strict=True)):
-            if (output := outputs.get(stream)) is None:
+            if (output := outputs.get(stream) or self._output(stream)) is None:
                 if stream in stopped:
                     overtaken.add(stream)
                 continue
@@ -143,6 +143,23 @@ class StreamTable:
         for last, count in gaps.items():
             self._metrics.inter_token_latency_seconds.observe(now - last, count)
         return stopped, overtaken
+
+    def _output(self, stream: int) -> Output | None:
+        """Return the output of a stream, which is made now if nothing has arrived for it before.
+
+        None: it has ended, or its request has.
+        """
+        if (output := self._outputs.get(stream)) is not None:
+            return output
+        place = bisect_right(self._first_streams, stream) - 1
+        if place < 0:
+            return None
+        live = self._requests[first := self._first_streams[place]]
+        index = stream - first
+        if live.ended or index >= live.num_outputs or index in live.outputs:
+            return None
+        output = self._outputs[stream] = live.output(index)
+        return output
 
     def _fail(self, failed: PromptFailed) -> None:
         """Fail the whole request, because a client cannot use a part of its outputs."""

@@ -1,9 +1,11 @@
 """Builds the message that submits a request, for the first time or again."""
 
-from pagewise_shared.protocol import PromptToGenerate, Submit
+from pagewise_shared.protocol import PromptToGenerate, StreamProgress, Submit
 
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.output import LivePrompt
+
+_NO_PROGRESS = StreamProgress(b"", False)
 
 
 def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
@@ -36,6 +38,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
 
 def _prompt(live: LiveRequest, prompt: LivePrompt, again: bool) -> PromptToGenerate:
     """When a request is submitted again, outputs without tokens have an entry too: it was accepted once."""
-    outputs = live.outputs[prompt.index : prompt.index + live.request.n] if again else []
-    progress = tuple(output.progress() for output in outputs)
+    indices = range(prompt.index, prompt.index + live.request.n) if again else ()
+    outputs = (live.outputs.get(index) for index in indices)
+    progress = tuple(_NO_PROGRESS if output is None else output.progress() for output in outputs)
     return PromptToGenerate(prompt.given.tokens.tobytes(), prompt.given.max_tokens, progress)
