@@ -16,7 +16,7 @@ from pagewise_scheduler.actors.mailbox import Received
 from pagewise_scheduler.actors.submissions import Submission
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.scheduler.actors.played_gateway import FailedPromptError
 from tests.scheduler.actors.stack import Stack, executor, executors_of, gateway, running, until
@@ -162,10 +162,21 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
         gc.collect()
         gc.disable()
         try:
-            request = await stack.gateway.submit([1, 2], [3], n=2, sampling=SamplingParams(seed=1))
-            aborted = await stack.gateway.submit([4], max_tokens=200)
-            await request.result()
-            await stack.gateway.abort(aborted)
+            gateway, sampling = stack.gateway, SamplingParams(seed=1)
+            aborted = [
+                await gateway.submit([4], max_tokens=200),
+                await gateway.submit([4], max_tokens=200, beam=BeamParams(3)),
+                await gateway.submit([4], max_tokens=200, n=2, best_of=3, sampling=sampling),
+            ]
+            await aborted[0].until_tokens(1)
+            for request in aborted:
+                await gateway.abort(request)
+            for request in (
+                await gateway.submit([1, 2], [3], n=2, sampling=sampling),
+                await gateway.submit([5, 2], beam=BeamParams(3)),
+                await gateway.submit([6, 2], n=2, best_of=3, sampling=sampling),
+            ):
+                await request.result()
             await stack.all_free()
             await asyncio.sleep(0.05)  # what was in flight has come back
             kinds = (LiveRequest, Submission, Request, Sequence)

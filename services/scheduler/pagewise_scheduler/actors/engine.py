@@ -114,16 +114,13 @@ class Engine:
         request.placed(self.executor_id, clock())
         self._live[request.request_id] = live
         self.touch()
+        if request.max_tokens and not request.chooses:
+            request.send_tokens_to(live.outputs, live.stream)
         try:
             self.scheduler.add(request)
         except ValueError as error:
             self._forget(live)
             live.fail("internal", str(error), clock())
-            return
-        if request.max_tokens and not request.chooses:
-            for sequence in request.sequences:
-                if not sequence.finished:
-                    sequence.sink, sequence.stream = live.outputs, live.stream + sequence.index
 
     def serves(self, live: LiveRequest) -> bool:
         """Whether the request runs or waits here."""

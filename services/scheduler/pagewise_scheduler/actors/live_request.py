@@ -102,15 +102,10 @@ class LiveRequest:
         self.done = True
         if self.placement is not None:
             self.placement.end(now)
-        sequences = self.request.sequences
-        tokens = sum(len(sequence.output_token_ids) for sequence in sequences) - self.tokens_before
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences) - self.tokens_before
         self.num_generated_tokens = max(tokens, self.request.num_sampled_tokens)
         self.on_end(self)
-        # They refer to the request, and what happened to them refers to them: without this they would wait for the
-        # garbage collector, which looks seldom.
-        self.request.sequences = []
-        for sequence in sequences:
-            sequence.history = ()
+        self.request.replace_sequences([])
 
     def blame(self) -> None:
         """An executor died in a step of this request; tokens since the last time speak for its innocence."""

@@ -126,7 +126,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             client_request_id=submit.client_request_id,
         )
         if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
-            request.create_sequences()
+            request.create_sequences(every=True)
             for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
                 sequence.output_token_ids = unpack_int32s(progress.tokens)
                 if progress.finished:

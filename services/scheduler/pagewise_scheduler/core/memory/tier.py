@@ -129,6 +129,7 @@ class Tier:
     def close(self) -> None:
         """Nobody reserves blocks here any more. What is still held may be given back."""
         self._evictable.close()
+        self._caches = ()  # which may name the tier itself
 
     # ---- taking and giving back ----------------------------------------------------------------------
 

@@ -134,8 +134,9 @@ class Sequence:
     def num_used(self) -> int | None:
         """The output tokens that eviction learns of when it ends, or None if another sequence of its request reports
         them: the outputs of one request are one use of its prompt."""
-        last = all(other.finished or other is self for other in self.request.sequences)
-        return len(self.output_token_ids) if last and not self.request.chooses else None
+        request = self.request
+        last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
+        return len(self.output_token_ids) if last and not request.chooses else None
 
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
@@ -164,6 +165,8 @@ class Request:
     than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
     outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
+    ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
+    ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``client_request_id``: what its client calls it, "" if nothing. ``first_token_time``: when the first token of its
     first output was there. ``executors``: on which it was placed, and when, the last few.
     """
@@ -177,6 +180,9 @@ class Request:
     cache_salt: str | None = None
     arrival_time: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
+    num_pending: int = 0
+    sink: TokenSink | None = None
+    stream: int = 0
     beam: BeamParams | None = None
     best_of: int = 0
     search: BeamSearch | None = None
@@ -195,22 +201,56 @@ class Request:
         """Note that an executor takes it on at ``now``, in seconds."""
         self.executors = (*self.executors[1 - _PLACEMENTS :], (now, executor_id))
 
-    def create_sequences(self) -> None:
-        """Make its sequences, unless they are there already: a request that moves goes on with those it has."""
-        if self.sequences:
-            return
-        for index in range(1 if self.beam is not None else max(self.n, self.best_of)):
-            sampling = sequence_sampling(self.sampling, index)
-            if self.beam is not None:
-                wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
-                sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
-            elif self.best_of:
-                sampling = msgspec.structs.replace(sampling, logprobs=0)
-            stop_ids = _stop_set(sampling.stop_token_ids)
-            self.sequences.append(Sequence(self, index, sampling, BlockTable(1), stop_ids=stop_ids))
+    def create_sequences(self, *, every: bool = False) -> None:
+        """Create its first sequence, unless there are some: a request that moves goes on with those it has.
+
+        The others are created one by one, each when the one before starts, because there may be thousands of them, of
+        which few run at a time. ``every``: create all of them now.
+        """
+        if not self.sequences:
+            self.num_pending = 1 if self.beam is not None else max(self.n, self.best_of)
+            self.create_next()
+        while every and self.num_pending:
+            self.create_next()
+
+    def create_next(self) -> Sequence:
+        """Create the next sequence that is pending, with a block table like that of the one before."""
+        index = len(self.sequences)
+        block_size = self.sequences[-1].table.block_size if index else 1
+        sampling = sequence_sampling(self.sampling, index)
+        if self.beam is not None:
+            wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
+        elif self.best_of:
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
+        stop_ids = _stop_set(sampling.stop_token_ids)
+        made = Sequence(self, index, sampling, BlockTable(block_size, self.cache_salt), stop_ids=stop_ids)
+        made.sink, made.stream = self.sink, self.stream + index
+        self.sequences.append(made)
+        self.num_pending -= 1
+        return made
+
+    def send_tokens_to(self, sink: TokenSink, stream: int) -> None:
+        """Send the tokens of its unfinished outputs to ``sink`` from now on; ``stream`` is that of the first one."""
+        self.sink, self.stream = sink, stream
+        for sequence in self.sequences:
+            if not sequence.finished:
+                sequence.sink, sequence.stream = sink, stream + sequence.index
+
+    def replace_sequences(self, sequences: list[Sequence]) -> None:
+        """Have these sequences from now on, and forget what happened to the others.
+
+        They refer to the request, and what happened to them refers to them: else they would wait for the garbage
+        collector, which looks seldom.
+        """
+        for sequence in self.sequences:
+            if sequence not in sequences:
+                sequence.history = ()
+        self.sequences = sequences
 
     def fail(self) -> None:
         """End what has not finished."""
+        self.num_pending = 0
         for sequence in self.sequences:
             if not sequence.finished:
                 sequence.end("error")
@@ -244,7 +284,9 @@ class Request:
     def finished(self) -> bool:
         """Whether all its sequences have finished."""
         # Looks at the last one first: sequences mostly end in their order, and this is asked after each of them.
-        return all(sequence.status is SequenceStatus.FINISHED for sequence in reversed(self.sequences))
+        return not self.num_pending and all(
+            sequence.status is SequenceStatus.FINISHED for sequence in reversed(self.sequences)
+        )
 
 
 def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -123,7 +123,7 @@ class BeamGroups:
         for unused in spare:
             unused.end(None)
         request = group.members[0].request
-        request.sequences = [*members]
+        request.replace_sequences([*members])
 
     def _requeue(self, heir: Sequence) -> None:
         if heir.table.blocks:
@@ -154,7 +154,7 @@ class BeamGroups:
                 self._kv.free(sequence.table, None, use)
                 use = None  # all that was tried is one use of the prompt
         self.drop(request)
-        request.sequences = []
+        request.replace_sequences([])
         for index, tokens in enumerate(outputs):
             sequence = Sequence(request, index, request.sampling, self._kv.new_table(), array("i", tokens))
             by_stop = tokens[-1:] and tokens[-1] in ends

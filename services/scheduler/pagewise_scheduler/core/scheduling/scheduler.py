@@ -134,9 +134,8 @@ class Scheduler:
             ValueError: it could never fit, or its id is taken.
         """
         if not self.fits(len(request.prompt_token_ids), request.max_tokens):
-            raise ValueError(
-                f"request {request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool"
-            )
+            most = self.kv.capacity_tokens
+            raise ValueError(f"request {request.request_id} needs more than the {most} tokens of the pool")
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is here already")
         request.create_sequences()
@@ -157,10 +156,11 @@ class Scheduler:
         if (request := self._requests.get(request_id)) is None:
             return []
         ended = [sequence for sequence in request.sequences if not sequence.finished]
+        request.num_pending = 0
         for sequence in ended:
             self.finish(sequence, "abort")
         if request.chooses:  # what was tried is not shown; the outputs that were asked for end with it
-            ended = request.sequences = [request.aborted(index) for index in range(request.n)]
+            request.replace_sequences(ended := [request.aborted(index) for index in range(request.n)])
         return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -177,6 +177,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None:
+            self.waiting.count_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
 

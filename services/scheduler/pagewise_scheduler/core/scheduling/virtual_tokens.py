@@ -41,15 +41,15 @@ class VirtualTokens:
         elif self._last_to_leave is not None:
             account.served = max(account.served, self._last_to_leave.served)
 
-    def wait(self, account: Account, prompt_tokens: int) -> None:
-        """One more of its sequences waits, which counts for so many prompt tokens."""
-        account.num_waiting += 1
+    def wait(self, account: Account, prompt_tokens: int, count: int = 1) -> None:
+        """``count`` more of its sequences wait, which count for so many prompt tokens."""
+        account.num_waiting += count
         account.num_prompt_tokens += prompt_tokens
         self._waiting[account] = None
 
-    def leave(self, account: Account, prompt_tokens: int) -> None:
-        """One of its sequences waits no more."""
-        account.num_waiting -= 1
+    def leave(self, account: Account, prompt_tokens: int, count: int = 1) -> None:
+        """``count`` of its sequences wait no more."""
+        account.num_waiting -= count
         account.num_prompt_tokens -= prompt_tokens
         if not account.num_waiting:
             del self._waiting[account]

@@ -41,7 +41,16 @@ class WaitingQueue:
     ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
     """
 
-    __slots__ = ("_entries", "_first_ones", "_lines", "_numbers", "_virtual_tokens", "num_prompt_tokens")
+    __slots__ = (
+        "_entries",
+        "_first_ones",
+        "_lines",
+        "_num_pending",
+        "_numbers",
+        "_pending",
+        "_virtual_tokens",
+        "num_prompt_tokens",
+    )
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
         self.num_prompt_tokens = 0
@@ -50,19 +59,23 @@ class WaitingQueue:
         self._entries: dict[Sequence, _Entry] = {}
         self._numbers = count()
         self._first_ones: dict[Request, int] = {}
+        self._pending: dict[Request, int] = {}
+        self._num_pending = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Sequences that wait, and those of requests that are still to be created."""
+        return len(self._entries) + self._num_pending
 
     def account(self, key: str) -> Account:
         """What is known of a key: over all queues that share their virtual tokens."""
         return self._virtual_tokens.account(key)
 
     def arrive(self, request: Request) -> None:
-        """A request comes in, whose sequences are pushed next."""
+        """A request comes in; those of its sequences that have been created are pushed next."""
         request.account = self._virtual_tokens.account(request.key)
         request.queue_number = next(self._numbers)
         self._virtual_tokens.arrive(request.account)
+        self.count_pending(request)
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait; a preempted one comes before those of its key that arrived after it, and before the
@@ -75,6 +88,17 @@ class WaitingQueue:
         tokens = self._prompt_tokens(sequence, 1)
         self._virtual_tokens.wait(request.account, tokens)
         self.num_prompt_tokens += tokens
+
+    def count_pending(self, request: Request) -> None:
+        """Count the sequences of a request that are still to be created as waiting: as many as these are now."""
+        more = request.num_pending - self._pending.pop(request, 0)
+        if request.num_pending:
+            self._pending[request] = request.num_pending
+        self._num_pending += more
+        if more > 0:
+            self._virtual_tokens.wait(request.account, 0, more)
+        elif more:
+            self._virtual_tokens.leave(request.account, 0, -more)
 
     def peek(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
@@ -103,7 +127,8 @@ class WaitingQueue:
         return [entry[-1] for entry in entries if entry[-1].request.priority == priority]
 
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Take a waiting sequence out and give it another status."""
+        """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
+        created and waits from now on."""
         entry, request = self._entries.pop(sequence), sequence.request
         lines = self._lines[request.priority]
         line = lines[request.account]
@@ -116,14 +141,20 @@ class WaitingQueue:
         tokens = self._prompt_tokens(sequence, -1)
         self._virtual_tokens.leave(request.account, tokens)
         self.num_prompt_tokens -= tokens
+        if request.num_pending and sequence is request.sequences[-1]:
+            self.push(request.create_next())
+            self.count_pending(request)
 
     def clear(self) -> None:
         """Let nobody wait any more."""
         for sequence in self._entries:
             self._virtual_tokens.leave(sequence.request.account, self._prompt_tokens(sequence, -1))
+        for request, pending in self._pending.items():
+            self._virtual_tokens.leave(request.account, 0, pending)
         self._lines.clear()
         self._entries.clear()
-        self.num_prompt_tokens = 0
+        self._pending.clear()
+        self.num_prompt_tokens = self._num_pending = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         """Waiting sequences by ``queue_time``, whosever they are."""
