@@ -24,7 +24,7 @@ from benchmarks.busy import busy_processes
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.clients import percentile
 from benchmarks.serving.contenders import Contender, Round, contender
-from benchmarks.serving.workloads import WORKLOADS, Work, build_model, workload
+from benchmarks.serving.workloads import WORKLOADS, Work, build_model, earlier, workload
 
 Row = dict[str, float | None]
 
@@ -42,6 +42,8 @@ def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]
                 for number in range(args.rounds):
                     works = workload(workload_name, args.requests, args.seed + number)
                     for name, one in contenders.items():
+                        if before := earlier(workload_name, works):
+                            one.round(before, None, number)
                         taken = _round(one, works, args, number, beside)
                         rounds[workload_name, beside, name].append((sum(work.output for work in works), taken))
         starts = {name: one.start_seconds for name, one in contenders.items()}
