@@ -23,6 +23,9 @@ GATEWAY_OPTIONS = ("--shutdown-timeout=120",)
 GATEWAY_LEAVE_SECONDS = 130.0
 """Most that a gateway may take to end with those options."""
 
+_MOST_LONGER = 60.0
+"""Seconds for which disturbances may go on at most because not all kinds have had their turn."""
+
 Target = Literal["executor", "gateway", "scheduler"]
 
 
@@ -71,6 +74,7 @@ class Monkey:
     failures: list[str] = field(default_factory=list)
     executors: dict[str, Process] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
+    _first: list[str] = field(default_factory=lambda: ["kill", "drain", "hang"])
     _tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
 
     def start(self) -> None:
@@ -84,6 +88,11 @@ class Monkey:
             self._disturb_executors(until), self._disturb_gateways(until), self._disturb_scheduler(until)
         )
         await asyncio.gather(*self._tasks)
+
+    def goes_on(self, until: float) -> bool:
+        """Whether streams begin and executors are disturbed: until the clock says so, but one of each kind at least,
+        which takes longer on a machine that has other things to do."""
+        return (now := monotonic()) < until or (bool(self._first) and now < until + _MOST_LONGER)
 
     def killed(self, gateway: str, begin: float, end: float) -> bool:
         """Whether this gateway was dead at some moment of this time, so that its streams may have failed."""
@@ -102,8 +111,8 @@ class Monkey:
         return any(one.kind == kind and one.victim == victim and one.overlaps(begin, end) for one in self.done)
 
     async def _disturb_executors(self, until: float) -> None:
-        rng, deck = random.Random(self.seed), ["kill", "drain", "hang"]  # where there is time for a few, one of each
-        while monotonic() < until:
+        rng, deck = random.Random(self.seed), self._first
+        while self.goes_on(until):
             if not deck:
                 deck = ["kill", "hang", "kill", "drain", "kill"]
                 deck += [] if self.network is None else ["cut off", *(["lossy network"] if self.network.lossy else [])]

@@ -220,7 +220,7 @@ async def _keep_asking(
     monkey: Monkey,
     report: Report,
 ) -> None:
-    while monotonic() < until:
+    while monkey.goes_on(until):
         await monkey.wait_for(gateway)
         outcome, began = Outcome(case, gateway=gateway), monotonic()
         outcomes.append(outcome)

@@ -86,13 +86,16 @@ _BOMBS: list[bytes] = [_gzip_bomb(random.Random(seed)) for seed in range(2)]
 class Abuser:
     """Sends such requests with one API key, a few at a time, and now and then hangs up before the answer.
 
+    With another key come bodies that never end: with the same one, they would take most of what it may have at a time,
+    and the others would be refused for that reason.
+
     ``answers``: how many came, by kind and status; ``failures``: answers that say that a server failed.
     """
 
-    def __init__(self, key: str, at_once: int = 3, seed: int = 0) -> None:
+    def __init__(self, key: str, other_key: str, at_once: int = 3, seed: int = 0) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
         self.failures: list[str] = []
-        self._key, self._at_once, self._rng = key, at_once, random.Random(seed)
+        self._key, self._other_key, self._at_once, self._rng = key, other_key, at_once, random.Random(seed)
 
     async def run(self, cluster: Cluster) -> None:
         """Send until cancelled."""
@@ -187,6 +190,6 @@ class Abuser:
 
     def _head(self, field: str) -> bytes:
         return (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._key}\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self._other_key}\r\n"
             f"Content-Type: application/json\r\n{field}\r\n\r\n"
         ).encode()

@@ -19,7 +19,8 @@ from benchmarks.processes import Cluster, Process
 
 _EVERY = 2.0
 _FIRST, _LEAST_SETTLING = 0.1, 120.0
-"""The share of a life, and the least seconds of it, after which memory counts as settled."""
+"""The share of all the time, and the least seconds, after which the memory of a process counts as settled. A process
+that is started again later meets the same for the first time, and needs as long as the first ones."""
 LEAST_SECONDS, LEAST_SHARE = 240.0, 0.2
 """Lives that are shorter, or take a smaller share of all the time, are not judged: in its first minutes, an executor
 still makes the kernels of each new batch size, and writes blocks of its pool for the first time."""
@@ -41,11 +42,12 @@ class Sample(NamedTuple):
 
 @dataclass
 class Life:
-    """One process, from when it was ready."""
+    """One process, from when it was ready. ``settles``: seconds that its memory takes to settle."""
 
     name: str
     pid: int
     samples: list[Sample] = field(default_factory=list)
+    settles: float = _LEAST_SETTLING
 
     @property
     def seconds(self) -> float:
@@ -57,7 +59,7 @@ class Life:
         What requests hold for a moment comes and goes; what leaks raises the least. 0 if it is not known of any sample.
         """
         first, tenth = self.samples[0].time, _FIRST * self.seconds
-        settled = first + max(tenth, _LEAST_SETTLING)
+        settled = first + self.settles
         known = [(one.time, value) for one in self.samples if (value := of(one)) is not None]
         early = [value for time, value in known if settled <= time <= settled + tenth]
         late = [value for time, value in known if time >= self.samples[-1].time - tenth]
@@ -116,8 +118,11 @@ class Resources:
 
     def long(self) -> list[Life]:
         """Those that have lived long enough to be judged."""
-        least = max(LEAST_SECONDS, LEAST_SHARE * (monotonic() - self._began))
-        return [life for life in self.lives.values() if life.seconds >= least]
+        elapsed = monotonic() - self._began
+        judged = [life for life in self.lives.values() if life.seconds >= max(LEAST_SECONDS, LEAST_SHARE * elapsed)]
+        for life in judged:
+            life.settles = max(_LEAST_SETTLING, _FIRST * elapsed)
+        return judged
 
 
 def num_sockets(pid: int) -> int:
