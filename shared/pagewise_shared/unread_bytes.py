@@ -35,6 +35,7 @@ _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _RECEIVED = 128
 """Offset of ``tcpi_bytes_received``, 64 bits, in ``struct tcp_info``."""
 _TRIES = 4
+"""How often the kernel is asked at most for two numbers that belong together."""
 _OVERHEAD = 2
 """The header of a small frame; that of a large one has 9 bytes."""
 _CURVE_OVERHEAD = 33

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.chaos.restarts import restart, restarts_under_load
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
 from benchmarks.processes import Cluster, running
+from tests.free_cores import FreeCores
 
 OPTIONS = ("--executor-timeout=3", "--step-timeout=10", "--gateway-timeout=3")
 REJOIN_SECONDS = 5.0
@@ -161,12 +162,14 @@ async def test_the_cache_is_warm_after_a_restart_under_load(tmp_path: Path, coun
     options = ("--num-blocks=800",)
     cluster = Cluster(tmp_path, scheduler_options=OPTIONS, executor_options=options, as_shipped=as_shipped)
     with running(cluster, 2):
+        cores = FreeCores()
         cold, restarts = await restarts_under_load(cluster, count)
+        share = cores.share()
     for one in restarts:
         print(f"of the first prompts {cold:.0%} was cached; {one.numbers()}")
         assert not one.failures
         assert len(one.pauses) >= 8, "it was not killed under load"
-        assert statistics.median(one.pauses) < 3.0
+        assert statistics.median(one.pauses) * share < 3.0
         assert one.back.rejoined < REJOIN_SECONDS
         assert cold < 0.8 * one.before, "a cache that was lost could not be told from one that was kept"
         assert one.resumed >= 0.9 * one.before
