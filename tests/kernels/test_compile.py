@@ -17,13 +17,13 @@ def compiled(target: int) -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pagewise_kernels.compile", "--target", str(target), "--json"]
     command += ["--without", "fp8"] if target == 80 else []  # compute capability 8.9 brought it
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "FP_FUSION" not in done.stderr, "Triton warns where a launch does not say"
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", [90, 80])
 def test_kernels_compile_without_a_gpu(target: int) -> None:
     found = compiled(target)
