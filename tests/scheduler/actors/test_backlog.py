@@ -15,8 +15,9 @@ from tests.scheduler.actors.stack import Stack, executor, running, until
 
 
 def refused(backlog: Backlog, new: Load, waiting: Load, now: float) -> AdmissionError:
+    """What the only key is told."""
     with pytest.raises(AdmissionError) as error:
-        backlog.admit(new, waiting, now)
+        backlog.admit(new, waiting, now, of_key=waiting)
     return error.value
 
 
@@ -100,6 +101,14 @@ def test_the_parts_of_very_many_keys_have_a_bound_too() -> None:
             backlog.admit(Load(10, 10), total, 0.0, key=str(number))
             total = total.plus(Load(10, 10))
     assert 320 <= total.sequences <= 330
+
+
+def test_what_comes_again_after_a_restart_leaves_each_other_key_its_part() -> None:
+    backlog = Backlog(64, 6400)
+    backlog.count(Load(100, 6400))
+    backlog.admit(Load(4, 400), Load(100, 6400), 0.0, key="another")
+    with pytest.raises(AdmissionError, match="100 sequences are waiting"):
+        backlog.admit(Load(5, 100), Load(100, 6400), 0.0, key="a third")
 
 
 def test_a_sole_key_may_fill_the_queue() -> None:

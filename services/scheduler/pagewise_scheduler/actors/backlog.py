@@ -139,7 +139,9 @@ class Backlog:
             AdmissionError: too much waits; ``reason`` says of what.
         """
         self._keys.add(key)
-        if len(self._keys) > 1 and self._fits_reserved(of_key.plus(new)) and self._fits_twice(waiting.plus(new)):
+        # After a restart, what others had waiting comes again before any of their new requests.
+        several_keys = len(self._keys) > 1 or waiting != of_key
+        if several_keys and self._fits_reserved(of_key.plus(new)) and self._fits_twice(waiting.plus(new)):
             self.count(new)
             return
         over = waiting.plus(new).minus(self._most)
@@ -149,7 +151,7 @@ class Backlog:
         if over.tokens > 0 and waiting.tokens:
             text = f"prompts of {waiting.tokens} tokens are waiting already, at most {self._most.tokens} may"
             raise self._refusal("max_waiting_tokens", text, self._tokens, over.tokens, waiting, now)
-        if len(self._keys) > 1:
+        if several_keys:
             over = over.plus(of_key)
             if over.sequences > 0 and of_key.sequences:
                 text = f"{of_key.sequences} sequences of this API key are waiting already, more than there is room left"
