@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -33,6 +34,10 @@ from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 if not openvino_choice.is_installed():
     pytest.skip("OpenVINO is not installed: pip install 'pagewise[openvino]'", allow_module_level=True)
+
+import openvino as ov
+import openvino.opset13 as ops
+from pagewise_executor.models.openvino_merge import merge_products
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", "gpt_neox")
 
@@ -118,6 +123,25 @@ def test_tokens_of_weights_in_eight_bits_do_not_depend_on_what_else_runs(family:
     found, preemptions = tokens(growing, num_blocks=3)
     assert found == alone[:3] * 2
     assert preemptions > 0
+
+
+def test_linear_layers_of_the_same_input_are_one_product() -> None:
+    rng = np.random.default_rng(0)
+    first, second, last = (rng.standard_normal((rows, 8), np.float32) for rows in (8, 3, 5))
+    tokens = ops.parameter([-1, 8], ov.Type.f32)
+    doubled = ops.matmul(tokens, ops.constant(first), False, True)
+    others = [
+        ops.matmul(tokens, ops.constant(second.T), False, False),
+        ops.matmul(doubled, ops.constant(last), False, True),
+    ]
+    model = ov.Model([doubled, *others], [tokens])
+    inputs = rng.standard_normal((4, 8), np.float32)
+    expected = [inputs @ first.T, inputs @ second.T, inputs @ first.T @ last.T]
+    assert merge_products(model) == 1
+    assert [node.get_type_name() for node in model.get_ops()].count("MatMul") == 2
+    found = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})([inputs])
+    for index, one in enumerate(expected):
+        np.testing.assert_allclose(found[index], one, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_in_eight_bits_change_probabilities_a_little(

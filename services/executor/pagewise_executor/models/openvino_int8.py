@@ -15,7 +15,7 @@ def quantise_weights(model: ov.Model) -> int:
     """
     count = 0
     for node in model.get_ops():
-        if (weight := _linear_weight(node)) is None:
+        if (weight := linear_weight(node)) is None:
             continue
         scales = np.abs(weight).max(axis=1, keepdims=True) / 127
         scales[scales == 0] = 1
@@ -27,7 +27,7 @@ def quantise_weights(model: ov.Model) -> int:
     return count
 
 
-def _linear_weight(node: Any) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]] | None":
+def linear_weight(node: Any) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]] | None":
     """Return the weight [out, in] of a linear layer; None: this is none."""
     if node.get_type_name() != "MatMul" or (settings := node.get_attributes())["transpose_a"]:
         return None

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from pagewise_executor.models.openvino_choice import BLOCK_SIZE, NotConvertibleError
 from pagewise_executor.models.openvino_int8 import quantise_weights
+from pagewise_executor.models.openvino_merge import merge_products
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,9 @@ def compile_model(
             expected = flat(ids, torch.arange(_SAMPLE), torch.arange(_SAMPLE)).numpy()  # first: _convert alters layers
             began = time.perf_counter()
             converted = _convert(flat, layers, shapes)
+            num_merged = merge_products(converted)
             if eight_bits:
-                log.info("%d linear layers with weights in eight bits", quantise_weights(converted))
+                log.info("%d linear layers with weights in eight bits", num_merged + quantise_weights(converted))
             traced = time.perf_counter()
             compiled = ov.Core().compile_model(converted, "CPU", _options(threads))
             compiled_at = time.perf_counter()
