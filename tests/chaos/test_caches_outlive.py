@@ -36,8 +36,8 @@ async def test_an_executor_that_is_drained_leaves_its_work_and_its_cache_to_othe
             cluster.start_executor("second")
             await asyncio.to_thread(cluster.wait_ready, 2)
             running_on = asyncio.create_task(complete(client, prompt(7), 400))
-            await asyncio.sleep(0.5)
-            assert not running_on.done()
+            while not await asyncio.to_thread(cluster.metric, "num_requests_running"):
+                assert not running_on.done()
             first.signal(signal.SIGTERM)
             assert await asyncio.to_thread(first.wait, 40) == 0
             assert "drained" in cluster.scheduler.output()

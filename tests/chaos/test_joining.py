@@ -115,8 +115,8 @@ async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_sche
         expected = await references(cluster.url, cases)
         async with client_of(cluster.url) as client:
             streams = [asyncio.create_task(stream(client, case, Outcome(case))) for case in cases]
-            await asyncio.sleep(0.7)
-            assert (await asyncio.to_thread(cluster.members))["far"]["requests"]
+            while not (await asyncio.to_thread(cluster.members))["far"]["requests"]:
+                assert not all(task.done() for task in streams)
             network.drop(1.0)
             await asyncio.sleep(seconds)
             left = "near", *(["far"] if executor_timeout > seconds else [])

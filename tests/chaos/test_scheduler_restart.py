@@ -46,7 +46,8 @@ async def test_streams_of_every_kind_go_on_with_the_same_tokens(tmp_path: Path) 
                 asyncio.create_task(stream(clients[number % 2], outcome.case, outcome))
                 for number, outcome in enumerate(outcomes)
             ]
-            await asyncio.sleep(0.5)
+            while not any(outcome.choices for outcome in outcomes):
+                await asyncio.sleep(0.01)
             assert not all(task.done() for task in streams)
             back = await asyncio.to_thread(restart, cluster, down)
             print(f"executors were back {back.rejoined:.2f} s after a scheduler that was down for {down:g} s")

@@ -103,7 +103,7 @@ def test_a_scheduler_that_is_killed_is_started_again_and_streams_go_on() -> None
         executors = server.pids(EXECUTOR)
         with ThreadPoolExecutor() as pool:
             stream = pool.submit(complete, server, max_tokens=200)
-            time.sleep(1.0)
+            server.wait_for_metric("num_requests_running", 1)
             assert not stream.done()
             os.kill(old, signal.SIGKILL)
             assert stream.result(60) == expected
