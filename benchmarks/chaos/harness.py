@@ -136,6 +136,12 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 Companion = Callable[[Cluster], Awaitable[None]]
 """Does something else beside the streams, until it is cancelled."""
 
+Ready = Callable[[], Awaitable[None]]
+
+
+async def _always() -> None:
+    """Be ready at once."""
+
 
 async def chaos(
     cluster: Cluster,
@@ -146,17 +152,20 @@ async def chaos(
     *,
     companions: Sequence[Companion] = (),
     key: str = "none",
+    ready: Ready = _always,
 ) -> Report:
     """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left.
 
     ``given_up``: seconds after which the scheduler gives up a silent process. ``companions``: run as long as the
-    streams. ``key``: the API key of the streams.
+    streams. ``key``: the API key of the streams. ``ready`` is waited for between two of them.
     """
     try:
         await asyncio.to_thread(cluster.start)
         monkey.start()
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
-        report = await _disturb(cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up), companions, key)
+        report = await _disturb(
+            cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up), companions, key, ready
+        )
         report.failures += await _settled(cluster)
         if report.blocks["spoiled"]:
             report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
@@ -173,6 +182,7 @@ async def _disturb(
     timeline: Timeline,
     companions: Sequence[Companion],
     key: str,
+    ready: Ready,
 ) -> Report:
     report = Report()
     expected = await references(cluster.url, cases, key)
@@ -187,7 +197,7 @@ async def _disturb(
         ]
         streams = [
             asyncio.create_task(
-                _keep_asking(*clients[number % len(clients)], case, right, until, outcomes, monkey, report)
+                _keep_asking(*clients[number % len(clients)], case, right, until, outcomes, monkey, report, ready)
             )
             for number, (case, right) in enumerate(zip(cases, expected, strict=True))
         ]
@@ -219,6 +229,7 @@ async def _keep_asking(
     outcomes: list[Outcome],
     monkey: Monkey,
     report: Report,
+    ready: Ready,
 ) -> None:
     while monkey.goes_on(until):
         await monkey.wait_for(gateway)
@@ -239,6 +250,7 @@ async def _keep_asking(
                 await asyncio.sleep(0.5)
         else:
             report.failures += [f"{outcome.request_id} {one}" for one in outcome.differences(right)]
+        await ready()
 
 
 async def _watch_machine(cluster: Cluster, report: Report) -> None:

@@ -5,7 +5,7 @@ import gzip
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 
@@ -92,7 +92,11 @@ class Abuser:
     ``answers``: how many came, by kind and status; ``failures``: answers that say that a server failed.
     """
 
-    def __init__(self, key: str, other_key: str, at_once: int = 3, seed: int = 0) -> None:
+    def __init__(
+        self, key: str, other_key: str, ready: Callable[[], Awaitable[None]], at_once: int = 3, seed: int = 0
+    ) -> None:
+        """``ready`` is waited for before each request."""
+        self._ready = ready
         self.answers: Counter[tuple[str, int]] = Counter()
         self.failures: list[str] = []
         self._key, self._other_key, self._at_once, self._rng = key, other_key, at_once, random.Random(seed)
@@ -110,6 +114,7 @@ class Abuser:
 
     async def _client(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
         while True:
+            await self._ready()
             kind = self._rng.choice(sorted(BODIES))
             path, make = BODIES[kind]
             url = self._gateway(cluster) + path
@@ -122,6 +127,7 @@ class Abuser:
     async def _document(self, cluster: Cluster, session: aiohttp.ClientSession) -> None:
         """The document of the API, from sixteen connections at a time."""
         while True:
+            await self._ready()
             url = self._gateway(cluster) + "/openapi.json"
             await asyncio.gather(*[self._ask("the document of the API", session, url) for _ in range(16)])
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
@@ -130,6 +136,7 @@ class Abuser:
         """A body of a megabyte in chunks of one byte, and then an extension that does not end."""
         head = self._head("Transfer-Encoding: chunked")
         while True:
+            await self._ready()
             try:
                 reader, writer = await self._connect(cluster)
                 writer.write(head + b"1\r\n \r\n" * self._rng.choice([0, 1_000_000]) + b"5;" + b"x" * 1_000_000)
@@ -145,6 +152,7 @@ class Abuser:
         """Twenty at a time that stop in the middle, for some seconds."""
         head = self._head("Content-Length: 3000000")
         while True:
+            await self._ready()
             writers = []
             for _ in range(20):
                 try:

@@ -42,7 +42,8 @@ class Sample(NamedTuple):
 
 @dataclass
 class Life:
-    """One process, from when it was ready. ``settles``: seconds that its memory takes to settle."""
+    """One process, from when it was ready. ``settles``: seconds that its memory takes to settle, and in which clients
+    rest at least once."""
 
     name: str
     pid: int
@@ -54,15 +55,14 @@ class Life:
         return self.samples[-1].time - self.samples[0].time
 
     def before_and_after(self, of: Callable[[Sample], float | None]) -> tuple[float, float]:
-        """The least of something just after its memory has settled, and in the last tenth of its life.
+        """The least of something just after its memory has settled, and at the end of its life.
 
         What requests hold for a moment comes and goes; what leaks raises the least. 0 if it is not known of any sample.
         """
-        first, tenth = self.samples[0].time, _FIRST * self.seconds
-        settled = first + self.settles
+        settled = self.samples[0].time + self.settles
         known = [(one.time, value) for one in self.samples if (value := of(one)) is not None]
-        early = [value for time, value in known if settled <= time <= settled + tenth]
-        late = [value for time, value in known if time >= self.samples[-1].time - tenth]
+        early = [value for time, value in known if settled <= time <= settled + self.settles]
+        late = [value for time, value in known if time >= self.samples[-1].time - self.settles]
         return min(early or late, default=0.0), min(late or early, default=0.0)
 
     @property

@@ -9,7 +9,8 @@ from the beginning to the end. What has to hold:
 
 - no stream fails but those of a gateway that was killed, and every output is right;
 - the memory of a process that lives for a fifth of the time, and at least four minutes, grows by less than 2% (and
-  3 MB) once it has lived for a tenth of the time;
+  3 MB) once it has lived for a tenth of the time. In each tenth of the time, all clients rest for a while: what it
+  holds then is what it keeps;
 - file descriptors, sockets, threads and tasks end as they began, all blocks are accounted for, and nothing runs or
   waits at the end;
 - no warning is repeated more often than its bound allows, and the stranger never makes a server fail.
@@ -30,6 +31,7 @@ from benchmarks.processes import Cluster
 from benchmarks.record import record_file
 from benchmarks.soak.abuse import Abuser
 from benchmarks.soak.resources import Life, Resources, repeated
+from benchmarks.soak.rests import Rests
 
 MOST_GROWTH = 0.02
 _SLACK_MB = 3.0
@@ -93,7 +95,8 @@ def soak(folder: Path, minutes: float, streams: int) -> tuple[Report, dict[str, 
         every=(0.3 * seconds, 0.35 * seconds),
         spared="executor-0",
     )
-    abuser, resources = Abuser(_ABUSER, _IDLER), Resources()
+    rests, resources = Rests(seconds), Resources()
+    abuser = Abuser(_ABUSER, _IDLER, rests.over)
     report = asyncio.run(
         chaos(
             cluster,
@@ -101,8 +104,9 @@ def soak(folder: Path, minutes: float, streams: int) -> tuple[Report, dict[str, 
             make_cases(streams, 100),
             seconds,
             _TIMEOUT,
-            companions=(abuser.run, resources.watch),
+            companions=(rests.keep, abuser.run, resources.watch),
             key=_HONEST,
+            ready=rests.over,
         )
     )
     long_lives = resources.long()
