@@ -1,8 +1,8 @@
 """Linear layers with the same input as one, in a model of OpenVINO.
 
 The projections to Q, K and V read the same hidden states, and so do two of a gated MLP. As one product each, they begin
-and end fewer parallel regions: that saves a tenth of the CPU time of a decode step of 16 or 32 sequences
-(``docs/performance.md``).
+and end fewer parallel regions. ``docs/performance.md`` says what that saves: a part of a step of few sequences, more of
+it where other processes take turns on the cores, nothing where steps are large.
 """
 
 from collections import defaultdict
