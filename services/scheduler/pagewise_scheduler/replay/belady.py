@@ -21,15 +21,28 @@ class Belady:
     learns = False
 
     def __init__(self, trace: Iterable[TraceRequest]) -> None:
-        self.now = 0
+        self.now = self._tick = 0
         self._uses: dict[int, list[int]] = defaultdict(list)
         for index, request in enumerate(trace):
             for block in request.blocks:
                 self._uses[block].append(index)
 
-    def priority(self, block: CachedBlock, clock: float) -> float:
+    def tick(self) -> int:
+        """One more than before."""
+        self._tick += 1
+        return self._tick
+
+    def group(self, block: CachedBlock) -> int:
+        """All are in one."""
+        return 0
+
+    def order(self, block: CachedBlock) -> float:
         """The later the next use, the lower."""
         return -self._next_use(block)
+
+    def value(self, block: CachedBlock) -> float:
+        """The order."""
+        return self.order(block)
 
     def probability(self, block: CachedBlock) -> float:
         """Whether it is used again."""
