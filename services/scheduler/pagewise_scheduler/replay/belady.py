@@ -53,5 +53,5 @@ class Belady:
         following = bisect_right(uses, self.now)
         return uses[following] if following < len(uses) else _NEVER
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """The future is known already."""

@@ -40,6 +40,6 @@ class CostAware:
         """How likely the block is used again."""
         return self._history.probability(block.kind, block.last_used)
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Count the return of those used before, and put each into its class."""
-        self._history.used(blocks, output_tokens)
+        self._history.used(blocks, ending)

@@ -6,8 +6,28 @@ from typing import Literal, Protocol
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
-PREEMPTED = -1
-"""The kind of use of a sequence that was preempted: it will be back."""
+PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
+"""Endings that say more than the length of the answer, which is told by lower numbers: see ``ending``."""
+NUM_ENDINGS = 13
+
+_HOURS, _DAYS = 900.0, 4 * 3600.0
+"""Seconds from which on a retention is one of hours, or of days."""
+
+
+def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = False, priority: int = 0) -> int:
+    """How a use of a prefix ended, as far as that tells when it is used again.
+
+    What its client or the protocol says counts more than the length of the answer, which tells people who read from
+    programs that ask for one word. The result of a tool that was called comes behind the prefix, and a sequence that
+    was ``PREEMPTED`` comes back. ``retention``: seconds for which the client wants the prefix kept; 0: it says nothing.
+    ``priority``: that of the request; a request that runs late is mostly one of a batch.
+    """
+    if retention > 0:
+        return RETAINED_MINUTES + (retention >= _HOURS) + (retention >= _DAYS)
+    if tool_call:
+        return TOOL_CALL
+    return BATCH if priority > 0 else min(num_output_tokens.bit_length() // 2, PREEMPTED - 1)
+
 
 EvictionName = Literal["lru", "cost"]
 
@@ -44,8 +64,8 @@ class EvictionPolicy(Protocol):
         """How likely the block is used again, 0 to 1, as far as is known."""
         ...
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
-        """A sequence that generated so many tokens (or ``PREEMPTED``) lets go of ``blocks``, in order."""
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
+        """A sequence lets go of ``blocks``, in order; ``ending``: how this use of them ended."""
         ...
 
 
@@ -78,7 +98,7 @@ class LeastRecentlyUsed:
         """Nothing is known."""
         return 0.5
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Nothing to remember: the tick is the block's own."""
 
 

@@ -16,12 +16,11 @@ from math import log2
 
 from pagewise_shared.block_hash import BlockHash
 
-from pagewise_scheduler.core.memory.eviction import PREEMPTED
+from pagewise_scheduler.core.memory.eviction import BATCH, NUM_ENDINGS, PREEMPTED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 
 _MOST_USES = 4
-_KINDS = 7
-_PER_USE = 2 * (_KINDS + 1)
+_PER_USE = 2 * NUM_ENDINGS
 _NUM_CLASSES = (_MOST_USES + 1) * _PER_USE
 _STRIDE = 16
 _LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
@@ -42,6 +41,9 @@ _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
 _CLASS_WEIGHT = 4.0
 """How many prefixes of a class weigh as much as what is known of all classes."""
+_ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
+"""Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
+not in more than half of all cases. If clients announce what they do not do, their classes become worth little."""
 
 
 def _span(age: int) -> int:
@@ -55,7 +57,7 @@ class UseHistory:
     Executors of one model may share it: the same users ask all of them, and each alone would learn from a part of what
     there is to learn. Prefixes are remembered after their blocks were evicted too, so that a return is noticed.
     Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one before
-    them. A class is told by how often a block was used before, how long the answer was that its last user got, and
+    them. A class is told by how often a block was used before, how its last use ended (see ``eviction.ending``), and
     whether it was a new end on a known beginning. Nothing is known about the workload in advance, and classes that mean
     nothing come out equal.
 
@@ -76,7 +78,8 @@ class UseHistory:
         self._reached = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
         self._returned = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
         self._counted = [0] * _SPANS
-        self._densities = [_densities(_PRIOR_RATES)] * _NUM_CLASSES
+        densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
+        self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
         self._num_uses = self._halved = 0
         self._next_lesson = 1
 
@@ -99,10 +102,9 @@ class UseHistory:
         at_any_age = (sum(returned) + 0.5) / (reached[0] + 1.0)
         return min(1.0, (sum(returned[span:]) + at_any_age) / (reached[span] + 1.0))
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
-        """A sequence that generated so many tokens (or ``PREEMPTED``) lets go of ``blocks``, in order: count the return
-        of those used before, and put each into its class."""
-        answer = _KINDS if output_tokens == PREEMPTED else min(output_tokens.bit_length() // 2, _KINDS - 1)
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
+        """A sequence lets go of ``blocks``, in order: count the return of those used before, and put each into its
+        class. ``ending``: how this use of them ended."""
         remembered = parent_uses = 0
         for block in blocks:
             counted = (block.depth - 1) % _STRIDE == 0
@@ -113,7 +115,7 @@ class UseHistory:
             if not block.kind:
                 self.now += 1
             uses = min(before // _PER_USE + 1, _MOST_USES)
-            block.kind = uses * _PER_USE + (uses == 1 and parent_uses > 1) * (_KINDS + 1) + answer
+            block.kind = uses * _PER_USE + (uses == 1 and parent_uses > 1) * NUM_ENDINGS + ending
             parent_uses = uses
             if counted:
                 self._remember(key, block.kind)
@@ -163,17 +165,17 @@ class UseHistory:
                 zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
             )
         ]
-        unknown = _densities(common)
-        self._densities = [unknown] + [
+        before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
+        self._densities = [densities[_is_announced(0)]] + [
             _densities(
                 [
                     (one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT)
-                    for one, one_back, rate in zip(all_, back, common, strict=True)
+                    for one, one_back, rate in zip(all_, back, before[_is_announced(kind)], strict=True)
                 ]
             )
             if all_[0]
-            else unknown
-            for all_, back in zip(reached, returned, strict=True)
+            else densities[_is_announced(kind)]
+            for kind, (all_, back) in enumerate(zip(reached, returned, strict=True), 1)
         ]
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
@@ -190,6 +192,17 @@ class UseHistory:
         unused = oldest - self._first
         del self._times[:unused], classes[:unused]
         self._first = oldest
+
+
+def _is_announced(kind: int) -> bool:
+    """Whether a class is one of prefixes that are said to be used again."""
+    return kind % NUM_ENDINGS >= PREEMPTED and kind % NUM_ENDINGS != BATCH
+
+
+def _expected(rates: list[float]) -> tuple[list[float], list[float]]:
+    """What to expect of a class of which nothing is known, and of one whose return is announced, if all return at
+    these ``rates``."""
+    return rates, [max(rate, min(_ANNOUNCED * rate, _MOST_ANNOUNCED)) for rate in rates]
 
 
 def _densities(rates: list[float]) -> list[float]:
