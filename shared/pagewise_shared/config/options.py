@@ -87,8 +87,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         Literal["lru", "cost"],
         _help(
-            "which cached blocks are evicted first; cost: those with the lowest probability of being used again, times "
-            "the time that their recovery would take"
+            "which cached blocks are evicted first; cost: those whose keeping is expected to save the least recovery "
+            "time, by what became of blocks like them"
         ),
     ] = "cost"
     listen: Annotated[str, _help("ZeroMQ endpoint that executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (

@@ -60,6 +60,17 @@ class KeyLimits(Piece, frozen=True):
     tokens_per_minute: int | None = None
 
 
+class ReuseHints(Piece, frozen=True):
+    """What is known of when the prefix of a request is used again; eviction learns how far it can be relied on.
+
+    ``retention``: seconds for which its client wants it kept, 0 if it says nothing. ``tool_call_ids``: tokens with
+    which the model calls a tool, whose result then comes behind this prefix and the answer.
+    """
+
+    retention: int = 0
+    tool_call_ids: tuple[int, ...] = ()
+
+
 class StreamProgress(Piece, frozen=True, gc=False):
     """What a gateway has already received of an output, when it submits a request to another scheduler.
 
@@ -106,6 +117,7 @@ class Submit(Message, frozen=True):
         counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
             over its place, and is not counted again; -1: it was not counted yet.
         client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
+        reuse: of its prefix, as far as anything is known.
     """
 
     epoch: int
@@ -124,6 +136,7 @@ class Submit(Message, frozen=True):
     resumed: bool = False
     counted_as: int = -1
     client_request_id: str = ""
+    reuse: ReuseHints = ReuseHints()
 
 
 class Abort(Message, frozen=True):

@@ -25,8 +25,8 @@ from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
-from pagewise_scheduler.core.memory.cost_aware import UseHistory
 from pagewise_scheduler.core.memory.eviction import EvictionName
+from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.recovery.cost_model import Eviction
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler

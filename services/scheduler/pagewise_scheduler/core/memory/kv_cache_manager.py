@@ -286,14 +286,14 @@ class KVCacheManager:
             table.blocks.append(block)
         return copies
 
-    def free(self, table: BlockTable, in_flight_step: int | None, output_tokens: int | None = None) -> None:
+    def free(self, table: BlockTable, in_flight_step: int | None, ending: int | None = None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
 
-        ``output_tokens``: what its request has generated in the end, or PREEMPTED if it will be back: eviction learns
-        from it. None: that was no use of the blocks, or it has been counted.
+        ``ending``: how this use of the blocks ended (see ``eviction.ending``), from which eviction learns. None: it was
+        no use of them, or it has been counted.
         """
-        if output_tokens is not None and self.pool.policy.learns:
-            self.pool.policy.used(reversed(list(ancestors(table.tip))), output_tokens)
+        if ending is not None and self.pool.policy.learns:
+            self.pool.policy.used(reversed(list(ancestors(table.tip))), ending)
         blocks, table.blocks, table.tip = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 

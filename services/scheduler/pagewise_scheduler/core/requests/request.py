@@ -1,14 +1,17 @@
 """Requests and sequences: what is generated, and how far it has come."""
 
 from array import array
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Literal, Protocol
 
 import msgspec
+from pagewise_shared.protocol import ReuseHints
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
+from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.account import Account
@@ -131,12 +134,12 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def num_used(self) -> int | None:
-        """The output tokens that eviction learns of when it ends, or None if another sequence of its request reports
-        them: the outputs of one request are one use of its prompt."""
+    def ending(self) -> int | None:
+        """How this use of its blocks ends, from which eviction learns, or None if another sequence of its request tells
+        that: the outputs of one request are one use of its prompt."""
         request = self.request
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
-        return len(self.output_token_ids) if last and not request.chooses else None
+        return request.ending(self.output_token_ids) if last and not request.chooses else None
 
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
@@ -167,8 +170,9 @@ class Request:
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
-    ``client_request_id``: what its client calls it, "" if nothing. ``first_token_time``: when the first token of its
-    first output was there. ``executors``: on which it was placed, and when, the last few.
+    ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
+    as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
+    which it was placed, and when, the last few.
     """
 
     request_id: str
@@ -194,6 +198,7 @@ class Request:
     account: Account = field(default_factory=Account)
     queue_number: int = 0
     client_request_id: str = ""
+    reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     executors: tuple[tuple[float, str], ...] = ()
 
@@ -260,6 +265,16 @@ class Request:
         sequence = Sequence(self, index, self.sampling, BlockTable(1))
         sequence.end("abort")
         return sequence
+
+    def ending(self, output_token_ids: ReadOnlyList[int]) -> int:
+        """How a use of its prefix ends that has brought this output (see ``eviction.ending``)."""
+        reuse = self.reuse
+        return eviction.ending(
+            len(output_token_ids),
+            retention=reuse.retention,
+            tool_call=any(token in output_token_ids for token in reuse.tool_call_ids),
+            priority=self.priority,
+        )
 
     def num_loaded_tokens(self, origin: str) -> int:
         """Tokens of the prompt that came from a tier below the device, by its name, or from a "peer"."""

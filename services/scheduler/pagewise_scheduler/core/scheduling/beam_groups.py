@@ -148,11 +148,11 @@ class BeamGroups:
         self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: StepOutput
     ) -> None:
         """Put ``outputs`` in the place of what was tried for them: they have finished."""
-        use: int | None = max((len(tokens) for tokens in outputs), default=0)
+        ending: int | None = request.ending(max(outputs, key=len, default=()))
         for sequence in request.sequences:
             if sequence.table.blocks:
-                self._kv.free(sequence.table, None, use)
-                use = None  # all that was tried is one use of the prompt
+                self._kv.free(sequence.table, None, ending)
+                ending = None  # all that was tried is one use of the prompt
         self.drop(request)
         request.replace_sequences([])
         for index, tokens in enumerate(outputs):

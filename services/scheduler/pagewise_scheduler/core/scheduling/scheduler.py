@@ -386,7 +386,7 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
-        self.kv.free(sequence.table, self.last_step if touched else None, sequence.num_used if ends else PREEMPTED)
+        self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:
         """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
