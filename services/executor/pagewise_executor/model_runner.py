@@ -14,7 +14,7 @@ from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, Loo
 
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
-from pagewise_executor.cpu import set_cpu_threads
+from pagewise_executor.cpu import device_name, set_cpu_threads
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
@@ -23,6 +23,7 @@ from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
 from pagewise_executor.kv.peers import MakePeers, Peers
+from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
@@ -125,6 +126,7 @@ class ModelRunner:
         )
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
+        self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
@@ -133,10 +135,11 @@ class ModelRunner:
             block_size=config.block_size,
             num_blocks=num_blocks,
             bytes_per_block=pool.bytes_per_block,
-            device=_device_name(self._device),
+            device=device_name(self._device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             kernels=loaded.kernels,
             fallback=loaded.fallback,
+            no_segments=loaded.no_segments,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -149,7 +152,7 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        del self._pool
+        del self._pool, self._mover
         self._engine.detach()
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
@@ -252,6 +255,7 @@ class ModelRunner:
         self._copier.begin(plan.epoch, plan.step, work.copies)
         # After the copies, which report what leaves the device by its block hash.
         self._block_hashes.discard_overwritten(batch, work.changed_tables)
+        self._mover.move(work.moves, batch)
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
@@ -394,7 +398,3 @@ def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tup
                 reported.append((chunk, count))
         offset += chunk.size
     return kept + extra, reported
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"

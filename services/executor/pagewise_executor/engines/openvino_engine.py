@@ -40,7 +40,8 @@ class OpenVINOEngine:
         batch = self._batch
         rows = np.concatenate([work.decoding, np.array([chunk.row for chunk in work.chunks], np.int64)])
         sizes = np.array([1] * len(work.decoding) + [chunk.size for chunk in work.chunks])
-        past = batch.num_computed[rows]
+        chunk_starts = np.array([chunk.start for chunk in work.chunks], np.int64)
+        past = np.concatenate([batch.num_computed[work.decoding], chunk_starts])
         blocks = -(-(past + sizes) // batch.block_size)
         block_begins = _begins(blocks)
         index = np.arange(block_begins[-1]) - np.repeat(block_begins[:-1], blocks)

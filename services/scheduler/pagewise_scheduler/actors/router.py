@@ -199,10 +199,9 @@ class Router:
         if live.deaths > MAX_DEATHS:
             live.fail("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
-        prompt, output = len(live.request.prompt_token_ids), live.request.max_tokens
-        able = [
-            engine for engine in self._engines if engine.life is Life.SERVING and engine.scheduler.fits(prompt, output)
-        ]
+        request = live.request
+        size = len(request.prompt_token_ids), request.max_tokens, request.segments
+        able = [engine for engine in self._engines if engine.life is Life.SERVING and engine.scheduler.fits(*size)]
         if not able or self._expected_engines:
             live.engine = None
             self.unplaced.add(live, clock())

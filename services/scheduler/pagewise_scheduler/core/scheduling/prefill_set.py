@@ -5,14 +5,16 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
+from pagewise_shared.protocol.limits import MAX_JOINED_BYTES, MAX_MOVES
+from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
-from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
+from pagewise_scheduler.core.scheduling.segments import Segments
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
@@ -35,12 +37,14 @@ class PrefillSet:
         limits: StepLimits,
         plan: PlanBuilder,
         free_rows: list[int],
+        segments: Segments,
     ) -> None:
         self.num_queries = 0
         self.num_hits = 0
         self._kv = kv
         self._waiting = waiting
-        self._admission = Admission(kv, waiting)
+        self._admission = Admission(kv, waiting, segments)
+        self._segments = segments
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
@@ -113,9 +117,9 @@ class PrefillSet:
         if head is not None and members and queue_time(members[-1]) > queue_time(head):
             first = next(number for number, member in enumerate(members) if queue_time(member) > queue_time(head))
         chunks = self._continued(members[:first], budget)
-        budget -= sum(size for _, size in chunks)
+        budget -= _num_computed(chunks)
         started = self._started(budget, num_decoding, in_flight, now)
-        budget -= sum(size for _, size in started)
+        budget -= _num_computed(started)
         return chunks + self._continued(members[first:], budget) + started
 
     def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
@@ -132,8 +136,8 @@ class PrefillSet:
             added, copies = self._kv.grow(table, sequence.num_scheduled_tokens)
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
-            chunks.append((sequence, size))
-            budget -= size
+            chunks.append(self._chunk(sequence, size))
+            budget -= sequence.num_to_compute(size)
         return chunks
 
     def _started(
@@ -159,11 +163,18 @@ class PrefillSet:
                 break
             sequence, prefix = start
             if size := self._start(sequence, prefix, budget, share, now):
-                chunks.append((sequence, size))
-                budget -= size
+                chunks.append(self._chunk(sequence, size))
+                budget -= sequence.num_to_compute(size)
             self._admission.computing_too(sequence)
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
+
+    def _chunk(self, sequence: Sequence, size: int) -> tuple[Sequence, int]:
+        """A chunk of the last ``size`` tokens that were booked, with what segments move there."""
+        if sequence.request.segments:
+            stop = sequence.num_scheduled_tokens
+            self._segments.plan_moves(sequence, stop - size, stop)
+        return sequence, size
 
     def _blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
@@ -181,6 +192,8 @@ class PrefillSet:
         plan = self._recoveries.choose(prefix, share, sequence)
         if plan.nodes:
             prefix = kv.without_copy(prefix)
+            if not self._segments.holds(sequence, prefix.num_tokens):
+                plan.method = "load"  # it was to come with what is loaded
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
@@ -204,7 +217,10 @@ class PrefillSet:
         return self._kv.pool.tree.root_hash(sequence.request.cache_salt)
 
     def _size(self, sequence: Sequence, budget: int) -> int:
-        size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget)
+        start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
+        size = min(whole - start, budget)
+        if segments := sequence.request.segments:
+            size = furthest(segments, start, whole, budget) - start if self._plan.num_moves < MAX_MOVES else 0
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 
@@ -217,6 +233,10 @@ class PrefillSet:
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
-            request.num_cached_tokens = prefix.num_tokens
+            request.num_cached_tokens = prefix.num_tokens + self._segments.start(sequence, prefix.num_tokens)
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens
+
+
+def _num_computed(chunks: Chunks) -> int:
+    return sum(sequence.num_to_compute(size) for sequence, size in chunks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
+from pagewise_shared.segments import Segment
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -19,6 +20,7 @@ from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
+from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
@@ -76,7 +78,10 @@ class Scheduler:
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
+        self.segments = Segments(self.kv, self._plan, self.add, self.abort)
+        self._prefilling = PrefillSet(
+            self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows, self.segments
+        )
         self._shares = self._prefilling.shares
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
@@ -117,13 +122,14 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not finished."""
-        return list(self._requests.values())
+        """Requests that have not finished, without those that compute segments of others."""
+        return [request for request in self._requests.values() if request.computes_for is None]
 
-    def fits(self, num_prompt_tokens: int, max_tokens: int) -> bool:
+    def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
         slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1)
-        return slots <= self.kv.capacity_tokens and num_prompt_tokens + max_tokens <= self.max_model_len
+        room = self.kv.capacity_tokens - self.segments.num_slots(segments)
+        return slots <= room and num_prompt_tokens + max_tokens <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
@@ -131,7 +137,7 @@ class Scheduler:
         Raises:
             ValueError: it could never fit, or its id is taken.
         """
-        if not self.fits(len(request.prompt_token_ids), request.max_tokens):
+        if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
             most = self.kv.capacity_tokens
             raise ValueError(f"request {request.request_id} needs more than the {most} tokens of the pool")
         if request.request_id in self._requests:
@@ -165,6 +171,7 @@ class Scheduler:
         """End a sequence; tokens of it that are in flight are dropped when they come back."""
         if sequence.finished:
             return
+        self.segments.ended(sequence, reason)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
@@ -182,7 +189,8 @@ class Scheduler:
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
         requests = self.requests
-        for request in requests:
+        self.segments.clear()
+        for request in self._requests.values():
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self._vacate(sequence)
@@ -261,6 +269,8 @@ class Scheduler:
             return None
         if self._beam_groups.make_room():
             return self.schedule(now)
+        if self.segments.make_room(None if len(self._prefilling) else self.waiting.peek()):
+            return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
         self._preempt(self._shares.victim(self.running), "prefills hold each other up")
@@ -279,6 +289,7 @@ class Scheduler:
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
+        self.segments.planned(step)
         # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
@@ -319,6 +330,7 @@ class Scheduler:
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
+        output.leave_out_segments()
         for sequence in output.finished:
             if sequence.request.chooses:
                 self._forget(sequence.request)
@@ -346,7 +358,7 @@ class Scheduler:
         failed: list[Request] = []
         if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
-                failed.append(step.owner.request)
+                failed.append((step.owner.request.computes_for or step.owner).request)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()
@@ -377,6 +389,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.PREFILL:
             self._prefilling.remove(sequence)
         self.recoveries.abandon(sequence)
+        self.segments.release(sequence)
         self._cache_full_blocks(
             sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
         )

@@ -8,6 +8,7 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import (
     BlockCopies,
     NewSequence,
+    SegmentMove,
     StepPlan,
     TokenLogprobs,
     pack_int32s,
@@ -57,8 +58,9 @@ class StepInFlight:
         ``ending``: whose last token it samples."""
         num_tokens, attention, context = len(decoding), 0.0, 0
         for sequence, size in chunks:
-            num_tokens += size
-            attention += size * (sequence.num_scheduled_tokens - size / 2)
+            computed = sequence.num_to_compute(size)
+            num_tokens += computed
+            attention += computed * (sequence.num_scheduled_tokens - size / 2)
             context += sequence.num_scheduled_tokens
         return cls(
             step=step,
@@ -102,6 +104,11 @@ class StepOutput:
     num_tokens: int = 0
     num_told: int = 0
 
+    def leave_out_segments(self) -> None:
+        """Leave out the sequences that compute segments for others: nobody is told of them."""
+        for sequences in self.begun, self.finished:
+            sequences[:] = [sequence for sequence in sequences if sequence.request.computes_for is None]
+
 
 class PlanBuilder:
     """Collects the changes that the next plan carries.
@@ -110,7 +117,9 @@ class PlanBuilder:
     their constraints.
     """
 
-    __slots__ = ("_chunks", "_computed", "_constraints", "_joined", "_left", "_tables", "copies", "joined_bytes")
+    __slots__ = (
+        "_chunks", "_computed", "_constraints", "_joined", "_left", "_moves", "_tables", "copies", "joined_bytes"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.copies = PendingCopies()
@@ -124,6 +133,7 @@ class PlanBuilder:
         self._tables: list[tuple[int, int, int]] = []
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
+        self._moves: list[SegmentMove] = []
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
 
@@ -143,6 +153,8 @@ class PlanBuilder:
             self._tables = [change for change in self._tables if change[0] != row]
         if self._computed:
             self._computed = [told for told in self._computed if told[0] != row]
+        if self._moves:
+            self._moves = [move for move in self._moves if move.row != row]
 
     def copy(self, copies: Copies) -> None:
         """Make these copies before anything is written that they read."""
@@ -182,8 +194,17 @@ class PlanBuilder:
         """The row's first tokens have their K and V now: what it did not compute has been loaded."""
         self._computed.append((row, num_computed_tokens))
 
+    def move(self, move: SegmentMove) -> None:
+        """Move a part of a segment before anything is computed."""
+        self._moves.append(move)
+
+    @property
+    def num_moves(self) -> int:
+        """Parts of segments that are moved."""
+        return len(self._moves)
+
     def chunk(self, row: int, num_tokens: int) -> None:
-        """Compute the row's next known tokens."""
+        """Go on by the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
     def build(self, epoch: int, step: int, loads: list[BlockCopies], writes: list[BlockCopies]) -> StepPlan:
@@ -203,6 +224,7 @@ class PlanBuilder:
             computed=tuple(self._computed),
             chunks=tuple(self._chunks),
             constraints=tuple(self._constraints),
+            moves=tuple(self._moves),
         )
         self.clear()
         return plan

@@ -1,0 +1,126 @@
+"""Segments: stretches of a prompt (documents, tools, examples) whose KV does not depend on where they stand.
+
+The tokens of a segment attend to the segment itself and, if its request wants that, to the *root*: everything before
+the first segment of the prompt. Their K and V are computed at a canonical position, right behind the root, and then
+moved to where the segment stands: K is rotated by the distance, V is copied. That is what the request means, whether
+the KV is found or has to be computed, so its tokens do not depend on what is cached. The first ``boundary`` tokens of
+each segment are not moved but computed in their place, and attend to everything before them, as in EPIC
+(arXiv 2410.15332).
+
+Where a prompt has segments travels in its tokens: bits above those of token ids mark the first token of each segment,
+and the tokens that are moved. So block hashes and prefix trees tell prompts apart that have the same tokens and other
+segments, because their KV is not the same.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+MOVED = 1 << 28
+"""Marks a token whose K and V are moved."""
+_FIRST = 1 << 29
+_FIRST_WITHOUT_ROOT = 1 << 30
+TOKEN_ID = MOVED - 1
+"""The bits of the token id: larger vocabularies cannot have segments."""
+
+MAX_SEGMENTS = 1024
+"""Segments of one prompt."""
+
+
+class Segment(NamedTuple):
+    """One segment of a prompt; its fields are indices of tokens.
+
+    ``start`` to ``stop``: where it stands. ``moved``: its first token whose K and V are moved; ``stop`` if none are.
+    ``root``: so many of the prompt's first tokens come before it at its canonical position.
+    """
+
+    start: int
+    moved: int
+    stop: int
+    root: int
+
+    @property
+    def num_original_tokens(self) -> int:
+        """The tokens of the root and the segment."""
+        return self.root + self.stop - self.start
+
+    @property
+    def distance(self) -> int:
+        """By how many positions its K and V are moved."""
+        return self.start - self.root
+
+
+def make_segments(
+    num_tokens: int, ranges: Iterable[tuple[int, int]], *, root: bool = True, boundary: int = 0
+) -> tuple[Segment, ...]:
+    """Return the segments of a prompt of ``num_tokens`` tokens. ``ranges``: start and stop of each.
+
+    Raises:
+        ValueError: they are empty, overlap, are out of order or outside the prompt, or too many, or nothing follows.
+    """
+    made: list[Segment] = []
+    before = 0
+    for start, stop in ranges:
+        if not 0 <= start < stop <= num_tokens:
+            raise ValueError(f"the segment of tokens {start} to {stop} is empty, or outside the {num_tokens} tokens")
+        if start < before:
+            raise ValueError(f"the segment of tokens {start} to {stop} begins before the end of the one before it")
+        before = stop
+        first = made[0].start if made else start
+        made.append(Segment(start, min(stop, start + boundary), stop, first if root else 0))
+    if before == num_tokens and made:
+        raise ValueError("the last segment ends the prompt: at least one token has to follow it")
+    if len(made) > MAX_SEGMENTS:
+        raise ValueError(f"{len(made)} segments are too many: at most {MAX_SEGMENTS}")
+    if boundary < 0:
+        raise ValueError(f"the boundary is {boundary} tokens")
+    return tuple(made)
+
+
+def mark_segments(tokens: "array[int]", segments: Sequence[Segment]) -> None:
+    """Mark the segments in the tokens (int32) of a prompt, in place."""
+    for segment in segments:
+        moved = slice(segment.moved, segment.stop)
+        tokens[moved] = _each(int.__or__, tokens[moved], MOVED)
+        tokens[segment.start] |= _FIRST if segment.root == segments[0].start else _FIRST_WITHOUT_ROOT
+
+
+def original_tokens(tokens: "array[int]", segment: Segment, block_size: int) -> "array[int]":
+    """Return the tokens of a segment at its canonical position: of the root, of the segment, and as many more (0) as
+    fill the last block. ``tokens``: of its prompt, marked."""
+    own = tokens[: segment.root] + _each(int.__and__, tokens[segment.start : segment.stop], TOKEN_ID)
+    own.extend([0] * (-len(own) % block_size))
+    return own
+
+
+def num_computed(segments: Sequence[Segment], start: int, stop: int) -> int:
+    """How many of the tokens from ``start`` to ``stop`` are computed; the others are moved."""
+    return stop - start - sum(max(0, min(one.stop, stop) - max(one.moved, start)) for one in segments)
+
+
+def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) -> int:
+    """How far a sequence gets from token ``start``, at most to ``stop``, where no segment is, by computing ``budget``
+    tokens.
+
+    That is behind the last token that is computed: what a segment moves comes with what is computed after it.
+    """
+    at = start
+    for segment in segments:
+        if segment.stop <= at:
+            continue
+        if segment.moved >= stop:
+            break
+        before = max(0, segment.moved - at)
+        if budget <= before:
+            return at + budget
+        budget -= before
+        at = segment.stop
+    return min(stop, at + budget)
+
+
+def _each(operation: Callable[[int, int], int], tokens: "array[int]", value: int) -> "array[int]":
+    """Return the tokens (int32), each after an operation on its bits. All together are one large integer, because a
+    loop over the tokens of a long prompt would take the scheduler's time."""
+    together = int.from_bytes(tokens.tobytes(), "little")
+    values = int.from_bytes(value.to_bytes(4, "little") * len(tokens), "little")
+    return array("i", operation(together, values).to_bytes(4 * len(tokens), "little"))
