@@ -81,9 +81,8 @@ class ModelRunner:
         self._peers: Peers | None = None
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        reserved = 0
-        if self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None:
-            reserved = self._measure_activations(config, loaded, kv_dtype)
+        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
+        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = loaded.block_format(kv_dtype, config.kv_layout)
@@ -127,7 +126,7 @@ class ModelRunner:
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
-        self._engine.attach(pool)
+        self._engine.attach(pool, self._mover)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
@@ -166,6 +165,7 @@ class ModelRunner:
 
         with torch.inference_mode():
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
+        self._mover.warm_up()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied | Found], None]) -> None:

@@ -87,7 +87,9 @@ class CheckingExecutor:
         self.last_step = 0
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
         self.num_fetched = 0
-        self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = self.num_recalled = 0
+        self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
+            self.num_recalled
+        ) = 0
 
     @property
     def blocks(self) -> dict[int, Content]:

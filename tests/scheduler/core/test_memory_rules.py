@@ -36,7 +36,6 @@ from tests.scheduler.core.driving import (
     run,
 )
 
-
 DOCUMENTS = [[1, 2, 1, 1, 2], [2, 2], [1, 1, 1, 2, 2, 1, 2, 2, 1]]
 
 

@@ -7,10 +7,9 @@ import torch
 from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
 from pagewise_executor.input_batch import InputBatch, Int64s
-from pagewise_executor.kv.kv_pool import FP8, KVPool, KVScales
+from pagewise_executor.kv.kv_pool import KVPool, KVScales
 from pagewise_executor.models.key_rotation import KeyRotation
 
-_FP8_MOST = 448.0
 _TOKENS_AT_ONCE = 8192
 """The most tokens that are moved at once: their keys of one layer take memory in float32 meanwhile."""
 
@@ -20,6 +19,11 @@ class SegmentMover:
 
     def __init__(self, pool: KVPool, rotations: Sequence[KeyRotation], *, triton: bool) -> None:
         self._pool, self._rotations, self._triton = pool, rotations, triton
+
+    def warm_up(self) -> None:
+        """Compile what moves tokens, by moving one; nothing of use lies in the pool yet."""
+        if self._rotations and self._pool.num_blocks * self._pool.block_size > 1:
+            self._move(*(torch.tensor([number], device=self._pool.device) for number in (0, 1, 1)))
 
     def move(self, moves: Sequence[SegmentMove], batch: InputBatch) -> None:
         """Carry out the moves of a step, which the batch has applied. No target is a source."""
@@ -39,11 +43,36 @@ class SegmentMover:
             if number not in angles:
                 angles[number] = rotation.angles(distances)
             cos, sin = angles[number]
-            if scales is None:
+            if self._triton:
+                self._launch(keys, values, sources, targets, cos, sin, rotation, scales)
+            else:  # float8 needs the Triton kernels
                 keys[target] = rotation.rotate(keys[source].float(), cos, sin).to(keys.dtype)
                 values[target] = values[source]
-            else:
-                _move_fp8(keys, values, scales, source, target, rotation, cos, sin)
+
+    @staticmethod
+    def _launch(
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotation: KeyRotation,
+        scales: KVScales | None,
+    ) -> None:
+        from pagewise_kernels.attention import Scales
+        from pagewise_kernels.segment_move import move_tokens
+
+        move_tokens(
+            keys,
+            values,
+            sources,
+            targets,
+            cos,
+            sin,
+            interleaved=rotation.interleaved,
+            scales=Scales(*scales) if scales is not None else None,
+        )
 
     def _upload(self, numbers: Int64s) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._pool.device, non_blocking=True)
@@ -61,26 +90,3 @@ def _slots(moves: Sequence[SegmentMove], batch: InputBatch) -> tuple[Int64s, Int
         targets.append(batch.slot_mapping(np.full(len(positions), move.row), positions))
         distances.append(np.full(len(positions), move.distance))
     return np.concatenate(sources), np.concatenate(targets), np.concatenate(distances)
-
-
-_Index = tuple[torch.Tensor, torch.Tensor]
-
-
-def _move_fp8(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: KVScales,
-    source: _Index,
-    target: _Index,
-    rotation: KeyRotation,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> None:
-    """The same for float8 with scales: keys are rotated in float32 and scaled anew, as ``write_kv`` does."""
-    wide = keys.view(torch.uint8)[source].view(FP8).float() * scales.keys[source][..., None]
-    wide = rotation.rotate(wide, cos, sin)
-    scale = wide.abs().amax(-1).clamp(min=1e-12) / _FP8_MOST
-    keys.view(torch.uint8)[target] = (wide / scale[..., None]).to(FP8).view(torch.uint8)
-    scales.keys[target] = scale
-    values.view(torch.uint8)[target] = values.view(torch.uint8)[source]
-    scales.values[target] = scales.values[source]
