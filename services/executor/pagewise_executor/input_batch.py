@@ -59,7 +59,8 @@ class SequenceState:
 class Chunk:
     """A prefill chunk: compute ``size`` known tokens of ``row`` from position ``start`` on.
 
-    A row has several in a step if segments come between them, in order. ``completes``: these are the last known tokens, so the step samples the next token of the sequence.
+    A row has several in a step if segments come between them, in order. ``completes``: these are the last known tokens,
+    so the step samples the next token of the sequence.
     """
 
     row: int

@@ -80,6 +80,18 @@ class StreamProgress(Piece, frozen=True, gc=False):
     finished: bool = False
 
 
+class PromptSegments(Piece, frozen=True):
+    """The segments of a prompt (see ``segments.py``).
+
+    ``ranges``: start and stop of each, int32 bytes. ``root``: whether they attend to what comes before the first one.
+    ``boundary``: so many first tokens of each are computed in their place, and attend to everything before them.
+    """
+
+    ranges: bytes
+    root: bool = True
+    boundary: int = 0
+
+
 class PromptToGenerate(Piece, frozen=True):
     """One prompt of a request.
 
@@ -87,11 +99,13 @@ class PromptToGenerate(Piece, frozen=True):
         tokens: int32 bytes, at least one token.
         max_tokens: most output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
         progress: of each of its n outputs, if the request is resumed; else empty.
+        segments: of the prompt, if it has any.
     """
 
     tokens: bytes
     max_tokens: int
     progress: Annotated[tuple[StreamProgress, ...], Meta(max_length=MAX_PROMPTS)] = ()
+    segments: PromptSegments | None = None
 
 
 class Submit(Message, frozen=True):

@@ -7,8 +7,8 @@ import torch
 from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
 from pagewise_executor.input_batch import InputBatch, Int64s
+from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool, KVScales
-from pagewise_executor.models.key_rotation import KeyRotation
 
 _TOKENS_AT_ONCE = 8192
 """The most tokens that are moved at once: their keys of one layer take memory in float32 meanwhile."""

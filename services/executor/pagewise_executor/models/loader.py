@@ -20,8 +20,9 @@ from pagewise_shared.model_files import resolve_model
 from safetensors import SafetensorError
 
 from pagewise_executor.cpu import computes_bfloat16
+from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
-from pagewise_executor.models.key_rotation import KeyRotation, UnknownRotationError, find_key_rotations
+from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.preparation import prepare
@@ -42,8 +43,8 @@ class LoadedModel:
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
     computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
-    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: of each layer's
-    keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
+    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
+    layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
     """
 
     model: torch.nn.Module

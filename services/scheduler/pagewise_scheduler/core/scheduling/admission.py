@@ -113,7 +113,7 @@ class Admission:
         return self._segments.is_ready(sequence, self._num_cached(found))
 
     def _prepare(self, sequence: Sequence, found: list[CachedBlock], room: int) -> bool:
-        """Have the segments computed that a sequence lacks, if there is room; returns whether it lacks none after all."""
+        """Have the segments computed that a sequence lacks, if there is room; returns whether it lacks none now."""
         if self._segments.is_preparing(sequence):
             return False
         return self._segments.prepare(sequence, self._num_cached(found), room)

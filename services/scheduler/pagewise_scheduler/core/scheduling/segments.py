@@ -58,9 +58,9 @@ class _Prepared:
 class Segments:
     """The originals of all sequences of one executor that wait for them or hold them.
 
-    ``add``: lets a request that computes an original wait; ``abort``: ends it, by its id. ``num_moved``: tokens whose KV was
-    moved; ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose original
-    was there. ``num_requests``: that computed originals.
+    ``add``: lets a request that computes an original wait; ``abort``: ends it, by its id. ``num_moved``: tokens whose
+    KV was moved; ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose
+    original was there. ``num_requests``: that computed originals.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class Segments:
     def prepare(self, sequence: Sequence, start: int, room: int) -> bool:
         """Hold the originals of the segments that end behind token ``start``, and have the others computed.
 
-        ``room``: free blocks. If the sequence with all of them takes more, nothing is done. Returns whether all are there.
+        ``room``: free blocks; if the sequence with all of them takes more, nothing is done. Returns whether all are
+        there.
         """
         needed = _needed(sequence, start)
         made: dict[bytes, _Original] = {}

@@ -1,4 +1,4 @@
-"""By what the keys of each layer are rotated as their position changes: what it takes to move KV to another position.
+"""By what the keys of each layer are rotated as their position changes.
 
 It is found out by trial, because transformers' models differ in it (frequencies by layer, parts of a head that are not
 rotated, pairs that lie side by side or half a head apart, layers without RoPE): the keys that a model makes of one
@@ -6,10 +6,12 @@ token at two positions tell. The hidden states are the same at both of them, bec
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pagewise_shared.errors import PagewiseError
+
+from pagewise_executor.kv.key_rotation import KeyRotation
 
 _POSITIONS = (1, 98)
 _TOKEN = 1
@@ -19,38 +21,6 @@ _MOST_ERROR, _MOST_ROUNDED_ERROR = 1e-3, 0.03
 
 class UnknownRotationError(PagewiseError):
     """The keys of a model change with their position in a way that is not known; the text says what was found."""
-
-
-class KeyRotation(NamedTuple):
-    """RoPE (arXiv 2104.09864) of one layer's keys.
-
-    ``frequencies``: float32 [pairs], radians per position, of the first ``2 * pairs`` elements of a head; empty: the
-    keys of this layer know no positions. ``interleaved``: a pair lies side by side, else ``pairs`` elements apart.
-    """
-
-    frequencies: torch.Tensor
-    interleaved: bool = False
-
-    def angles(self, distances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin [n, pairs] float32 for distances [n]."""
-        # In float64: the product of a large distance and a frequency would lose digits of the angle.
-        angles = distances[:, None].double() * self.frequencies.double()
-        return angles.cos().float(), angles.sin().float()
-
-    def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return keys float32 [n, heads, head_dim], rotated by cos and sin [n, pairs]."""
-        pairs = cos.shape[1]
-        if not pairs:
-            return keys
-        cos, sin = cos[:, None], sin[:, None]
-        if self.interleaved:
-            first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-        else:
-            first, second = slice(0, pairs), slice(pairs, 2 * pairs)
-        rotated = keys.clone()
-        rotated[..., first] = keys[..., first] * cos - keys[..., second] * sin
-        rotated[..., second] = keys[..., second] * cos + keys[..., first] * sin
-        return rotated
 
 
 class _Recorder:
