@@ -212,7 +212,11 @@ class MemoryRules(RuleBasedStateMachine):
     def memory_adds_up(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         check_states(pool)
-        sequences = [sequence for request in scheduler._requests.values() for sequence in request.sequences]
+        sequences = [
+            sequence
+            for request in (*scheduler.requests, *scheduler.segments.requests)
+            for sequence in request.sequences
+        ]
         tables = sum(len(sequence.table.blocks) for sequence in sequences)
         references = sum(pool.references(block) for block in range(pool.num_blocks))
         held = scheduler.segments.num_held

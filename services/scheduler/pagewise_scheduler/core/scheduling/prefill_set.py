@@ -24,7 +24,7 @@ _WATERMARK = 0.01
 
 class PrefillSet:
     """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
-    shares of rows and blocks that keys have.
+    shares of rows and blocks that keys have. ``segments``: of those that wait and of members.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
@@ -37,18 +37,17 @@ class PrefillSet:
         limits: StepLimits,
         plan: PlanBuilder,
         free_rows: list[int],
-        segments: Segments,
     ) -> None:
         self.num_queries = 0
         self.num_hits = 0
         self._kv = kv
         self._waiting = waiting
-        self._admission = Admission(kv, waiting, segments)
-        self._segments = segments
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
         self.shares = FairShares(kv, waiting, limits, recoveries.costs)
+        self.segments = Segments(kv, waiting, self.shares, plan)
+        self._admission = Admission(kv, waiting, self.segments)
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -173,7 +172,7 @@ class PrefillSet:
         """A chunk of the last ``size`` tokens that were booked, with what segments move there."""
         if sequence.request.segments:
             stop = sequence.num_scheduled_tokens
-            self._segments.plan_moves(sequence, stop - size, stop)
+            self.segments.plan_moves(sequence, stop - size, stop)
         return sequence, size
 
     def _blocks_owed(self) -> int:
@@ -192,7 +191,7 @@ class PrefillSet:
         plan = self._recoveries.choose(prefix, share, sequence)
         if plan.nodes:
             prefix = kv.without_copy(prefix)
-            if not self._segments.holds(sequence, prefix.num_tokens):
+            if not self.segments.holds(sequence, prefix.num_tokens):
                 plan.method = "load"  # it was to come with what is loaded
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
@@ -233,7 +232,7 @@ class PrefillSet:
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
-            request.num_cached_tokens = prefix.num_tokens + self._segments.start(sequence, prefix.num_tokens)
+            request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens
 

@@ -20,7 +20,6 @@ from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
@@ -78,11 +77,8 @@ class Scheduler:
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.segments = Segments(self.kv, self._plan, self.add, self.abort)
-        self._prefilling = PrefillSet(
-            self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows, self.segments
-        )
-        self._shares = self._prefilling.shares
+        self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
+        self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
@@ -123,7 +119,7 @@ class Scheduler:
     @property
     def requests(self) -> list[Request]:
         """Requests that have not finished, without those that compute segments of others."""
-        return [request for request in self._requests.values() if request.computes_for is None]
+        return list(self._requests.values())
 
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
@@ -189,11 +185,11 @@ class Scheduler:
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
         requests = self.requests
-        self.segments.clear()
-        for request in self._requests.values():
+        for request in (*requests, *self.segments.requests):
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self._vacate(sequence)
+        self.segments.clear()
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()

@@ -7,7 +7,6 @@ the sequence holds references on the blocks. That is the same whether an origina
 """
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass
 
@@ -18,7 +17,9 @@ from pagewise_shared.segments import Segment, original_tokens
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.step import PlanBuilder
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 _EARLIER = 1e-4
 """Seconds by which requests that compute originals go before the sequences that wait for them."""
@@ -58,23 +59,24 @@ class _Prepared:
 class Segments:
     """The originals of all sequences of one executor that wait for them or hold them.
 
-    ``add``: lets a request that computes an original wait; ``abort``: ends it, by its id. ``num_moved``: tokens whose
-    KV was moved; ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose
-    original was there. ``num_requests``: that computed originals.
+    ``requests``: those that compute originals, waiting and running. ``num_moved``: tokens whose KV was moved;
+    ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose original was
+    there. ``num_requests``: that computed originals.
     """
 
     def __init__(
         self,
         kv: KVCacheManager,
+        waiting: WaitingQueue,
+        shares: FairShares,
         plan: PlanBuilder,
-        add: Callable[[Request], None],
-        abort: Callable[[str], object],
     ) -> None:
+        self.requests: dict[Request, None] = {}
         self.num_moved = self.num_wanted = self.num_found = self.num_requests = 0
         self._kv = kv
+        self._waiting = waiting
+        self._shares = shares
         self._plan = plan
-        self._add = add
-        self._abort = abort
         self._prepared: dict[Sequence, _Prepared] = {}
         self._moved: list[int] = []
 
@@ -172,8 +174,14 @@ class Segments:
     def _need_no_more(self, original: _Original) -> None:
         """An original need not be computed any more. What runs goes on: the plan that is being made may have it."""
         request, original.request = original.request, None
-        if request is not None and all(one.status is SequenceStatus.WAITING for one in request.sequences):
-            self._abort(request.request_id)
+        if request is not None and request.sequences[0].status is SequenceStatus.WAITING:
+            self._waiting.take(request.sequences[0], SequenceStatus.FINISHED)
+            request.sequences[0].end("abort")
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.requests.pop(request, None)
+        self._shares.leave(request)
 
     def _compute(self, sequence: Sequence, original: _Original) -> None:
         """Let a request wait that computes an original."""
@@ -192,15 +200,28 @@ class Segments:
             key=parent.key,
             computes_for=sequence,
         )
-        self._add(original.request)
+        self._begin(original.request)
+
+    def _begin(self, request: Request) -> None:
+        request.create_sequences()
+        self._waiting.arrive(request)
+        self._shares.arrive(request)
+        self.requests[request] = None
+        sequence = request.sequences[0]
+        self._kv.restore(request.cache_salt, sequence.token_bytes)
+        sequence.table = self._kv.new_table(request.cache_salt)
+        self._waiting.push(sequence)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence ends: it needs no originals any more, or has computed one, which is held from now on."""
         self.release(sequence)
         request, owner = sequence.request, sequence.request.computes_for
-        prepared = self._prepared.get(owner) if owner is not None and reason == "length" else None
+        if owner is None:
+            return
+        self._forget(request)
+        prepared = self._prepared.get(owner) if reason == "length" else None
         for original in prepared.distinct if prepared is not None else ():
-            if owner is not None and original.request is request:
+            if original.request is request:
                 original.request = None
                 self._hold(owner, original)
 
@@ -303,6 +324,7 @@ class Segments:
         """The executor is gone or reset."""
         for sequence in list(self._prepared):
             self.release(sequence)
+        self.requests.clear()
 
 
 def _needed(sequence: Sequence, start: int) -> list[Segment]:
