@@ -13,6 +13,8 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import CancelCopies, Copied, Inventory, LowerTier, StepPlan, Welcome
 
+from pagewise_executor.attention.backend import AttentionBackend
+from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import set_cpu_threads
@@ -22,7 +24,8 @@ from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
+from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
+from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.kernel_choice import with_block_size
@@ -85,7 +88,7 @@ class ModelRunner:
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = (
-            f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'} {loaded.heads_first}"
+            f"{loaded.shapes} {kv_dtype} {layout_of(config)} {loaded.kernels == 'triton'} {loaded.heads_first}"
         )
         block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
@@ -109,15 +112,17 @@ class ModelRunner:
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
             loaded.shapes,
             num_blocks,
             config.block_size,
             kv_dtype,
             self._device,
-            layout=config.kv_layout,
+            layout=layout_of(config),
             heads_first=loaded.heads_first,
             triton=loaded.kernels == "triton",
+            memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
         )
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
@@ -147,6 +152,8 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del self._pool
         self._engine.detach()
+        if self._memory is not None:
+            self._memory.free()
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config)
@@ -263,12 +270,16 @@ class ModelRunner:
         self._penalties: Penalties
         self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
+        self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
         if loaded.kernels != "triton":
             self._token_sampler = TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
         if loaded.kernels == "torch":
-            self._engine = TorchEngine(loaded, TorchBackend(device))
+            backend: AttentionBackend = TorchBackend(device)
+            if self._memory is not None:
+                backend = MappedBackend(self._memory, device)
+            self._engine = TorchEngine(loaded, backend)
             return
         if loaded.kernels == "cpu":
             from pagewise_executor.attention.cpu_attention import CpuBackend
@@ -285,14 +296,14 @@ class ModelRunner:
         from pagewise_executor import decode_graphs
         from pagewise_executor.attention.triton_attention import TritonBackend
 
-        backend = TritonBackend(
+        triton_backend = TritonBackend(
             device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
         )
-        self._engine = engine = TorchEngine(loaded, backend)
+        self._engine = engine = TorchEngine(loaded, triton_backend)
         self._token_sampler = token_sampler = TritonTokenSampler(rows, device)
         self._penalties, self._compute_logprobs = TritonPenalties(rows, vocab_size, device), token_logprobs
         self._graphs = decode_graphs.DecodeGraphs(
-            engine.forward, engine.forward_context, backend, token_sampler, self._last_tokens, config.block_size
+            engine.forward, engine.forward_context, triton_backend, token_sampler, self._last_tokens, config.block_size
         )
 
     def _event(self) -> "torch.cuda.Event | None":
