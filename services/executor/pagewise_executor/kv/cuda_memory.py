@@ -33,7 +33,7 @@ def load_driver() -> Driver:
         from cuda.bindings import driver
     except ImportError as error:
         raise ModelError(
-            f"--kv-mapping mmu needs cuda-bindings on a GPU: pip install cuda-bindings ({error})"
+            f"--kv-mapping mmu on a GPU needs cuda-bindings: pip install cuda-bindings ({error})"
         ) from error
     return driver
 

@@ -33,11 +33,15 @@ _SPARE_MAPS = 4096
 class PhysicalMemory(Protocol):
     """Physical memory, of which any page can be mapped at any number of virtual addresses.
 
-    ``page``: its bytes; what is mapped is whole pages. ``max_maps``: the most mappings that there may be at a time.
+    ``page``: its bytes; what is mapped is whole pages.
     """
 
     page: int
-    max_maps: float
+
+    @property
+    def max_maps(self) -> float:
+        """The number of mappings that there may be at a time."""
+        ...
 
     def allocate(self, size: int) -> torch.Tensor:
         """Allocate ``size`` bytes for a pool, and return them as a whole: uint8 [size].
