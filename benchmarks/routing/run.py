@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewise_scheduler.core.memory.cost_aware import UseHistory
+from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.routing.executor_view import CostEstimate
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, LeastTimeToFirstToken, RoutingPolicy, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -29,7 +29,7 @@ from benchmarks.record import record_file, write_record
 
 TRACES = Path(__file__).parents[1] / "traces"
 SYNTHETIC = "mooncake_synthetic_trace.jsonl.gz"
-CONVERSATIONS = "mooncake_conversation_first1000.jsonl.gz"
+CONVERSATIONS = "mooncake_conversation_trace.jsonl.gz"
 AGENTS = "cc_agentic_max64k_min10req.rle.jsonl.gz"
 EXECUTORS = 8
 BLOCK_SIZE = 128  # the traces repeat blocks of 512, that of agents of 64
@@ -135,10 +135,10 @@ def cases(smoke: bool) -> Iterator[Case]:
             yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
         yield Case("ttft", tokens, speed, peers=True)
     # As much memory as holds a part of what comes, and sessions that overlap.
-    for trace, tokens, speed in ((CONVERSATIONS, 1.0, 1.0), (AGENTS, 0.125, 1000.0)):
+    for trace, tokens, speed, first in ((CONVERSATIONS, 1.0, 1.0, 1000), (AGENTS, 0.125, 1000.0, None)):
         for policy in ("one", "ttft", "prefix", "round-robin"):
-            yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS, trace)
-        yield Case("ttft", tokens, speed, trace=trace, peers=True)
+            yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS, trace, limit=first)
+        yield Case("ttft", tokens, speed, trace=trace, peers=True, limit=first)
 
 
 def main() -> None:

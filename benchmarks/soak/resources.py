@@ -114,6 +114,8 @@ class Resources:
                 threads=seen.num_threads(),
                 tasks=tasks,
             )
+            if not sample.memory:  # it has just ended
+                return
             self.lives.setdefault((name, process.pid), Life(name, process.pid)).samples.append(sample)
 
     def long(self) -> list[Life]:

@@ -72,6 +72,7 @@ class GenerationRequest:
         arrival_time: seconds of the monotonic clock.
         client_request_id: the X-Request-Id that the client sent; it need not be unique.
         key, limits: name of the API key that the request came with, and the limits of that key.
+        retention: seconds for which the client wants the KV of the prefix kept; 0: it says nothing.
         prompt_bytes: what the answer takes for what it repeats of the prompts.
     """
 
@@ -93,6 +94,7 @@ class GenerationRequest:
     key: str = ""
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
     prompt_bytes: int = 0
+    retention: int = 0
 
     @property
     def chooses(self) -> bool:

@@ -1,6 +1,6 @@
 """The messages between gateways and the scheduler; ``docs/wire-protocol.md`` tells how they are used.
 
-They follow the rules of ``messages.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
+They follow the rules of ``base.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
 
 A gateway numbers its *streams*: every output of every prompt is one, identified by an int32 that the gateway gives out
 in ascending order under one epoch. The outputs of a prompt have consecutive numbers, the prompts of a ``Submit`` follow
@@ -11,17 +11,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
     Goodbye,
     Heartbeat,
     HeartbeatAck,
-    Message,
-    Piece,
     Refused,
     Rejoin,
-    TokenLogprobs,
 )
+from pagewise_shared.protocol.step_messages import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -58,6 +57,17 @@ class KeyLimits(Piece, frozen=True):
     concurrent: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+
+
+class ReuseHints(Piece, frozen=True):
+    """What is known of when the prefix of a request is used again; eviction learns how far it can be relied on.
+
+    ``retention``: seconds for which its client wants it kept, 0 if it says nothing. ``tool_call_ids``: tokens with
+    which the model calls a tool, whose result then comes behind this prefix and the answer.
+    """
+
+    retention: int = 0
+    tool_call_ids: tuple[int, ...] = ()
 
 
 class StreamProgress(Piece, frozen=True, gc=False):
@@ -106,6 +116,7 @@ class Submit(Message, frozen=True):
         counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
             over its place, and is not counted again; -1: it was not counted yet.
         client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
+        reuse: of its prefix, as far as anything is known.
     """
 
     epoch: int
@@ -124,6 +135,7 @@ class Submit(Message, frozen=True):
     resumed: bool = False
     counted_as: int = -1
     client_request_id: str = ""
+    reuse: ReuseHints = ReuseHints()
 
 
 class Abort(Message, frozen=True):

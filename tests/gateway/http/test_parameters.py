@@ -41,6 +41,13 @@ async def test_beam_search_and_best_of_arrive() -> None:
         assert server.scheduler.last.best_of == 0
 
 
+async def test_the_wish_to_keep_a_prefix_arrives() -> None:
+    async with serving() as server:
+        for given, seconds in (("24h", 86400), ("30m", 1800), ("90s", 90), ("in_memory", 0), (None, 0)):
+            await complete(server, prompt_cache_retention=given)
+            assert server.scheduler.last.reuse.retention == seconds
+
+
 async def test_sampling_parameters_arrive() -> None:
     async with serving() as server:
         await complete(

@@ -44,6 +44,13 @@ def test_end_of_sequence_tokens(tmp_path: Path, files: dict[str, object], expect
     assert Tokenizer.load(write_model(tmp_path, **files)).eos_token_ids == expected
 
 
+def test_tokens_that_call_tools() -> None:
+    backend = builders.byte_level_backend()
+    assert Tokenizer(backend).tool_call_ids == ()
+    backend.add_tokens(["<tool_call>"])
+    assert Tokenizer(backend).tool_call_ids == (backend.token_to_id("<tool_call>"),)
+
+
 def test_round_trip_and_special_tokens() -> None:
     tokenizer = builders.byte_level()
     ids = tokenizer.encode("<|user|>Grüße 世界 🙂<|end|>")

@@ -27,6 +27,7 @@ from pagewise_shared.protocol import (
     Query,
     Refused,
     Rejoin,
+    ReuseHints,
     StreamProgress,
     Submit,
     Welcome,
@@ -69,6 +70,9 @@ IMPOSSIBLE = [
     changed(priority=2**60),
     changed(limits=KeyLimits(concurrent=0)),
     changed(limits=KeyLimits(tokens_per_minute=-5)),
+    changed(reuse=ReuseHints(retention=-1)),
+    changed(reuse=ReuseHints(retention=2**40)),
+    changed(reuse=ReuseHints(tool_call_ids=(1,) * 1000)),
 ]
 
 

@@ -9,7 +9,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_gateway.generation import GenerationRequest, PackedLogprobs, Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, client_request_id
 from pagewise_gateway.http.intake import Intake
-from pagewise_gateway.http.params import beam_params, stop_texts
+from pagewise_gateway.http.params import beam_params, retention_seconds, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.link import LiveRequest, SchedulerLink
@@ -57,6 +57,7 @@ class Generation:
             key=client.name,
             limits=client.limits,
             prompt_bytes=prompt_bytes,
+            retention=retention_seconds(body),
         )
         self._live: LiveRequest
 

@@ -240,6 +240,14 @@ def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | No
     return tokens if len(tokens) <= keep else tokens[-keep:]
 
 
+def retention_seconds(body: GenerationFields) -> int:
+    """Return for how many seconds the client wants the KV of its prompt kept; 0: it says nothing about it."""
+    given = body.prompt_cache_retention
+    if given is None or given.startswith("in"):
+        return 0
+    return int(given[:-1]) * {"s": 1, "m": 60, "h": 3600}[given[-1]]
+
+
 def stop_texts(body: GenerationFields) -> tuple[str, ...]:
     """Return the stop strings of a request."""
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

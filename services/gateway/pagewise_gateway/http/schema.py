@@ -124,6 +124,17 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: (
+        Annotated[
+            str,
+            Meta(
+                pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$",
+                description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
+                "in_memory, which leaves it to the server. A hint, not a promise.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):

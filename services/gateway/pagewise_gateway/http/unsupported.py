@@ -19,7 +19,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),

@@ -272,7 +272,7 @@ class SchedulerLink:
             return
         live.submissions += 1
         live.submission_time = now = monotonic()
-        frame = encode(submission(live, epoch, now))
+        frame = encode(submission(live, epoch, now, self._tokenizer.tool_call_ids))
         if len(frame) <= MAX_SUBMIT_BYTES:
             self._connection.send_frame(frame)
             if (counted := live.counted_as) is not None:

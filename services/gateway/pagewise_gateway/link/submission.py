@@ -1,6 +1,6 @@
 """Builds the message that submits a request, for the first time or again."""
 
-from pagewise_shared.protocol import PromptToGenerate, StreamProgress, Submit
+from pagewise_shared.protocol import PromptToGenerate, ReuseHints, StreamProgress, Submit
 
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.output import LivePrompt
@@ -8,10 +8,10 @@ from pagewise_gateway.link.output import LivePrompt
 _NO_PROGRESS = StreamProgress(b"", False)
 
 
-def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
+def submission(live: LiveRequest, epoch: int, now: float, tool_call_ids: tuple[int, ...] = ()) -> Submit:
     """Return the message that submits a request under its stream numbers, with the tokens that its outputs have.
 
-    ``now``: seconds of the monotonic clock.
+    ``now``: seconds of the monotonic clock. ``tool_call_ids``: tokens with which the model calls a tool.
     """
     request = live.request
     assert live.stream is not None
@@ -33,6 +33,7 @@ def submission(live: LiveRequest, epoch: int, now: float) -> Submit:
         resumed=again,
         counted_as=-1 if live.counted_as is None or live.counted_as.stream is None else live.counted_as.stream,
         client_request_id=request.client_request_id,
+        reuse=ReuseHints(request.retention, tool_call_ids),
     )
 
 

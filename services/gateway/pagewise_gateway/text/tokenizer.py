@@ -22,6 +22,18 @@ from pagewise_gateway.text.turns import Turns
 T = TypeVar("T")
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOOL_CALL_TOKENS = (
+    "<tool_call>",  # Qwen, Hermes, GLM
+    "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>",  # Llama
+    "<|call|>",  # gpt-oss
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
+    "<|tool_calls_section_begin|>",  # Kimi
+    "<|tool_call|>",  # Granite, Phi
+    "<|START_ACTION|>",  # Command
+    "<|action_start|>",  # InternLM
+    "<tool_calls>",  # Jamba
+)
 _THREADS = 2
 _LARGE_CHARACTERS = 262_144
 """Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
@@ -48,6 +60,7 @@ class Tokenizer:
 
     Fields:
         eos_token_ids: tokens that end the model's output.
+        tool_call_ids: tokens with which the model calls a tool, if its vocabulary has tokens of their own for that.
         special_token_ids: tokens that ``skip_special_tokens`` leaves out.
         vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
         token_bytes: the bytes behind each token, or None if the vocabulary has no fixed ones.
@@ -69,6 +82,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.tool_call_ids = tuple(vocabulary[token] for token in _TOOL_CALL_TOKENS if token in vocabulary)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
         decoder = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).decoder

@@ -21,6 +21,7 @@ _MAX_LENGTH_PENALTY = 100.0
 _MAX_TEXT = 1024
 _MAX_TOKENS = 2**31 - 1
 _MAX_PRIORITY = 2**53
+_MAX_RETENTION, _MAX_TOOL_CALL_IDS = 2**31 - 1, 16
 _MAX_AGE_US = 24 * 3600 * 1_000_000
 
 
@@ -67,6 +68,10 @@ def check(submit: Submit, vocab_size: int) -> None:
         raise ImpossibleError(f"a client's id of more than {MAX_CLIENT_ID} characters, or some that cannot be printed")
     if abs(submit.priority) > _MAX_PRIORITY:
         raise ImpossibleError(f"priority {submit.priority}")
+    if not 0 <= submit.reuse.retention <= _MAX_RETENTION or len(submit.reuse.tool_call_ids) > _MAX_TOOL_CALL_IDS:
+        raise ImpossibleError(
+            f"a retention of {submit.reuse.retention} s, or {len(submit.reuse.tool_call_ids)} tokens that call tools"
+        )
     _check_limits(submit.limits)
     if (constraints := submit.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
         raise ImpossibleError(flaw)
@@ -124,6 +129,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             arrival_time=arrival,
             key=submit.key,
             client_request_id=submit.client_request_id,
+            reuse=submit.reuse,
         )
         if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
             request.create_sequences(every=True)

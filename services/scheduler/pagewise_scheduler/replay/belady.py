@@ -21,15 +21,28 @@ class Belady:
     learns = False
 
     def __init__(self, trace: Iterable[TraceRequest]) -> None:
-        self.now = 0
+        self.now = self._tick = 0
         self._uses: dict[int, list[int]] = defaultdict(list)
         for index, request in enumerate(trace):
             for block in request.blocks:
                 self._uses[block].append(index)
 
-    def priority(self, block: CachedBlock, clock: float) -> float:
+    def tick(self) -> int:
+        """One more than before."""
+        self._tick += 1
+        return self._tick
+
+    def group(self, block: CachedBlock) -> int:
+        """All are in one."""
+        return 0
+
+    def order(self, block: CachedBlock) -> float:
         """The later the next use, the lower."""
         return -self._next_use(block)
+
+    def value(self, block: CachedBlock) -> float:
+        """The order."""
+        return self.order(block)
 
     def probability(self, block: CachedBlock) -> float:
         """Whether it is used again."""
@@ -40,5 +53,5 @@ class Belady:
         following = bisect_right(uses, self.now)
         return uses[following] if following < len(uses) else _NEVER
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """The future is known already."""

@@ -13,7 +13,7 @@ from typing import Any
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import HOST
 
-from pagewise_scheduler.core.memory.cost_aware import UseHistory
+from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.belady import Belady

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, StepPlan, StepResult, pack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, ReuseHints, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
@@ -24,6 +24,10 @@ from pagewise_scheduler.replay.traces import TraceRequest
 
 _SAMPLING = SamplingParams(temperature=0.0)
 _SAMPLE_EVERY = 0.25
+_SAMPLED = 0
+"""The token that is sampled everywhere."""
+_HINTS = {False: ReuseHints(), True: ReuseHints(tool_call_ids=(_SAMPLED,))}
+"""By whether a request's answer calls a tool."""
 
 
 @dataclass(slots=True)
@@ -121,7 +125,7 @@ class SimulatedExecutor:
         self.steps += 1
         self.busy += seconds
         self.computed += step.num_tokens - num_decodes
-        tokens = pack_int32s([0] * len(step.sampled))
+        tokens = pack_int32s([_SAMPLED] * len(step.sampled))
         result = StepResult(plan.epoch, plan.step, tokens, elapsed_us=max(1, int(seconds * 1e6)))
         self._at(self._occupy("step", seconds, now), self, result)
         for copies in between_tiers(plan):
@@ -248,6 +252,7 @@ class Simulation:
             _SAMPLING,
             cache_salt=self._salt(index),
             arrival_time=self.now,
+            reuse=_HINTS[trace.tool_call],
         )
         placement = place(self._routing, request, list(able), self.now)
         served = Served(trace, self.now, request, placement.reason, placement.predicted)
@@ -296,7 +301,7 @@ class Simulation:
 def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Callable[[int], None]) -> Outcome:
     """Each request runs alone and takes no time: what remains is the cache, at the full size of the pool.
 
-    ``peers``: they fetch blocks from each other. ``tick`` is told the index of each request that starts.
+    ``tick`` is told the index of each request that starts.
     """
     outcome = Outcome()
     for index, record in enumerate(trace):
@@ -304,14 +309,21 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
         if not scheduler.fits(record.num_prompt_tokens, record.num_output_tokens):
             outcome.refused += 1
             continue
-        request = Request(str(index), record.prompt(), record.num_output_tokens, _SAMPLING, arrival_time=float(index))
+        request = Request(
+            str(index),
+            record.prompt(),
+            record.num_output_tokens,
+            _SAMPLING,
+            arrival_time=float(index),
+            reuse=_HINTS[record.tool_call],
+        )
         served = Served(record, record.arrival, request, first_token=record.arrival, finished=record.arrival)
         scheduler.add(request)
         while not request.finished:
             plan = scheduler.schedule(float(index))
             assert plan is not None
             sampled = len(scheduler.steps_in_flight[-1].sampled)
-            scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([0] * sampled)))
+            scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([_SAMPLED] * sampled)))
             for copies in between_tiers(plan):
                 scheduler.copied(confirmation(plan, copies))
                 outcome.steps += copies.target == DEVICE

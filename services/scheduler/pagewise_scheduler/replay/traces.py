@@ -37,6 +37,7 @@ class TraceRequest:
         blocks: ids of the prompt's blocks of ``block_tokens`` tokens; equal ids are equal prefixes. The last may be
             cut short; what follows the last is the request's own.
         unique: what no other request shares is made of this number.
+        tool_call: whether its answer called a tool, whose result comes with a later request.
         after: index of the request of the same session that has to end first, -1: none.
     """
 
@@ -47,6 +48,7 @@ class TraceRequest:
     block_tokens: int = 512
     unique: int = 0
     after: int = -1
+    tool_call: bool = False
     recorded: float = 0.0
 
     def prompt(self) -> "array[int]":
@@ -184,6 +186,7 @@ def _agentic(rows: Iterable[dict[str, Any]]) -> Iterator[TraceRequest]:
                     blocks,
                     row["block_size"],
                     after=previous,
+                    tool_call=member.get("stop") == "tool_use",
                     recorded=recorded,
                 )
                 previous, index = index, index + 1

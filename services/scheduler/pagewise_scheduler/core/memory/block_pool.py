@@ -21,7 +21,7 @@ class BlockPool(Tier):
     of a block that lies here lie here too. ``num_lent``: references of other executors that read blocks.
     """
 
-    __slots__ = ("_tick", "num_lent")
+    __slots__ = ("num_lent",)
 
     def __init__(
         self,
@@ -35,7 +35,6 @@ class BlockPool(Tier):
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         super().__init__(DEVICE, num_blocks, tree, policy or LeastRecentlyUsed(), counters or MemoryCounters(), below)
         self.num_lent = 0
-        self._tick = 0
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block, a sequence's last block first.
@@ -43,7 +42,7 @@ class BlockPool(Tier):
         Those without any left are cached if their content is known, else free at once.
         """
         references, nodes, free = self._references, self._nodes, self._free
-        self._tick = tick = self._tick + 1
+        tick = self.policy.tick()
         for block in blocks:
             left = references[block] - 1
             assert left >= 0, f"block {block} was released more often than it was taken"
@@ -65,7 +64,7 @@ class BlockPool(Tier):
     def restore(self, node: CachedBlock) -> None:
         """The content of ``node``, whose parent lies here, is here from before, if it is; it is in the tree."""
         if node.hash in self.restorable:
-            node.last_used = self._tick
+            node.last_used = self.policy.tick()
             super().restore(node)
 
     def lend(self, blocks: list[int]) -> None:

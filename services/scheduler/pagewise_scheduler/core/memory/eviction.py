@@ -6,8 +6,28 @@ from typing import Literal, Protocol
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
-PREEMPTED = -1
-"""The kind of use of a sequence that was preempted: it will be back."""
+PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
+"""Endings that say more than the length of the answer, which is told by lower numbers: see ``ending``."""
+NUM_ENDINGS = 13
+
+_HOURS, _DAYS = 900.0, 4 * 3600.0
+"""Seconds from which on a retention is one of hours, or of days."""
+
+
+def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = False, priority: int = 0) -> int:
+    """How a use of a prefix ended, as far as that tells when it is used again.
+
+    What its client or the protocol says counts more than the length of the answer, which tells people who read from
+    programs that ask for one word. The result of a tool that was called comes behind the prefix, and a sequence that
+    was ``PREEMPTED`` comes back. ``retention``: seconds for which the client wants the prefix kept; 0: it says nothing.
+    ``priority``: that of the request; a request that runs late is mostly one of a batch.
+    """
+    if retention > 0:
+        return RETAINED_MINUTES + (retention >= _HOURS) + (retention >= _DAYS)
+    if tool_call:
+        return TOOL_CALL
+    return BATCH if priority > 0 else min(num_output_tokens.bit_length() // 2, PREEMPTED - 1)
+
 
 EvictionName = Literal["lru", "cost"]
 
@@ -16,23 +36,36 @@ REDUNDANT, NEAREST = 0, 1
 
 
 class EvictionPolicy(Protocol):
-    """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses."""
+    """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses.
+
+    Blocks of one group go in an order that does not change while they wait; which group gives up its first block next
+    is decided by what that block is worth at that time.
+    """
 
     learns: bool
 
-    def priority(self, block: CachedBlock, clock: float) -> float:
-        """Of a block that may be evicted from now on; the lowest goes first.
+    def tick(self) -> int:
+        """The time of a release, which never falls: ``last_used`` of the blocks that are released now."""
+        ...
 
-        ``clock``: the highest priority that was evicted from the same tier so far.
-        """
+    def group(self, block: CachedBlock) -> int:
+        """The group that a block belongs to which may be evicted from now on."""
+        ...
+
+    def order(self, block: CachedBlock) -> float:
+        """Its place within the group; the lowest goes first."""
+        ...
+
+    def value(self, block: CachedBlock) -> float:
+        """What the first block of a group is worth now; the group whose first one is worth the least gives it up."""
         ...
 
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again, 0 to 1, as far as is known."""
         ...
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
-        """A sequence that generated so many tokens (or ``PREEMPTED``) lets go of ``blocks``, in order."""
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
+        """A sequence lets go of ``blocks``, in order; ``ending``: how this use of them ended."""
         ...
 
 
@@ -41,7 +74,23 @@ class LeastRecentlyUsed:
 
     learns = False
 
-    def priority(self, block: CachedBlock, clock: float) -> float:
+    def __init__(self) -> None:
+        self._tick = 0
+
+    def tick(self) -> int:
+        """One more than before."""
+        self._tick += 1
+        return self._tick
+
+    def group(self, block: CachedBlock) -> int:
+        """All are in one."""
+        return 0
+
+    def order(self, block: CachedBlock) -> float:
+        """The tick."""
+        return block.last_used
+
+    def value(self, block: CachedBlock) -> float:
         """The tick."""
         return block.last_used
 
@@ -49,7 +98,7 @@ class LeastRecentlyUsed:
         """Nothing is known."""
         return 0.5
 
-    def used(self, blocks: Iterable[CachedBlock], output_tokens: int) -> None:
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Nothing to remember: the tick is the block's own."""
 
 
@@ -57,60 +106,111 @@ def _never(block: CachedBlock) -> None:
     """Say of a block that it may not be evicted."""
 
 
+_Key = tuple[int, int]
+"""A rank, and a group of the policy's."""
+
+_Entry = tuple[float, int, int, CachedBlock]
+"""The policy's order, a number that no other has, the tick of the block's last release, the block."""
+
+_POPS_BETWEEN_LOOKS = 128
+
+
 class EvictionQueue:
     """Blocks of one tier that may be evicted now, those of the lowest ``rank`` first, then by the policy.
 
     Nothing is taken out when a block stops being evictable: its entry is stale, and skipped when its turn comes.
     ``rank_of`` says as what a block may be evicted now, None: not at all.
+
+    Each group is a heap. A heap of the groups, by what their first blocks are worth, says which is next: a group that
+    gave up a block is looked at again at once, all of them now and then, because what a block is worth changes with
+    time.
     """
 
-    __slots__ = ("_clock", "_heap", "_policy", "_rank_of", "_tie")
+    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_worth")
 
     def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy
         self._rank_of = rank_of
-        self._heap: list[tuple[int, float, int, int, CachedBlock]] = []
-        self._tie = 0
-        self._clock = 0.0
+        self._groups: dict[_Key, list[_Entry]] = {}  # none of them empty
+        self._worth: list[tuple[int, float, _Key]] = []  # rank, what the first block is worth, group: one of each group
+        self._size = self._tie = 0
+        self._until_look = _POPS_BETWEEN_LOOKS
 
     def close(self) -> None:
         """Hold neither blocks nor the tier any more: from now on none may be evicted."""
-        self._heap.clear()
+        self._groups.clear()
+        self._worth.clear()
         self._rank_of = _never
 
     def push(self, block: CachedBlock, rank: int) -> None:
         """A block may be evicted from now on."""
         self._tie += 1
-        heapq.heappush(self._heap, (rank, self._policy.priority(block, self._clock), self._tie, block.last_used, block))
+        self._size += 1
+        key, entry = (rank, self._policy.group(block)), (self._policy.order(block), self._tie, block.last_used, block)
+        group = self._groups.get(key)
+        if group is None:
+            self._groups[key] = [entry]
+            heapq.heappush(self._worth, (rank, self._policy.value(block), key))
+        else:
+            heapq.heappush(group, entry)
 
     def pop(self) -> CachedBlock | None:
         """Take the block that goes first; None if none may be evicted."""
-        heap = self._heap
-        while heap:
-            rank, priority, _, last_used, block = heapq.heappop(heap)
-            # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
-            if last_used == block.last_used and self._rank_of(block) == rank:
-                self._clock = max(self._clock, priority)
-                return block
-        return None
+        block = self.peek()
+        if block is not None:
+            heapq.heappop(self._groups[self._worth[0][2]])
+            self._size -= 1
+            self._until_look -= 1
+            if self._until_look:
+                self._look_at_first()
+            else:
+                self._look_at_all()
+        return block
 
     def peek(self) -> CachedBlock | None:
         """The block that goes first, left where it is; None if none may be evicted."""
-        heap = self._heap
-        while heap:
-            rank, _, _, last_used, block = heap[0]
-            if last_used == block.last_used and self._rank_of(block) == rank:
-                return block
-            heapq.heappop(heap)
+        while self._worth:
+            key = self._worth[0][2]
+            entry = self._groups[key][0]
+            if self._is_live(key, entry):
+                return entry[3]
+            self._look_at_first()
         return None
 
     def shrink(self, num_evictable: int) -> None:
         """Drop stale entries once they are most of the queue, so that it stays in proportion to the pool."""
-        if len(self._heap) > 64 + 4 * num_evictable:
-            live = {
-                (id(entry[4]), entry[0]): entry
-                for entry in self._heap
-                if entry[3] == entry[4].last_used and self._rank_of(entry[4]) == entry[0]
-            }
-            self._heap = list(live.values())
-            heapq.heapify(self._heap)
+        if self._size > 64 + 4 * num_evictable:
+            for key, group in self._groups.items():
+                live = {id(entry[3]): entry for entry in group if self._is_live(key, entry)}
+                group[:] = live.values()
+                heapq.heapify(group)
+            self._size = sum(map(len, self._groups.values()))
+            self._look_at_all()
+
+    def _is_live(self, key: _Key, entry: _Entry) -> bool:
+        # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
+        return entry[2] == entry[3].last_used and self._rank_of(entry[3]) == key[0]
+
+    def _first(self, key: _Key) -> CachedBlock | None:
+        """The first block of a group, which is forgotten if it has none."""
+        group = self._groups[key]
+        while group:
+            if self._is_live(key, group[0]):
+                return group[0][3]
+            heapq.heappop(group)
+            self._size -= 1
+        del self._groups[key]
+        return None
+
+    def _look_at_first(self) -> None:
+        key = self._worth[0][2]
+        if (block := self._first(key)) is None:
+            heapq.heappop(self._worth)
+        else:
+            heapq.heapreplace(self._worth, (key[0], self._policy.value(block), key))
+
+    def _look_at_all(self) -> None:
+        self._until_look = _POPS_BETWEEN_LOOKS
+        firsts = [(key, self._first(key)) for key in list(self._groups)]
+        self._worth = [(key[0], self._policy.value(block), key) for key, block in firsts if block is not None]
+        heapq.heapify(self._worth)

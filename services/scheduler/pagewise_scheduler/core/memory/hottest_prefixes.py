@@ -18,7 +18,7 @@ class HotPrefix:
 
 def hottest_prefixes(pool: BlockPool, limit: int) -> list[HotPrefix]:
     """The prefixes that eviction would give up last, at most ``limit``, the most valuable first."""
-    hottest = heapq.nlargest(limit, pool.tree.leaves(), key=lambda leaf: pool.policy.priority(leaf[1], 0.0))
+    hottest = heapq.nlargest(limit, pool.tree.leaves(), key=lambda leaf: pool.policy.value(leaf[1]))
     return [_prefix(cache_salt, leaf) for cache_salt, leaf in hottest]
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from math import inf, log2, sqrt
 
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, OnlineLine, TierCosts
-from pagewise_scheduler.core.memory.cost_aware import CostAware, UseHistory
+from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
+from pagewise_scheduler.core.memory.use_history import UseHistory
 
 _LEAST_SECONDS = 1e-9
 _FADE = 0.02

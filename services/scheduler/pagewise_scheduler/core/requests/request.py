@@ -1,14 +1,17 @@
 """Requests and sequences: what is generated, and how far it has come."""
 
 from array import array
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Literal, Protocol
 
 import msgspec
+from pagewise_shared.protocol import ReuseHints
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
+from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.account import Account
@@ -131,12 +134,12 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def num_used(self) -> int | None:
-        """The output tokens that eviction learns of when it ends, or None if another sequence of its request reports
-        them: the outputs of one request are one use of its prompt."""
+    def ending(self) -> int | None:
+        """How this use of its blocks ends, from which eviction learns, or None if another sequence of its request tells
+        that: the outputs of one request are one use of its prompt."""
         request = self.request
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
-        return len(self.output_token_ids) if last and not request.chooses else None
+        return request.ending(self.output_token_ids) if last and not request.chooses else None
 
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
@@ -160,15 +163,17 @@ class Request:
 
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
-    ``loaded_tokens``: those of them that were not on the device, by where they lay (the name of a tier, or "peer").
+    ``loaded_tokens``: those of them that were not on the device, by where they lay (one of ``SOURCES``).
     ``beam``: search instead of sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more
     than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
     outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
-    ``client_request_id``: what its client calls it, "" if nothing. ``first_token_time``: when the first token of its
-    first output was there. ``executors``: on which it was placed, and when, the last few.
+    ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
+    ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
+    as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
+    which it was placed, and when, the last few.
     """
 
     request_id: str
@@ -194,6 +199,8 @@ class Request:
     account: Account = field(default_factory=Account)
     queue_number: int = 0
     client_request_id: str = ""
+    stored: dict[str, int] = field(default_factory=dict)
+    reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     executors: tuple[tuple[float, str], ...] = ()
 
@@ -261,8 +268,18 @@ class Request:
         sequence.end("abort")
         return sequence
 
+    def ending(self, output_token_ids: ReadOnlyList[int]) -> int:
+        """How a use of its prefix ends that has brought this output (see ``eviction.ending``)."""
+        reuse = self.reuse
+        return eviction.ending(
+            len(output_token_ids),
+            retention=reuse.retention,
+            tool_call=any(token in output_token_ids for token in reuse.tool_call_ids),
+            priority=self.priority,
+        )
+
     def num_loaded_tokens(self, origin: str) -> int:
-        """Tokens of the prompt that came from a tier below the device, by its name, or from a "peer"."""
+        """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""
         return self.loaded_tokens.get(origin, 0)
 
     @property
