@@ -146,7 +146,8 @@ class FakeDriver:
         assert found != 2**64 - 1
         return found
 
-
-def tensor_at(address: int, size: int) -> torch.Tensor:
-    """What torch makes of an address on a GPU."""
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    def tensor_at(self, address: int, size: int) -> torch.Tensor:
+        """What torch makes of an address on a GPU. It refuses one of which the driver cannot tell the device."""
+        if address not in self.accessible:
+            raise ValueError("the pointer resides on host memory and is not registered with any CUDA device")
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)

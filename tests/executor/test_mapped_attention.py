@@ -17,7 +17,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import unpack_float32s
 
-from tests.executor.cuda_driver import FakeDriver, tensor_at
+from tests.executor.cuda_driver import FakeDriver
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
@@ -134,7 +134,8 @@ def test_the_driver_of_a_gpu_gives_the_same_tokens(model_path: Path, monkeypatch
     memories: list[CudaMemory] = []
 
     def fake_memory(device: torch.device) -> CudaMemory:
-        memories.append(CudaMemory(FakeDriver(8192, 64 * 2**20), device, tensor_at))
+        driver = FakeDriver(8192, 64 * 2**20)
+        memories.append(CudaMemory(driver, device, driver.tensor_at))
         return memories[-1]
 
     monkeypatch.setattr(model_runner, "physical_memory", fake_memory)

@@ -12,14 +12,13 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
 
-from pagewise_executor.attention.backend import AttentionBackend
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
-from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
+from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
@@ -292,10 +291,9 @@ class ModelRunner:
             self._token_sampler = TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
         if loaded.kernels == "torch":
-            backend: AttentionBackend = TorchBackend(device)
-            if self._memory is not None:
-                backend = MappedBackend(self._memory, device)
-            self._engine = TorchEngine(loaded, backend)
+            self._engine = TorchEngine(
+                loaded, TorchBackend(device) if self._memory is None else MappedBackend(self._memory, device)
+            )
             return
         if loaded.kernels == "cpu":
             from pagewise_executor.attention.cpu_attention import CpuBackend
@@ -312,14 +310,14 @@ class ModelRunner:
         from pagewise_executor import decode_graphs
         from pagewise_executor.attention.triton_attention import TritonBackend
 
-        triton_backend = TritonBackend(
+        backend = TritonBackend(
             device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
         )
-        self._engine = engine = TorchEngine(loaded, triton_backend)
+        self._engine = engine = TorchEngine(loaded, backend)
         self._token_sampler = token_sampler = TritonTokenSampler(rows, device)
         self._penalties, self._compute_logprobs = TritonPenalties(rows, vocab_size, device), token_logprobs
         self._graphs = decode_graphs.DecodeGraphs(
-            engine.forward, engine.forward_context, triton_backend, token_sampler, self._last_tokens, config.block_size
+            engine.forward, engine.forward_context, backend, token_sampler, self._last_tokens, config.block_size
         )
 
     def _event(self) -> "torch.cuda.Event | None":
@@ -333,7 +331,7 @@ class ModelRunner:
     def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
         rows = work.sampled_rows
-        positions = self._upload(self._sampled_positions(work))
+        positions = self._upload(self._batch.sampled_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
         self._last_tokens[self._upload(np.array(rows, np.int64))] = tokens
         return tokens, logprobs
@@ -355,15 +353,10 @@ class ModelRunner:
         if work.chunks:
             known = [batch.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
             ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
-        kept, reported = _kept_logits(work, batch)
+        kept, reported = batch.kept_logits(work)
         logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
-
-    def _sampled_positions(self, work: StepWork) -> Int64s:
-        """Return the positions of the tokens that this step samples, in the order of the sampled rows."""
-        completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
-        return np.concatenate([self._batch.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
 
     def _prompt_logprobs(
         self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
@@ -385,26 +378,6 @@ class ModelRunner:
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
-
-
-def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tuple[Chunk, int]]]:
-    """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that report
-    log-probabilities; and the chunks of these prompts, each with the number of positions it reports."""
-    kept = list(range(len(work.decoding)))
-    offset = len(work.decoding)
-    extra: list[int] = []
-    reported: list[tuple[Chunk, int]] = []
-    for chunk in work.chunks:
-        if chunk.completes:
-            kept.append(offset + chunk.size - 1)
-        held = batch.sequences[chunk.row]
-        if held.sampling.prompt_logprobs is not None:
-            count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
-            if count > 0:
-                extra += range(offset, offset + count)
-                reported.append((chunk, count))
-        offset += chunk.size
-    return kept + extra, reported
 
 
 def _device_name(device: torch.device) -> str:

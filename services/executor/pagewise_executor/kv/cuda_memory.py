@@ -57,6 +57,8 @@ class CudaMemory:
         access.location = allocation.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call] # the driver answers only then
         self.page = int(self._call("cuMemGetAllocationGranularity", allocation, minimum))
         self._handles: list[Any] = []
         self._whole: torch.Tensor | None = None
@@ -81,7 +83,11 @@ class CudaMemory:
         size = -(-size // self.page) * self.page
         address = int(self._call("cuMemAddressReserve", size, self.page, 0, 0))
         self._sizes[address] = size
-        return self._tensor_at(address, size)
+        # Torch asks the driver to which device an address belongs, which it knows only while something is mapped there.
+        self.map(address, 0, self.page)
+        tensor = self._tensor_at(address, size)
+        self._unmap({address})
+        return tensor
 
     def map(self, address: int, offset: int, size: int) -> None:
         """See ``PhysicalMemory``. What is replaced may be in use by kernels, so this waits for them."""
