@@ -89,15 +89,17 @@ def plot(granularity: dict[str, list[dict[str, Any]]], attention: list[dict[str,
         memory.axvline(tokens, color="grey", linestyle=":", linewidth=1)
         memory.text(tokens, 0.98, f" {page}", rotation=90, va="top", ha="right", fontsize=7, color="grey",
                     transform=memory.get_xaxis_transform())  # fmt: skip
-    memory.set(xscale="log", xlabel="tokens per block", ylabel="% of memory more than distinct tokens take")
+    memory.set(xscale="log", xlabel="tokens per block", ylabel="% of memory more than tokens take")
     sharing.set(xscale="log", xlabel="tokens per block", ylabel="% of the shared prompt tokens lost")
     for name in CONTENDERS:
         rows = [row for row in attention if row["case"] == "decode, 16 x 512"]
         times.plot([row["block_size"] for row in rows], [row["ms_per_layer"][name] for row in rows], marker="o",
                    markersize=4, label=name)  # fmt: skip
-    times.set(xscale="log", xlabel="tokens per block", ylabel="attention, ms per layer (16 decodes, 512 tokens)")
+    times.set(xscale="log", xlabel="tokens per block", ylabel="attention, ms per layer", title="16 decodes, 512 tokens")
     times.set_ylim(bottom=0)
-    for axes in (memory, sharing, times):
+    for axes, sizes in ((memory, SIZES), (sharing, SIZES), (times, ATTENTION_SIZES)):
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
