@@ -97,8 +97,8 @@ def plot(granularity: dict[str, list[dict[str, Any]]], attention: list[dict[str,
                    markersize=4, label=name)  # fmt: skip
     times.set(xscale="log", xlabel="tokens per block", ylabel="attention, ms per layer", title="16 decodes, 512 tokens")
     times.set_ylim(bottom=0)
-    for axes, sizes in ((memory, SIZES), (sharing, SIZES), (times, ATTENTION_SIZES)):
-        axes.set_xticks(sizes, [str(size) for size in sizes])
+    for axes, shown in ((memory, SIZES), (sharing, SIZES), (times, ATTENTION_SIZES)):
+        axes.set_xticks(shown, [str(size) for size in shown])
         axes.set_xticks([], minor=True)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

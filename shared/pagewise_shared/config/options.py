@@ -305,7 +305,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help(
             "how attention finds a sequence's blocks; table: by its block table, mmu: at consecutive addresses, where "
             "they are mapped",
-            more="`mmu` is an experiment ([experiments.md](experiments.md#page-tables-in-hardware)), which needs Linux, "
+            more="`mmu` is an experiment ([experiments.md](experiments.md#page-tables-in-hardware)). It needs Linux, "
             "PyTorch's attention, and blocks that are whole pages ([below](#sizing)).",
         ),
     ] = "table"
