@@ -257,5 +257,6 @@ def _check_maps(parts: int, num_rows: int, max_blocks: int, limit: float) -> Non
         raise ModelError(
             f"--kv-mapping mmu: block tables of {num_rows} rows and {max_blocks} blocks can take {needed} memory maps, "
             f"and vm.max_map_count leaves {int(limit)}: lower --max-num-seqs or --max-model-len, raise --block-size or "
-            f"vm.max_map_count" + (f", or take --kv-layout blocks, a {parts}th of the maps" if parts > 1 else "")
+            f"vm.max_map_count"
+            + (f", or take --kv-layout blocks, one map for a block instead of {parts}" if parts > 1 else "")
         )
