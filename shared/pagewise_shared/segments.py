@@ -1,15 +1,15 @@
 """Segments: stretches of a prompt (documents, tools, examples) whose KV does not depend on where they stand.
 
-The tokens of a segment attend to the segment itself and, if its request wants that, to the *root*: everything before
-the first segment of the prompt. Their K and V are computed at a canonical position, right behind the root, and then
-moved to where the segment stands: K is rotated by the distance, V is copied. That is what the request means, whether
-the KV is found or has to be computed, so its tokens do not depend on what is cached. The first ``boundary`` tokens of
-each segment are not moved but computed in their place, and attend to everything before them, as in EPIC
+The tokens of a segment attend to the segment itself and to the *root*: the beginning of the prompt, by default all that
+comes before its first segment, or nothing. Their K and V are computed at a canonical position, right behind the root,
+and then moved to where the segment stands: K is rotated by the distance, V is copied. That is what the request means,
+whether the KV is found or has to be computed, so its tokens do not depend on what is cached. The first ``boundary``
+tokens of each segment are not moved but computed in their place, and attend to everything before them, as in EPIC
 (arXiv 2410.15332).
 
 Where a prompt has segments travels in its tokens: bits above those of token ids mark the first token of each segment,
-and the tokens that are moved. So block hashes and prefix trees tell prompts apart that have the same tokens and other
-segments, because their KV is not the same.
+the tokens that are moved, and the end of the root. So block hashes and prefix trees tell prompts apart that have the
+same tokens and other segments, because their KV is not the same.
 """
 
 from array import array
@@ -20,11 +20,17 @@ MOVED = 1 << 28
 """Marks a token whose K and V are moved."""
 _FIRST = 1 << 29
 _FIRST_WITHOUT_ROOT = 1 << 30
+_BEHIND_ROOT = _FIRST | _FIRST_WITHOUT_ROOT
+"""Marks the first token behind a root that ends before the first segment."""
 TOKEN_ID = MOVED - 1
 """The bits of the token id: larger vocabularies cannot have segments."""
 
 MAX_SEGMENTS = 1024
 """Segments of one prompt."""
+
+
+ALL_BEFORE = -1
+"""The size of the root if it is all that comes before the first segment."""
 
 
 class Segment(NamedTuple):
@@ -51,12 +57,14 @@ class Segment(NamedTuple):
 
 
 def make_segments(
-    num_tokens: int, ranges: Iterable[tuple[int, int]], *, root: bool = True, boundary: int = 0
+    num_tokens: int, ranges: Iterable[tuple[int, int]], *, root: int = ALL_BEFORE, boundary: int = 0
 ) -> tuple[Segment, ...]:
-    """Return the segments of a prompt of ``num_tokens`` tokens. ``ranges``: start and stop of each.
+    """Return the segments of a prompt of ``num_tokens`` tokens. ``ranges``: start and stop of each. ``root``: how many
+    tokens it has.
 
     Raises:
-        ValueError: they are empty, overlap, are out of order or outside the prompt, or too many, or nothing follows.
+        ValueError: they are empty, overlap, are out of order or outside the prompt, or too many, or nothing follows; or
+            the first one begins in the root.
     """
     made: list[Segment] = []
     before = 0
@@ -66,8 +74,10 @@ def make_segments(
         if start < before:
             raise ValueError(f"the segment of tokens {start} to {stop} begins before the end of the one before it")
         before = stop
-        first = made[0].start if made else start
-        made.append(Segment(start, min(stop, start + boundary), stop, first if root else 0))
+        if not made and root > start:
+            raise ValueError(f"the first segment begins at token {start}, in the root of {root} tokens")
+        root = start if root < 0 else root
+        made.append(Segment(start, min(stop, start + boundary), stop, root))
     if before == num_tokens and made:
         raise ValueError("the last segment ends the prompt: at least one token has to follow it")
     if len(made) > MAX_SEGMENTS:
@@ -82,7 +92,9 @@ def mark_segments(tokens: "array[int]", segments: Sequence[Segment]) -> None:
     for segment in segments:
         moved = slice(segment.moved, segment.stop)
         tokens[moved] = _each(int.__or__, tokens[moved], MOVED)
-        tokens[segment.start] |= _FIRST if segment.root == segments[0].start else _FIRST_WITHOUT_ROOT
+        tokens[segment.start] |= _FIRST if segment.root else _FIRST_WITHOUT_ROOT
+    if segments and 0 < segments[0].root < segments[0].start:
+        tokens[segments[0].root] |= _BEHIND_ROOT
 
 
 def original_tokens(tokens: "array[int]", segment: Segment, block_size: int) -> "array[int]":

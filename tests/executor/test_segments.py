@@ -10,9 +10,8 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import openvino_choice
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_shared.segments import make_segments, mark_segments
+from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
-from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference, segments_reference
 from tests.executor.runners import build_runner
@@ -33,7 +32,7 @@ def segmented(
     max_tokens: int,
     name: str,
     *,
-    root: bool = True,
+    root: int = ALL_BEFORE,
     boundary: int = 0,
     n: int = 1,
 ) -> Request:
@@ -64,7 +63,10 @@ def rag_requests(rng: random.Random, count: int, longest: int = 14) -> list[Requ
         for document in rng.sample(documents, rng.randrange(1, 4)):
             pieces += [(document, True), (tokens(rng.choice([0, 0, 3])), False)]
         pieces.append((tokens(rng.randrange(1, 9)), False))
-        options = {"root": rng.random() < 0.7, "boundary": rng.choice([0, 0, 5])}
+        options = {
+            "root": rng.choice([ALL_BEFORE, ALL_BEFORE, 0, min(5, len(pieces[0][0]))]),
+            "boundary": rng.choice([0, 0, 5]),
+        }
         made.append(segmented(pieces, rng.randrange(2, longest), f"r{number}", n=rng.choice([1, 1, 2]), **options))  # type: ignore[arg-type]
     return made
 
@@ -116,18 +118,15 @@ def test_a_segment_means_something_else_than_its_tokens(tmp_path: Path) -> None:
     assert differing >= 3, "a model this dull would prove nothing"
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute", "both"])
-def test_in_too_little_memory_the_tokens_stay_the_same(model_path: Path, mode: RecoveryMode, kernels: str) -> None:
+def test_in_too_little_memory_the_tokens_stay_the_same(model_path: Path, mode: RecoveryMode) -> None:
     """Originals are evicted and computed again, or come back from the host; sequences are preempted and go on."""
-    if kernels == "cpu":
-        need_cpu_kernels()
     requests = rag_requests(random.Random(len(mode)), 24, longest=50)
-    for number in range(0, 24, 3):  # short prompts with long outputs take the room that was left
-        requests.insert(number, request([3 + number] * 3, 90, f"other{number}"))
-    runner = build_runner(model_path, kernels=kernels)
+    for number in range(0, 24, 2):  # short prompts with long outputs take the room that was left
+        requests.insert(number, request([3 + number] * 3, 130, f"other{number}"))
+    runner = build_runner(model_path)
     preempted = check(
-        runner, load(model_path), requests, num_blocks=30, max_num_batched_tokens=40, arrive_every=2, recovery=mode
+        runner, load(model_path), requests, num_blocks=38, max_num_batched_tokens=40, arrive_every=2, recovery=mode
     )
     assert preempted
 
@@ -148,6 +147,12 @@ def again(asked: Request) -> Request:
         n=asked.n,
         segments=asked.segments,
     )
+
+
+def test_tokens_stay_the_same_with_page_tables(model_path: Path) -> None:
+    options = {"kernels": "torch", "kv_mapping": "mmu", "kv_layout": "blocks", "block_size": 64, "max_num_seqs": 16}
+    runner = build_runner(model_path, **options)
+    check(runner, load(model_path), rag_requests(random.Random(2), 8), max_num_batched_tokens=40, arrive_every=2)
 
 
 @pytest.mark.parametrize("kernels", ["openvino", "triton"])

@@ -22,6 +22,7 @@ from pagewise_shared.protocol.messages import (
 )
 from pagewise_shared.protocol.step_messages import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.segments import ALL_BEFORE
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -83,12 +84,12 @@ class StreamProgress(Piece, frozen=True, gc=False):
 class PromptSegments(Piece, frozen=True):
     """The segments of a prompt (see ``segments.py``).
 
-    ``ranges``: start and stop of each, int32 bytes. ``root``: whether they attend to what comes before the first one.
+    ``ranges``: start and stop of each, int32 bytes. ``root``: how many first tokens of the prompt they attend to.
     ``boundary``: so many first tokens of each are computed in their place, and attend to everything before them.
     """
 
     ranges: bytes
-    root: bool = True
+    root: int = ALL_BEFORE
     boundary: int = 0
 
 

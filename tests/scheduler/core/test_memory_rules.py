@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
-from pagewise_shared.segments import make_segments, mark_segments
+from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
@@ -100,7 +100,7 @@ class MemoryRules(RuleBasedStateMachine):
         ends=st.booleans(),
         documents=st.lists(st.sampled_from(DOCUMENTS), max_size=3),
         gap=st.integers(0, 2),
-        root=st.booleans(),
+        root=st.sampled_from([ALL_BEFORE, ALL_BEFORE, 0, 2]),
         boundary=st.sampled_from([0, 0, 1, 4]),
     )
     def admit(
@@ -116,7 +116,7 @@ class MemoryRules(RuleBasedStateMachine):
         ends: bool,
         documents: list[list[int]],
         gap: int,
-        root: bool,
+        root: int,
         boundary: int,
     ) -> None:
         prompt, ranges = [*range(head)], []
@@ -124,6 +124,7 @@ class MemoryRules(RuleBasedStateMachine):
             ranges.append((len(prompt), len(prompt) + len(document)))
             prompt += [*document, *[1] * gap]
         request = create_request(prompt=[*prompt, *tail], max_tokens=max_tokens, n=n, priority=priority)
+        root = min(root, ranges[0][0] if ranges else 0)
         request.segments = make_segments(len(request.prompt_token_ids), ranges, root=root, boundary=boundary)
         mark_segments(request.prompt_token_ids, request.segments)
         request.cache_salt = salt

@@ -237,10 +237,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequestError("give a prompt or messages", "prompt")
     capacity = service.link.capacity()
     if body.prompt is None:
-        tokens, _ = await encode_chat(service, body, capacity, key)
+        encoded = await encode_chat(service, body, capacity, key)
     else:
         check_tokenizable(body.prompt, capacity, "prompt")
-        tokens, _ = await service.encode([Piece(body.prompt, False)], body.add_special_tokens is not False, key)
+        encoded = await service.encode([Piece(body.prompt)], body.add_special_tokens is not False, key)
+    tokens = encoded.tokens
     strings: list[str] | None = None
     if body.return_token_strs:
         name = service.tokenizer.token

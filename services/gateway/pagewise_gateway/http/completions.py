@@ -85,11 +85,11 @@ async def _encoded(
     for one in given:
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
-        whole, ranges = await encode_prompt(service, one, body, capacity, key)
-        tokens = truncated(whole, body, body.max_tokens, capacity)
+        encoded = await encode_prompt(service, one, body, capacity, key)
+        tokens = truncated(encoded.tokens, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
-        text = one if body.echo and isinstance(one, str) and tokens is whole else None
-        prompts.append(Prompt(tokens, budget, text, prompt_segments(body, len(tokens), ranges)))
+        text = one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None
+        prompts.append(Prompt(tokens, budget, text, prompt_segments(body, encoded)))
     return prompts
 
 

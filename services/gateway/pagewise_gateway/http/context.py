@@ -1,6 +1,5 @@
 """What every request handler needs; it is kept in the application."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +12,7 @@ from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
-from pagewise_gateway.http.segments import Piece, Range, encode_pieces
+from pagewise_gateway.http.segments import Encoded, Piece, encode_pieces
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -64,15 +63,13 @@ class Service:
     slices: Slices
     turns: LoopTurns
 
-    async def encode(
-        self, pieces: Sequence[Piece], add_special_tokens: bool, key: str
-    ) -> tuple["array[int]", list[Range]]:
-        """Return the token ids (int32) of a text, and its segments. A long text is tokenized on another thread.
+    async def encode(self, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
+        """Return the tokens of a text, and its segments. A long text is tokenized on another thread.
 
         ``key``: name of the API key for which this is done.
         """
 
-        def encoded() -> tuple["array[int]", list[Range]]:
+        def encoded() -> Encoded:
             return encode_pieces(self.tokenizer, pieces, add_special_tokens)
 
         characters = sum(len(piece.text) for piece in pieces)

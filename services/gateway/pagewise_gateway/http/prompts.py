@@ -21,7 +21,7 @@ from pagewise_gateway.http.schema import (
     CompletionRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.segments import Range, cut, encode_pieces, mark_parts, unmark
+from pagewise_gateway.http.segments import Encoded, cut, encode_pieces, mark_parts, unmark
 from pagewise_gateway.text.errors import ChatTemplateError
 
 _FEW_PIECES = 32
@@ -52,8 +52,8 @@ def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 async def encode_prompt(
     service: Service, prompt: str | list[int], body: CompletionRequest, capacity: Capacity, key: str
-) -> tuple["array[int]", list[Range]]:
-    """Return the token ids (int32) of one of the request's prompts, and its segments. ``key``: name of the API key.
+) -> Encoded:
+    """Return the tokens of one of the request's prompts, and its segments. ``key``: name of the API key.
 
     Raises:
         InvalidRequestError: the prompt has no tokens, or ids outside the vocabulary.
@@ -64,11 +64,10 @@ async def encode_prompt(
             check_text_length(service, prompt, capacity, "prompt")
         else:
             check_tokenizable(prompt, capacity, "prompt")
-        pieces = cut(prompt, (body.segments and body.segments.texts) or ())
-        tokens, ranges = await service.encode(pieces, body.add_special_tokens is not False, key)
-        if not tokens:
+        encoded = await service.encode(cut(prompt, body.segments), body.add_special_tokens is not False, key)
+        if not encoded.tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
-        return tokens, ranges
+        return encoded
     if body.truncate_prompt_tokens is None and len(prompt) > capacity.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {capacity.max_model_len} tokens. However, your prompt resulted in "
@@ -79,13 +78,13 @@ async def encode_prompt(
         raise InvalidRequestError(
             f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
         )
-    return array("i", prompt), list((body.segments and body.segments.ranges) or ())
+    return Encoded(array("i", prompt), list((body.segments and body.segments.ranges) or ()))
 
 
 async def encode_chat(
     service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None, key: str
-) -> tuple["array[int]", list[Range]]:
-    """Return the token ids (int32) of a conversation, rendered with the model's chat template, and its segments.
+) -> Encoded:
+    """Return the tokens of a conversation, rendered with the model's chat template, and its segments.
 
     ``key``: name of the API key. A long conversation is rendered and tokenized on another thread.
 
@@ -101,7 +100,7 @@ async def encode_chat(
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     characters, pieces = _size(body.messages or ())
 
-    def encoded() -> tuple["array[int]", list[Range]]:
+    def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
         text = service.tokenizer.render_chat(
             [_message(message) for message in messages],
@@ -114,20 +113,20 @@ async def encode_chat(
         elif capacity is not None:
             check_text_length(service, text, capacity, "messages")
         segments = None if isinstance(body, TokenizeRequest) else body.segments
-        pieces = unmark(text, marked) if marked else cut(text, (segments and segments.texts) or ())
+        pieces = unmark(text, marked) if marked else cut(text, segments)
         # Chat templates contain the special tokens.
         return encode_pieces(service.tokenizer, pieces, bool(body.add_special_tokens))
 
     try:
         if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:
-            tokens, ranges = await service.turns.call(key, encoded)
+            encoded = await service.turns.call(key, encode)
         else:
-            tokens, ranges = await service.tokenizer.off_loop(encoded, key, characters)
+            encoded = await service.tokenizer.off_loop(encode, key, characters)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
-    if not tokens:
+    if not encoded.tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
-    return tokens, ranges
+    return encoded
 
 
 async def encode_bad_words(service: Service, words: list[str], key: str) -> tuple[tuple[int, ...], ...]:

@@ -79,7 +79,16 @@ class Segments(Struct, forbid_unknown_fields=True, frozen=True):
         ]
         | None
     ) = None
-    root: Annotated[bool, Meta(description="Whether they attend to what is before the first of them.")] | None = None
+    root: (
+        Annotated[
+            bool | Annotated[int, Meta(ge=0, le=2**31 - 1)] | str,
+            Meta(
+                description="The beginning of the prompt that they attend to as well: true for all that is before the "
+                "first of them, which is the default; false for none; a text; or a number of tokens, with ranges."
+            ),
+        ]
+        | None
+    ) = None
     boundary: (
         Annotated[
             int,

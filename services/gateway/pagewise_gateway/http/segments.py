@@ -7,24 +7,32 @@ before a segment, the segment, and what follows it.
 import secrets
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pagewise_shared.protocol import PromptSegments, pack_int32s
-from pagewise_shared.segments import make_segments
+from pagewise_shared.segments import ALL_BEFORE, make_segments
 
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.schema import ChatMessage, ChatRequest, CompletionRequest, GenerationFields
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, CompletionRequest, GenerationFields, Segments
 from pagewise_gateway.text.tokenizer import Tokenizer
-
-Range = tuple[int, int]
-"""The first token of a segment, and the first one behind it."""
 
 
 class Piece(NamedTuple):
-    """A part of a prompt's text."""
+    """A part of a prompt's text, which may be a segment, or the root of all segments."""
 
     text: str
-    is_segment: bool
+    kind: Literal["", "segment", "root"] = ""
+
+
+class Encoded(NamedTuple):
+    """A prompt: its token ids (int32), and of its segments the first token and the first one behind each.
+
+    ``root``: how many first tokens the segments attend to.
+    """
+
+    tokens: "array[int]"
+    ranges: list[tuple[int, int]]
+    root: int = ALL_BEFORE
 
 
 def check_segments(body: CompletionRequest | ChatRequest, num_prompts: int = 1) -> None:
@@ -50,6 +58,9 @@ def check_segments(body: CompletionRequest | ChatRequest, num_prompts: int = 1) 
         )
     if ranges is not None and (isinstance(body, ChatRequest) or num_prompts > 1 or isinstance(body.prompt, str)):
         raise InvalidRequestError("segments.ranges are of one prompt of token ids", "segments")
+    root = asked.root if asked is not None else None
+    if (isinstance(root, str) and texts is None) or (type(root) is int and ranges is None):
+        raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
     if texts is not None and isinstance(body, CompletionRequest) and not isinstance(body.prompt, str):
         raise InvalidRequestError("segments.texts are of one prompt that is a text", "segments")
 
@@ -85,57 +96,64 @@ def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
         before, found, rendered = rendered.partition(name)
         if not found or name in rendered:
             raise InvalidRequestError("the chat template leaves out, repeats or reorders a marked part", "messages")
-        pieces += [Piece(before, False), Piece(text, True)]
-    return [*pieces, Piece(rendered, False)]
+        pieces += [Piece(before), Piece(text, "segment")]
+    return [*pieces, Piece(rendered)]
 
 
-def cut(text: str, segments: Sequence[str]) -> list[Piece]:
-    """Cut a prompt at its segments, which are in it in this order.
+def cut(text: str, segments: Segments | None) -> list[Piece]:
+    """Cut a prompt at its segments, which are in it in this order, and behind its root, if that is given as a text.
 
     Raises:
         InvalidRequestError: one of them is not.
     """
     pieces, at = [], 0
-    for number, segment in enumerate(segments):
+    if segments is not None and isinstance(segments.root, str):
+        if not text.startswith(segments.root):
+            raise InvalidRequestError("segments.root is not how the prompt begins", "segments")
+        pieces.append(Piece(segments.root, "root"))
+        at = len(segments.root)
+    for number, segment in enumerate((segments and segments.texts) or ()):
         found = text.find(segment, at)
         if found < 0:
             raise InvalidRequestError(
                 f"segments.texts[{number}] is not in the prompt, behind the one before it", "segments"
             )
-        pieces += [Piece(text[at:found], False), Piece(segment, True)]
+        pieces += [Piece(text[at:found]), Piece(segment, "segment")]
         at = found + len(segment)
-    return [*pieces, Piece(text[at:], False)]
+    return [*pieces, Piece(text[at:])]
 
 
-def encode_pieces(
-    tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool
-) -> tuple["array[int]", list[Range]]:
-    """Return the token ids (int32) of a prompt, and where its segments are in them."""
-    tokens, ranges = array("i"), []
+def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool) -> Encoded:
+    """Return the token ids of a prompt, and where its segments are in them."""
+    tokens, ranges, root = array("i"), [], ALL_BEFORE
     for number, piece in enumerate(pieces):
-        own = tokenizer.encode(piece.text, add_special_tokens and not number) if piece.text or not number else []
-        if piece.is_segment:
-            ranges.append((len(tokens), len(tokens) + len(own)))
-        tokens.extend(own)
-    return tokens, ranges
+        start = len(tokens)
+        if piece.text or not number:
+            tokens.extend(tokenizer.encode(piece.text, add_special_tokens and not number))
+        if piece.kind == "segment":
+            ranges.append((start, len(tokens)))
+        elif piece.kind == "root":
+            root = len(tokens)
+    return Encoded(tokens, ranges, root)
 
 
-def prompt_segments(body: GenerationFields, num_tokens: int, ranges: Sequence[Range]) -> PromptSegments | None:
-    """Return what is submitted of the segments of a prompt of ``num_tokens`` tokens; None if it has none.
+def prompt_segments(body: GenerationFields, prompt: Encoded) -> PromptSegments | None:
+    """Return what is submitted of the segments of a prompt; None if it has none.
 
     Raises:
         InvalidRequestError: they overlap, are empty or outside the prompt, too many, or nothing follows them.
     """
-    if not ranges:
+    if not prompt.ranges:
         return None
-    asked = body.segments
-    root = asked is None or asked.root is not False
+    asked, root = body.segments, prompt.root
     boundary = 0 if asked is None else asked.boundary or 0
+    if asked is not None and isinstance(asked.root, int) and asked.root is not True:
+        root = int(asked.root)  # False: none
     try:
-        make_segments(num_tokens, ranges, root=root, boundary=boundary)
+        make_segments(len(prompt.tokens), prompt.ranges, root=root, boundary=boundary)
     except ValueError as error:
         raise InvalidRequestError(f"segments: {error}", "segments") from error
-    return PromptSegments(pack_int32s([index for one in ranges for index in one]), root, boundary)
+    return PromptSegments(pack_int32s([index for one in prompt.ranges for index in one]), root, boundary)
 
 
 def _is_marked(message: ChatMessage) -> bool:
