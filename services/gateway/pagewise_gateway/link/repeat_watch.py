@@ -1,0 +1,59 @@
+"""Counts what prompts repeat of earlier ones where prefixes do not reach. Nothing else is made of it."""
+
+import asyncio
+import logging
+from array import array
+from collections import deque
+from collections.abc import Generator
+
+from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.repeats.finder import RepeatFinder, Repeats
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_KEYS = 1 << 21
+"""Keys that a gateway remembers: 16 MiB, and about eleven million tokens of texts that differ."""
+SHORTEST_PROMPT = 64
+"""Shorter prompts are left out: there is little to save, and looking at them takes almost as long."""
+MOST_WAITING_TOKENS = 1 << 22
+"""Tokens of prompts that may wait to be looked at, 16 MiB; it takes 0.2 s. What comes beyond that is left out."""
+
+
+class RepeatWatch:
+    """Looks at prompts between other work of the event loop, for less than a millisecond at a time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._finder = RepeatFinder(REMEMBERED_KEYS)
+        self._waiting: deque[tuple[array[int], str | None]] = deque()
+        self._waiting_tokens = 0
+        self._current: Generator[None, None, Repeats] | None = None
+
+    def prompt(self, tokens: "array[int]", salt: str | None) -> None:
+        """Take note of a prompt (int32) whose KV has been computed. Only prompts with the same salt are compared."""
+        if len(tokens) < SHORTEST_PROMPT:
+            return
+        if self._waiting_tokens + len(tokens) > MOST_WAITING_TOKENS:
+            self._metrics.unsearched_tokens.inc(len(tokens))
+            log.debug("no repeated text is looked for in a prompt of %d tokens: too many wait", len(tokens))
+            return
+        idle = not self._waiting
+        self._waiting.append((tokens, salt))
+        self._waiting_tokens += len(tokens)
+        if idle:
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def _step(self) -> None:
+        if self._current is None:
+            tokens, salt = self._waiting[0]
+            self._current = self._finder.examining(tokens, salt)
+        try:
+            next(self._current)
+        except StopIteration as end:
+            repeats: Repeats = end.value
+            self._metrics.repeated_tokens.inc(repeats.repeated)
+            self._waiting_tokens -= repeats.num_tokens
+            self._waiting.popleft()
+            self._current = None
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._step)
