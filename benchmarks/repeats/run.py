@@ -1,9 +1,9 @@
 """What it costs a gateway to look for text that prompts repeat.
 
 First the search alone, in this process: prompts that are new, and prompts that repeat others at another offset, beside
-tokenizing a text of as many tokens. Then two real gateways for the same kind of requests in turns: one as it is, and
-one that does not search. The executor behind them invents its tokens. All times are CPU time. Prints tables and, with
-``--json``, writes the numbers.
+tokenizing a text of as many tokens. Then a real gateway, which answers one request after the other, with an executor
+behind it that invents its tokens: the CPU time of the gateway for each request, and what of it was the search. Prints
+tables and, with ``--json``, writes the numbers.
 """
 
 import argparse
@@ -19,16 +19,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pagewise_gateway.link.repeat_watch import REMEMBERED_KEYS
+from pagewise_gateway.link.repeat_watch import PAUSE_SECONDS, REMEMBERED_KEYS
 from pagewise_gateway.repeats.finder import RepeatFinder
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.model_files import resolve_model
 
 from benchmarks.processes import Cluster, Process, answers, wait_until
 from benchmarks.record import record_file, write_record
+from benchmarks.repeats.timed import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = (64, 256, 1024, 4096, 16_384, 131_072, 1_048_576)
@@ -77,38 +78,43 @@ def search_alone(lengths: tuple[int, ...], rounds: int) -> Iterator[dict[str, An
         yield {"tokens": length} | {name: round(value, 1) for name, value in zip(names, medians, strict=True)}
 
 
+class Timed(NamedTuple):
+    """A gateway that measures its search."""
+
+    process: Process
+    url: str
+    search_time: Path
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """CPU time of all its threads, and what of it was the search. ``/proc/PID/stat`` has ticks of 10 ms only."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        everything = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        return everything, float(self.search_time.read_text() or 0.0)
+
+
 @contextmanager
-def gateways() -> Iterator[dict[str, tuple[Process, str]]]:
-    """A gateway as it is, and one that does not search, by name, with their addresses."""
+def gateway() -> Iterator[Timed]:
     quiet = "--log-level=error"
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(
             Path(folder),
-            gateways=2,
             scheduler_options=("--max-num-batched-tokens=16384", quiet),
-            gateway_options=(quiet,),
             executor_options=("--max-num-batched-tokens=16384", "--num-blocks=65536", quiet),
             simulate=0.0,
         )
-        url = cluster.urls["gateway-1"]
-        port = url.rsplit(":", 1)[1]
-        options = [f"--port={port}", f"--scheduler={cluster.gateway_endpoint}", "--gateway-id=without", quiet]
+        file = Path(folder) / "search-time"
+        options = [f"--port={urlsplit(cluster.url).port}", f"--scheduler={cluster.gateway_endpoint}", quiet]
+        command = [sys.executable, "-m", "benchmarks.repeats.timed", "pagewise-demo", *options]
         try:
             cluster.start_scheduler()
-            searching = cluster.start_gateway("gateway-0")
-            command = [sys.executable, "-m", "benchmarks.repeats.without", "pagewise-demo", *options]
-            without = cluster.gateways["gateway-1"] = Process("without", command, cluster.folder)
-            wait_until(lambda: answers(f"{url}/version"), 60.0, "the gateway answers", without)
+            process = Process("gateway", command, cluster.folder, {VARIABLE: str(file)})
+            cluster.gateways["gateway-0"] = process
+            wait_until(lambda: answers(f"{cluster.url}/version"), 60.0, "the gateway answers", process)
             cluster.start_executor("e0")
             cluster.wait_ready(1)
-            yield {"searching": (searching, cluster.url), "without": (without, url)}
+            yield Timed(process, cluster.url, file)
         finally:
             cluster.close()
-
-
-def cpu_seconds(process: Process) -> float:
-    """CPU time of all threads of a process, to the nanosecond; ``/proc/PID/stat`` has ticks of 10 ms."""
-    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{process.pid}/task").glob("*/schedstat")) / 1e9
 
 
 def served(lengths: tuple[int, ...], rounds: int, requests: int, output: int) -> Iterator[dict[str, Any]]:
@@ -120,32 +126,31 @@ def served(lengths: tuple[int, ...], rounds: int, requests: int, output: int) ->
         return tokenizer.decode(tokenizer.encode(" ".join(rng.choices(words, k=length)))[:length])
 
     kinds: dict[str, Callable[[int], object]] = {"ids": lambda length: list(ids(rng, length)), "text": text}
-    with gateways() as both:
-        connections = {
-            name: http.client.HTTPConnection(urlsplit(url).netloc, timeout=60) for name, (_, url) in both.items()
-        }
+    with gateway() as timed:
+        connection = http.client.HTTPConnection(urlsplit(timed.url).netloc, timeout=60)
         for kind, make in kinds.items():
             for length in lengths:
-                taken: dict[str, list[float]] = {name: [] for name in both}
-                for number in range(rounds + 1):
-                    for name, (process, _) in both.items():
-                        bodies = [
-                            json.dumps({"prompt": make(length), "max_tokens": output, "ignore_eos": True})
-                            for _ in range(requests)
-                        ]
-                        before = cpu_seconds(process)
-                        for body in bodies:
-                            complete(connections[name], body)
-                        if number:  # the first round warms up
-                            taken[name].append((cpu_seconds(process) - before) / requests)
-                cpu = {name: statistics.median(times) * 1e6 for name, times in taken.items()}
+                taken: list[tuple[float, float]] = []
+                for _ in range(rounds + 1):
+                    bodies = [
+                        json.dumps({"prompt": make(length), "max_tokens": output, "ignore_eos": True})
+                        for _ in range(requests)
+                    ]
+                    before = timed.cpu_seconds()
+                    for body in bodies:
+                        complete(connection, body)
+                    time.sleep(2 * PAUSE_SECONDS)  # what has been waiting has been searched then
+                    after = timed.cpu_seconds()
+                    taken.append((after[0] - before[0], after[1] - before[1]))
+                del taken[0]  # which warmed up
+                cpu, search = (statistics.median(times) / requests for times in zip(*taken, strict=True))
                 yield {
                     "prompt": kind,
                     "tokens": length,
                     "output_tokens": output,
-                    "without_us": round(cpu["without"], 1),
-                    "searching_us": round(cpu["searching"], 1),
-                    "share": round(cpu["searching"] / cpu["without"] - 1, 4),
+                    "gateway_us": round(cpu * 1e6, 1),
+                    "search_us": round(search * 1e6, 1),
+                    "share": round(search / cpu, 4),
                 }
 
 
@@ -160,7 +165,7 @@ def complete(connection: http.client.HTTPConnection, body: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--requests", type=int, default=40, help="requests of a round to each gateway")
+    parser.add_argument("--requests", type=int, default=40, help="requests of a round")
     parser.add_argument("--output", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--smoke", action="store_true", help="a few requests, to see that it works")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
@@ -175,12 +180,12 @@ def main() -> None:
             f"{row['tokenizing_us']:>15}",
             flush=True,
         )
-    print(f"\n{'prompt':>9}{'tokens':>9}{'without µs':>13}{'searching µs':>14}{'more':>9}")
+    print(f"\n{'prompt':>9}{'tokens':>9}{'gateway µs':>13}{'of it search µs':>17}{'share':>9}")
     rows = []
     for row in served(SERVED[:2] if args.smoke else SERVED, rounds, requests, args.output):
         rows.append(row)
         print(
-            f"{row['prompt']:>9}{row['tokens']:>9}{row['without_us']:>13}{row['searching_us']:>14}{row['share']:>9.1%}",
+            f"{row['prompt']:>9}{row['tokens']:>9}{row['gateway_us']:>13}{row['search_us']:>17}{row['share']:>9.1%}",
             flush=True,
         )
     if args.json:
