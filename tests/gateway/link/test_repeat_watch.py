@@ -40,12 +40,12 @@ async def complete(server: Server, prompt: object, key: str = "", path: str = "c
 
 
 async def test_repeated_texts_are_counted_wherever_they_stand() -> None:
-    one, two = ids(1, 300), ids(2, 200)
+    one, two = ids(1, 300), ids(2, 260)
     async with serving(FakeScheduler(max_model_len=4096)) as server:
         await complete(server, [ids(3, 40) + one + ids(4, 9) + two, two])
         await complete(server, ids(5, 70) + two + ids(6, 33) + one)
-        await server.scheduler.until(lambda: value(server.metrics, REPEATED) >= 700 - 3 * 2 * EDGE)
-        assert value(server.metrics, REPEATED) <= 700
+        await server.scheduler.until(lambda: value(server.metrics, REPEATED) >= 820 - 3 * 2 * EDGE)
+        assert value(server.metrics, REPEATED) <= 820
         assert value(server.metrics, UNSEARCHED) == 0
 
 
@@ -61,8 +61,8 @@ async def test_texts_of_conversations_are_counted_too() -> None:
 async def nothing_but_the_last(server: Server, last: list[int], key: str = "") -> None:
     """Send a text twice, behind different prefixes. Prompts are looked at in order, so when it has been counted, what
     came before has been looked at, and has not been counted."""
-    await complete(server, ids(91, 80) + last, key)
-    await complete(server, ids(92, 80) + last, key)
+    await complete(server, ids(91, 120) + last, key)
+    await complete(server, ids(92, 120) + last, key)
     await server.scheduler.until(lambda: value(server.metrics, REPEATED) >= len(last) - 2 * EDGE)
     assert value(server.metrics, REPEATED) <= len(last)
 
@@ -73,7 +73,7 @@ async def test_prefixes_short_prompts_and_new_texts_are_not_counted() -> None:
         await complete(server, prefix + ids(2, 100))
         await complete(server, prefix + ids(3, 100))
         await complete(server, prefix + ids(3, 100))
-        await complete(server, prefix[100:150])
+        await complete(server, prefix[45:])
         await nothing_but_the_last(server, ids(4, 150))
 
 

@@ -14,23 +14,26 @@ log = logging.getLogger(__name__)
 
 REMEMBERED_KEYS = 1 << 21
 """Keys that a gateway remembers: 16 MiB, and about eleven million tokens of texts that differ."""
-SHORTEST_PROMPT = 64
+SHORTEST_PROMPT = 256
 """Shorter prompts are left out: there is little to save, and looking at them takes almost as long."""
-PAUSE_SECONDS = 0.25
-"""Prompts wait so long for others: one after the other takes half of what each takes between other work."""
+WAIT_SECONDS = 0.25
+"""Prompts wait so long for others: several at once take less than each between other work."""
 TURN_SECONDS = 0.0005
+PAUSE = 19
+"""After a turn comes a pause of so many times its length, so the search takes at most 5% of the event loop's time."""
 MOST_WAITING_TOKENS = 1 << 22
-"""Tokens of prompts that may wait to be looked at, 16 MiB; it takes 0.2 s. What comes beyond that is left out."""
+"""Tokens of prompts that may wait to be looked at: 16 MiB. Prompts that come beyond that are left out and counted."""
 
 
 class RepeatWatch:
-    """Looks at prompts between other work of the event loop, for about ``TURN_SECONDS`` at a time."""
+    """Looks at prompts between other work of the event loop, for about ``TURN_SECONDS`` at a time, one after the other."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._finder = RepeatFinder(REMEMBERED_KEYS)
         self._waiting: deque[tuple[array[int], str | None]] = deque()
         self._waiting_tokens = 0
+        self._told = False
         self._current: Generator[None, None, Repeats] | None = None
 
     def prompt(self, tokens: "array[int]", salt: str | None) -> None:
@@ -39,13 +42,15 @@ class RepeatWatch:
             return
         if self._waiting_tokens + len(tokens) > MOST_WAITING_TOKENS:
             self._metrics.unsearched_tokens.inc(len(tokens))
-            log.debug("no repeated text is looked for in a prompt of %d tokens: too many wait", len(tokens))
+            if not self._told:
+                self._told = True
+                log.info("some prompts come too fast to look for repeated text in all of them: see unsearched_tokens")
             return
         idle = not self._waiting
         self._waiting.append((tokens, salt))
         self._waiting_tokens += len(tokens)
         if idle:
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._turn)
+            asyncio.get_running_loop().call_later(WAIT_SECONDS, self._turn)
 
     def _turn(self) -> None:
         began = monotonic()
@@ -53,7 +58,7 @@ class RepeatWatch:
         while self._waiting and monotonic() - began < TURN_SECONDS:
             self._step()
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_later(PAUSE * (monotonic() - began), self._turn)
 
     def _step(self) -> None:
         if self._current is None:
