@@ -26,7 +26,7 @@ MOST_WAITING_TOKENS = 1 << 22
 
 
 class RepeatWatch:
-    """Looks at prompts between other work of the event loop, for about ``TURN_SECONDS`` at a time, one after the other."""
+    """Looks at prompts in turn, between other work of the event loop, for about ``TURN_SECONDS`` at a time."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
