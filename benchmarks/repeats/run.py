@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pagewise_gateway.link.repeat_watch import REMEMBERED_KEYS, WAIT_SECONDS
+from pagewise_gateway.link.repeat_watch import BATCH_SECONDS, PAUSE, REMEMBERED_KEYS, WAIT_SECONDS
 from pagewise_gateway.repeats.finder import RepeatFinder
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.model_files import resolve_model
@@ -96,7 +96,7 @@ class Timed(NamedTuple):
         before, now = -1.0, self.cpu_seconds()
         while now[1] != before:
             before = now[1]
-            time.sleep(2 * WAIT_SECONDS)
+            time.sleep(WAIT_SECONDS + 2 * PAUSE * BATCH_SECONDS)
             now = self.cpu_seconds()
         return now
 

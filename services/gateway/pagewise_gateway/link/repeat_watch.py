@@ -17,10 +17,12 @@ REMEMBERED_KEYS = 1 << 21
 SHORTEST_PROMPT = 256
 """Shorter prompts are left out: there is little to save, and looking at them takes almost as long."""
 WAIT_SECONDS = 0.25
-"""Prompts wait so long for others: several at once take less than each between other work."""
+"""Prompts wait so long for others: one right after the other takes half of what it takes between other work."""
 TURN_SECONDS = 0.0005
+BATCH_SECONDS = 0.05
 PAUSE = 19
-"""After a turn comes a pause of so many times its length, so the search takes at most 5% of the event loop's time."""
+"""After turns of ``BATCH_SECONDS`` together, or less if nothing waits any more, comes a pause of so many times their
+length: the search takes at most 5% of the event loop's time."""
 MOST_WAITING_TOKENS = 1 << 22
 """Tokens of prompts that may wait to be looked at: 16 MiB. Prompts that come beyond that are left out and counted."""
 
@@ -33,6 +35,8 @@ class RepeatWatch:
         self._finder = RepeatFinder(REMEMBERED_KEYS)
         self._waiting: deque[tuple[array[int], str | None]] = deque()
         self._waiting_tokens = 0
+        self._busy = 0.0  # seconds of the turns since the last pause
+        self._pause_ends = 0.0  # by the event loop's clock
         self._told = False
         self._current: Generator[None, None, Repeats] | None = None
 
@@ -50,15 +54,22 @@ class RepeatWatch:
         self._waiting.append((tokens, salt))
         self._waiting_tokens += len(tokens)
         if idle:
-            asyncio.get_running_loop().call_later(WAIT_SECONDS, self._turn)
+            loop = asyncio.get_running_loop()
+            loop.call_at(max(loop.time() + WAIT_SECONDS, self._pause_ends), self._turn)
 
     def _turn(self) -> None:
         began = monotonic()
         self._step()
         while self._waiting and monotonic() - began < TURN_SECONDS:
             self._step()
+        self._busy += monotonic() - began
+        loop = asyncio.get_running_loop()
+        if self._waiting and self._busy < BATCH_SECONDS:
+            loop.call_soon(self._turn)
+            return
+        self._pause_ends, self._busy = loop.time() + PAUSE * self._busy, 0.0
         if self._waiting:
-            asyncio.get_running_loop().call_later(PAUSE * (monotonic() - began), self._turn)
+            loop.call_at(self._pause_ends, self._turn)
 
     def _step(self) -> None:
         if self._current is None:
