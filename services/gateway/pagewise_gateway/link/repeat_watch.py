@@ -17,7 +17,7 @@ REMEMBERED_KEYS = 1 << 21
 SHORTEST_PROMPT = 256
 """Shorter prompts are left out: there is little to save, and looking at them takes almost as long."""
 WAIT_SECONDS = 0.25
-"""Prompts wait so long for others: one right after the other takes half of what it takes between other work."""
+"""Prompts wait so long for others: one right after the other takes less than between other work."""
 TURN_SECONDS = 0.0005
 BATCH_SECONDS = 0.05
 PAUSE = 19
