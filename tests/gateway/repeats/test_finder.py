@@ -20,7 +20,8 @@ from pagewise_gateway.repeats.windows import (
     window_hashes,
 )
 
-SLOTS = 1 << 16
+SLOTS = 1 << 18
+"""So many that none of the keys of a test is forgotten."""
 EDGE = WINDOW - 1
 """Tokens of a repeated text that are not counted at either end, at most."""
 
@@ -124,7 +125,7 @@ def test_texts_of_different_salts_are_never_compared(seed: int, salts: list[str 
 @settings(deadline=None)
 def test_pieces_change_nothing(seed: int, length: int, piece: int) -> None:
     def results(size: int) -> list[Repeats]:
-        rng, finder = random.Random(seed), RepeatFinder(SLOTS)
+        rng = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(finder_module, "PIECE", size)
             finder = RepeatFinder(SLOTS)

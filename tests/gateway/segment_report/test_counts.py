@@ -6,7 +6,7 @@ from array import array
 from pagewise_gateway.repeats.finder import RepeatFinder
 from pagewise_gateway.segment_report.counts import Segment, SegmentCounts
 
-SLOTS = 1 << 16
+SLOTS = 1 << 18
 EDGE = 15
 """Tokens that are not counted at either end of a repeated text, at most."""
 

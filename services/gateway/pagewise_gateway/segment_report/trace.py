@@ -60,15 +60,14 @@ def read_trace(
         TraceError: it cannot be read, a prompt is text and there is no tokenizer, or it is a trace without tokens.
     """
     num_requests = 0
+    last = max(lines, default=None)
     try:
         with _open(path) as file:
             for number, line in enumerate(file, 1):
+                if num_requests == limit or (last is not None and number > last):
+                    return
                 if not line.strip() or (lines and number not in lines):
                     continue
-                if lines and number > max(lines):
-                    return
-                if num_requests == limit:
-                    return
                 num_requests += 1
                 try:
                     yield from _prompts(path, number, line, tokenizer)
