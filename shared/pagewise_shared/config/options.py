@@ -18,11 +18,6 @@ def _help(text: str, metavar: str | None = None, more: str = "") -> Meta:
     return Meta(description=text, extra={"metavar": metavar, "more": more})
 
 
-def without(*names: str) -> Meta:
-    """Marks a part of a composed configuration: the whole sets these options of it, and does not offer them."""
-    return Meta(extra={"without": names})
-
-
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -40,6 +35,13 @@ MaxModelLen = Annotated[
     _help("maximum tokens of a sequence, prompt and output (default: the model's own limit)", "N"),
 ]
 Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]
+Executors = Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")]
+ExecutorsEndpoint = Annotated[
+    str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
+]
+GatewaysEndpoint = Annotated[
+    str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
+]
 KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
@@ -294,9 +296,19 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         Literal["layers", "blocks"],
         _help(
             "whether the KV of one layer or that of one block is contiguous in the pool",
-            more="With `blocks`, which needs Triton kernels, blocks are copied in longer pieces.",
+            more="With `blocks`, which needs Triton kernels or `--kv-mapping mmu`, blocks are copied, or mapped, in "
+            "longer pieces.",
         ),
     ] = "layers"
+    kv_mapping: Annotated[
+        Literal["table", "mmu"],
+        _help(
+            "how attention finds a sequence's blocks; table: by its block table, mmu: at consecutive addresses, where "
+            "they are mapped",
+            more="`mmu` is an experiment ([experiments.md](experiments.md#page-tables-in-hardware)). It needs Linux, "
+            "PyTorch's attention, and blocks that are whole pages ([below](#sizing)).",
+        ),
+    ] = "table"
     host_memory: Annotated[
         str | None, _help("host memory for KV that is evicted from the device, such as 16GiB (default: none)", "SIZE")
     ] = None
@@ -375,26 +387,3 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"
     plaintext: Plaintext = False
     log_level: LogLevel = "info"
-
-
-class GatewaysConfig(Struct, frozen=True, kw_only=True):
-    """Options of ``pagewise gateways``: those of each gateway, and how many to start."""
-
-    gateway: Annotated[GatewayConfig, without("gateway_id", "reuse_port")] = GatewayConfig()
-    gateways: Gateways = 1
-
-
-class ServeConfig(Struct, frozen=True, kw_only=True):
-    """Options of ``pagewise serve``: those of the services it starts, and how many of them to start."""
-
-    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
-    gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
-    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name")] = ExecutorConfig()
-    gateways: Gateways = 1
-    executors: Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")] = 1
-    listen: Annotated[
-        str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
-    ] = None
-    listen_gateways: Annotated[
-        str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
-    ] = None

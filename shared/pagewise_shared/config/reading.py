@@ -14,14 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.groups import GROUPS
-from pagewise_shared.config.options import (
-    ExecutorConfig,
-    GatewayConfig,
-    GatewaysConfig,
-    SchedulerConfig,
-    ServeConfig,
-)
+from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
