@@ -27,6 +27,8 @@ TOKEN_ID = MOVED - 1
 
 MAX_SEGMENTS = 1024
 """Segments of one prompt."""
+MAX_MOVED_TOKENS = 1 << 18
+"""Tokens that a step moves for one sequence."""
 
 
 ALL_BEFORE = -1
@@ -112,11 +114,11 @@ def num_computed(segments: Sequence[Segment], start: int, stop: int) -> int:
 
 def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) -> int:
     """How far a sequence gets from token ``start``, at most to ``stop``, where no segment is, by computing ``budget``
-    tokens.
+    tokens and moving at most ``MAX_MOVED_TOKENS``.
 
     That is behind the last token that is computed: what a segment moves comes with what is computed after it.
     """
-    at = start
+    at, moved = start, 0
     for segment in segments:
         if segment.stop <= at:
             continue
@@ -126,6 +128,10 @@ def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) ->
         if budget <= before:
             return at + budget
         budget -= before
+        begin = max(at, segment.moved)
+        moved += segment.stop - begin
+        if moved > MAX_MOVED_TOKENS:  # rare: the rest of this segment comes next
+            return max(begin, segment.stop - (moved - MAX_MOVED_TOKENS))
         at = segment.stop
     return min(stop, at + budget)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol.limits import MAX_JOINED_BYTES, MAX_MOVES
+from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -219,7 +219,7 @@ class PrefillSet:
         start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
         size = min(whole - start, budget)
         if segments := sequence.request.segments:
-            size = furthest(segments, start, whole, budget) - start if self._plan.num_moves < MAX_MOVES else 0
+            size = 0 if self._plan.moves_enough else furthest(segments, start, whole, budget) - start
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 

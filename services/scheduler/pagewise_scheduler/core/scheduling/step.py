@@ -14,8 +14,9 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.protocol.limits import SEQUENCE_OVERHEAD_BYTES
+from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
+from pagewise_shared.segments import MAX_MOVED_TOKENS
 
 from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.requests.request import Request, Sequence
@@ -199,9 +200,9 @@ class PlanBuilder:
         self._moves.append(move)
 
     @property
-    def num_moves(self) -> int:
-        """Parts of segments that are moved."""
-        return len(self._moves)
+    def moves_enough(self) -> bool:
+        """Whether no other sequence with segments goes on in this plan."""
+        return len(self._moves) >= MAX_MOVES or sum(one.stop - one.start for one in self._moves) >= MAX_MOVED_TOKENS
 
     def chunk(self, row: int, num_tokens: int) -> None:
         """Go on by the row's next known tokens."""
