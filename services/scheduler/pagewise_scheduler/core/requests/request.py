@@ -288,6 +288,11 @@ class Request:
             priority=self.priority,
         )
 
+    @property
+    def owner(self) -> "Request":
+        """Itself, or the request for a segment of which it computes."""
+        return self if self.computes_for is None else self.computes_for.request
+
     def num_loaded_tokens(self, origin: str) -> int:
         """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""
         return self.loaded_tokens.get(origin, 0)

@@ -354,7 +354,7 @@ class Scheduler:
         failed: list[Request] = []
         if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
-                failed.append((step.owner.request.computes_for or step.owner).request)
+                failed.append(step.owner.request.owner)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()

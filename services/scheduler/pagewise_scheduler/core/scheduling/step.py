@@ -78,8 +78,8 @@ class StepInFlight:
 
     @property
     def requests(self) -> set[Request]:
-        """Whose sequences it runs."""
-        return {sequence.request for sequence in chain(self.sampled, self.chunk_rows.values())}
+        """Whose sequences it runs, or segments it computes."""
+        return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     @property
     def owner(self) -> Sequence:
