@@ -5,7 +5,7 @@ defaults, so that minor versions understand each other; a change that cannot be 
 ``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
 """
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -20,6 +20,10 @@ DEVICE, HOST = 0, 1
 
 TIER_NAMES = ("device", "host")
 """What the tiers are called, by number."""
+
+Role = Literal["prefill", "decode", "both"]
+"""What an executor is for: computing prompts, which go on elsewhere; decoding what was computed elsewhere; or both."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
@@ -82,6 +86,7 @@ class Hello(Message, frozen=True):
         number: of the inventory; one that is offered again has the same.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
             but cannot compute this model, or have not been built for this processor.
+        role: one of ``ROLES``: what the executor is for.
     """
 
     protocol_major: int
@@ -105,6 +110,7 @@ class Hello(Message, frozen=True):
     number: int = 0
     kernels: str = ""
     fallback: bool = False
+    role: str = "both"
 
 
 class NamedBlocks(Piece, frozen=True):

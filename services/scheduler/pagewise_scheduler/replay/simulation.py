@@ -5,19 +5,23 @@ Nothing is computed. The scheduler is the one that serves; only the executor, th
 
 import heapq
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
+from math import isnan
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, ReuseHints, StepPlan, StepResult, pack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, ReuseHints, Role, StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
+from pagewise_scheduler.core.routing.moves import Moves
+from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place, place_decoding
+from pagewise_scheduler.core.routing.roles import Roles
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
 from pagewise_scheduler.replay.traces import TraceRequest
@@ -35,6 +39,7 @@ class Served:
     """What became of a request; times in seconds of the virtual clock, NaN if it never came to that.
 
     ``reason``: why it was placed where it was. ``predicted``: seconds to its first token, as was thought then.
+    ``last_token``: when its newest token came, if gaps are noted. ``moves``: how often it went on elsewhere.
     """
 
     trace: TraceRequest
@@ -43,6 +48,8 @@ class Served:
     reason: str = "only"
     predicted: float = float("nan")
     first_token: float = float("nan")
+    last_token: float = float("nan")
+    moves: int = 0
     finished: float = float("nan")
 
     def forget(self) -> None:
@@ -66,7 +73,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a replay has seen. ``refused``: requests that could never fit. ``seconds``: virtual time it took."""
+    """Everything a replay has seen. ``refused``: requests that could never fit. ``seconds``: virtual time it took.
+
+    ``gaps``: seconds between tokens of each sequence, if they are noted.
+    """
 
     served: list[Served] = field(default_factory=list)
     refused: int = 0
@@ -75,6 +85,7 @@ class Outcome:
     executors: "list[SimulatedExecutor]" = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
+    gaps: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 Event = StepResult | Copied | int | None
@@ -85,7 +96,8 @@ class SimulatedExecutor:
     """One scheduler with a simulated executor, which has links of its own to its tiers, and one from all others.
 
     ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
-    what happens to this executor then.
+    what happens to this executor then. ``free_at``: until when a device or a link is occupied. ``senders``: executors
+    by endpoint that send over a link of their own, which takes one list of blocks after the other; others send at once.
     """
 
     def __init__(
@@ -94,15 +106,17 @@ class SimulatedExecutor:
         costs: DeviceCosts,
         at: Callable[[float, "SimulatedExecutor", "Event"], None],
         depth: int,
+        role: Role = "both",
     ) -> None:
         self.scheduler = scheduler
-        self.view = ExecutorView(scheduler)
+        self.view = ExecutorView(scheduler, role)
         self.steps = self.computed = 0
         self.busy = 0.0
         self._costs = costs
         self._at = at
         self._depth = depth
-        self._free_at: dict[Hashable, float] = {}
+        self.free_at: dict[Hashable, float] = {}
+        self.senders: Mapping[str, SimulatedExecutor] = {}
 
     def plan(self, now: float) -> bool:
         """Plan steps as far ahead as allowed; returns whether any was."""
@@ -130,8 +144,21 @@ class SimulatedExecutor:
         self._at(self._occupy("step", seconds, now), self, result)
         for copies in between_tiers(plan):
             seconds = self._copy_seconds(copies)
-            link = "peers" if copies.peer is not None else (copies.source, copies.target)
-            self._at(self._occupy(link, seconds, now), self, confirmation(plan, copies, max(1, int(seconds * 1e6))))
+            if copies.peer is not None:
+                begins = max(now, self.free_at.get("receives", 0.0))
+                end = self._fetch(copies.peer.endpoint, seconds, begins)
+                seconds = end - begins
+            else:
+                end = self._occupy((copies.source, copies.target), seconds, now)
+            self._at(end, self, confirmation(plan, copies, max(1, int(seconds * 1e6))))
+
+    def _fetch(self, endpoint: str, seconds: float, begins: float) -> float:
+        """Occupy the links between a peer and this executor; returns until when."""
+        if (sender := self.senders.get(endpoint)) is not None:
+            begins = max(begins, sender.free_at.get("sends", 0.0))
+            sender.free_at["sends"] = begins + seconds
+        self.free_at["receives"] = begins + seconds
+        return begins + seconds
 
     def _copy_seconds(self, copies: BlockCopies) -> float:
         costs, num_blocks = self._costs.prefill, len(copies.pairs) // 8
@@ -144,7 +171,7 @@ class SimulatedExecutor:
         return link.store_setup + num_blocks * link.store_block
 
     def _occupy(self, resource: Hashable, seconds: float, now: float) -> float:
-        end = self._free_at[resource] = max(now, self._free_at.get(resource, 0.0)) + seconds
+        end = self.free_at[resource] = max(now, self.free_at.get(resource, 0.0)) + seconds
         return end
 
 
@@ -162,7 +189,8 @@ def confirmation(plan: StepPlan, copies: BlockCopies, elapsed_us: int = 0) -> Co
 class Simulation:
     """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
 
-    ``peers``: executors fetch blocks from each other. ``tick`` is told the index of each request that arrives, ``salt``
+    ``peers``: executors fetch blocks from each other; ``uplinks``: each sends over one link, as it receives over one.
+    ``roles``: what they are for, both if not given. ``gaps``: note the time between tokens. ``tick`` is told the index of each request that arrives, ``salt``
     gives its ``cache_salt``; ``watch`` is called with the time whenever memory is sampled.
     """
 
@@ -173,13 +201,23 @@ class Simulation:
         *,
         routing: RoutingPolicy | None = None,
         peers: bool = False,
+        uplinks: bool = False,
+        roles: Sequence[Role] = (),
+        gaps: bool = False,
         depth: int = 2,
         tick: Callable[[int], None] = lambda index: None,
         salt: Callable[[int], str | None] = lambda index: None,
         watch: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.now = 0.0
-        self.executors = [SimulatedExecutor(scheduler, costs, self._at, depth) for scheduler in schedulers]
+        self.executors = [
+            SimulatedExecutor(scheduler, costs, self._at, depth, role)
+            for scheduler, role in zip_longest(schedulers, roles, fillvalue="both")
+        ]
+        self._views = {executor.view: executor for executor in self.executors}
+        self._roles = Roles()
+        self._moves = Moves(self._roles, lambda view: self._at(self.now, self._views[view], None))
+        self._notes_gaps = gaps
         self._routing = routing or make_routing("ttft")
         self._salt = salt
         self._watch = watch
@@ -191,6 +229,9 @@ class Simulation:
         self._next_sample = 0.0
         if peers:
             self._let_fetch()
+        if uplinks:
+            for executor in self.executors:
+                executor.senders = {one.scheduler.recoveries.endpoint: one for one in self.executors}
 
     def _let_fetch(self) -> None:
         directory = PrefixDirectory()
@@ -219,7 +260,7 @@ class Simulation:
                     continue
             assert executor is not None
             if isinstance(what, StepResult):
-                for index in self._take_result(executor.scheduler, what):
+                for index in self._take_result(executor, what):
                     self._follow(followers, trace, index)
             elif isinstance(what, Copied):
                 executor.scheduler.copied(what)
@@ -254,7 +295,8 @@ class Simulation:
             arrival_time=self.now,
             reuse=_HINTS[trace.tool_call],
         )
-        placement = place(self._routing, request, list(able), self.now)
+        placement = place(self._routing, request, list(able), self.now, self._roles)
+        self._moves.placed(placement)
         served = Served(trace, self.now, request, placement.reason, placement.predicted)
         self._outcome.served.append(served)
         self._by_id[request.request_id] = (index, served, placement)
@@ -262,22 +304,48 @@ class Simulation:
         executor.scheduler.add(request)
         return executor
 
-    def _take_result(self, scheduler: Scheduler, result: StepResult) -> list[int]:
+    def _take_result(self, executor: SimulatedExecutor, result: StepResult) -> list[int]:
         """Returns the indices of requests that finished."""
+        scheduler = executor.scheduler
+        if self._notes_gaps:
+            self._note_gaps(scheduler.steps_in_flight[0].sampled)
         output = scheduler.update(result)
         for sequence in output.begun:
-            if len(sequence.output_token_ids) == 1:
-                _, served, placement = self._by_id[sequence.request.request_id]
+            _, served, placement = self._by_id[sequence.request.request_id]
+            if isnan(served.first_token):
                 served.first_token = self.now
-                placement.answered(self.now)
+            placement.answered(self.now)
         finished = []
         for sequence in output.finished:
             index, served, placement = self._by_id.pop(sequence.request.request_id)
             served.finished = self.now
             placement.end(self.now)
+            self._moves.ended(sequence.request)
+            self._roles.ended(len(sequence.output_token_ids))
             served.forget()
             finished.append(index)
+        for request, view in self._moves.stepped(output, list(self._views), self.now):
+            self._move(request, view)
         return finished
+
+    def _move(self, request: Request, view: ExecutorView) -> None:
+        """A request goes on elsewhere."""
+        index, served, before = self._by_id[request.request_id]
+        before.end(self.now)
+        placement = place_decoding(request, before.executor, view, self.now)
+        self._moves.placed(placement)
+        self._by_id[request.request_id] = index, served, placement
+        served.moves += 1
+        view.scheduler.add(request)
+        self._at(self.now, self._views[before.executor], None)
+        self._at(self.now, self._views[view], None)
+
+    def _note_gaps(self, sampled: Sequence[OutputSequence]) -> None:
+        for sequence in sampled:
+            served = self._by_id[sequence.request.request_id][1]
+            if served.last_token == served.last_token:
+                self._outcome.gaps.append(self.now - served.last_token)
+            served.last_token = self.now
 
     def _sample(self) -> None:
         schedulers = [executor.scheduler for executor in self.executors]

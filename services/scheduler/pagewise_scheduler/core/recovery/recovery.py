@@ -14,6 +14,7 @@ from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, RemoteTier, un
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
+from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
 from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
@@ -42,6 +43,7 @@ class Recoveries:
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self.transfers = Transfers(kv, costs)
+        self.prefetches = Prefetches(kv, costs, self.transfers, self._usable)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
@@ -56,6 +58,7 @@ class Recoveries:
     def join(self, directory: PrefixDirectory, own: Peer) -> None:
         """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
         self.directory, self.endpoint = directory, own.endpoint
+        self.prefetches.join(directory, own.endpoint)
         directory.peers[own.endpoint] = own
 
     def _queued(self, link: Link) -> int:
@@ -143,6 +146,7 @@ class Recoveries:
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.note(recovery)
+        self.prefetches.stop(sequence.request)
         if places:
             self._active[sequence] = recovery
         elif plan.nodes:
@@ -171,10 +175,9 @@ class Recoveries:
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def request_loads(self, step: int) -> dict[TransferKey, Load]:
-        """What ``step`` brings to the device, from the back of each recovery."""
-        requested: dict[TransferKey, Load] = {}
-        lives: dict[str, int] = {}
+    def request_loads(self, step: int, requested: dict[TransferKey, Load]) -> None:
+        """Add to ``requested`` what ``step`` brings to the device from the back of each recovery."""
+        lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             source = recovery.source
@@ -196,7 +199,6 @@ class Recoveries:
                 load = requested.setdefault(key, Load(source.link_from(tier), source.epoch))
                 load.parts.append((recovery, places, blocks))
                 self.transfers.begin(load, len(places))
-        return requested
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""
@@ -242,11 +244,14 @@ class Recoveries:
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
         for recovery, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            recovery.loading -= len(places)
             if message.peer:
                 self._kv.pool.counters.fetched += len(places) - len(spoiled)
                 self._kv.pool.counters.fetch_failed += len(spoiled)
-            else:
+            if isinstance(recovery, FetchedPiece):
+                self.prefetches.came(recovery, good=not spoiled)
+                continue
+            recovery.loading -= len(places)
+            if not message.peer:
                 self._kv.pool.counters.loaded += len(places)
                 self._kv.pool.counters.spoiled += len(spoiled)
                 for place in spoiled:
@@ -259,13 +264,17 @@ class Recoveries:
             else:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
-        if message.peer and failed:
+        if message.peer and bad:
             load.link.failed()
         return list(failed)
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
         self.costs.forget_link(peer)
+        self.prefetches.lose(peer)
+        for key, loads in self.transfers.from_peers().items():
+            if key[1] == peer:
+                self._cancel_unless_waited_for(key, loads)
         return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
@@ -308,9 +317,16 @@ class Recoveries:
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
             for key, loads in self.transfers.from_peers().items():
-                parts = (part for load in loads for part in load.parts)
-                if not any(self._active.get(part[0].sequence) is part[0] for part in parts):
-                    self._cancelled[key] = None
+                self._cancel_unless_waited_for(key, loads)
+
+    def _cancel_unless_waited_for(self, key: tuple[int, str], loads: list[Load]) -> None:
+        if not any(self._is_waited_for(part[0]) for load in loads for part in load.parts):
+            self._cancelled[key] = None
+
+    def _is_waited_for(self, owner: Recovery | FetchedPiece) -> bool:
+        if isinstance(owner, FetchedPiece):
+            return not owner.prefetch.stopped
+        return self._active.get(owner.sequence) is owner
 
     def take_cancelled(self) -> list[tuple[int, str]]:
         """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
@@ -323,5 +339,6 @@ class Recoveries:
         """The executor is gone or reset: nothing is under way any more."""
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
+        self.prefetches.clear()
         self.transfers.clear()
         self._cancelled.clear()

@@ -3,15 +3,14 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
-from pagewise_scheduler.core.recovery.remote_tier import BlockPlace
+from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
 
 _LATE = 4.0
 """A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""
@@ -28,6 +27,15 @@ class TransferKey(NamedTuple):
     peer: str
 
 
+class Receiver(Protocol):
+    """Whom blocks come to that are pinned in ``source``."""
+
+    @property
+    def source(self) -> RecoverySource:
+        """Where they come from."""
+        ...
+
+
 @dataclass(slots=True)
 class Load:
     """Blocks of one step that come to the device from one tier: whose they are, their places, and the device blocks
@@ -38,7 +46,7 @@ class Load:
 
     link: Link
     epoch: int = 0
-    parts: list[tuple[Recovery, list[BlockPlace], list[int]]] = field(default_factory=list)
+    parts: list[tuple[Receiver, list[BlockPlace], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
 
     def pairs(self) -> bytes:
@@ -118,8 +126,8 @@ class Transfers:
         """What was held for a load is let go of."""
         self.num_loading -= load.num_blocks
         load.link.num_loading -= load.num_blocks
-        for recovery, places, blocks in load.parts:
-            recovery.source.release(reversed(places))
+        for owner, places, blocks in load.parts:
+            owner.source.release(reversed(places))
             self._kv.drop(blocks, None)
 
     def clear(self) -> None:

@@ -134,6 +134,12 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
+    def stops_after_prefill(self) -> bool:
+        """Whether the end of its prefill takes it off its row: more than its token decides how or where it goes on."""
+        request = self.request
+        return request.beam is not None or (request.hands_over and self.num_tokens + 1 < self.max_num_tokens)
+
+    @property
     def ending(self) -> int | None:
         """How this use of its blocks ends, from which eviction learns, or None if another sequence of its request tells
         that: the outputs of one request are one use of its prompt."""
@@ -172,7 +178,8 @@ class Request:
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
-    which it was placed, and when, the last few.
+    which it was placed, and when, the last few. ``hands_over``: it is to go on elsewhere once its prompt is computed, so
+    it stops there.
     """
 
     request_id: str
@@ -201,6 +208,7 @@ class Request:
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     executors: tuple[tuple[float, str], ...] = ()
+    hands_over: bool = False
 
     def placed(self, executor_id: str, now: float) -> None:
         """Note that an executor takes it on at ``now``, in seconds."""

@@ -15,13 +15,15 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.routing.roles import Roles
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
 
-Reason = Literal["only", "turn", "load", "cached", "elsewhere"]
+Reason = Literal["only", "turn", "load", "cached", "elsewhere", "decode"]
 """Why a request was placed where it is: there is one executor only; it was its turn; nobody holds any of the prompt, or
-that was not asked; the executor holds the most of it; another one holds more, but would take longer."""
+that was not asked; the executor holds the most of it; another one holds more, but would take longer; its prompt is
+computed, and it goes on there."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
@@ -65,10 +67,25 @@ class Choice(NamedTuple):
     estimate: CostEstimate | None = None
 
 
-class RoutingPolicy(Protocol):
-    """Chooses among executors, at least two of them, for the prompt of ``query``."""
+Surcharge = Callable[[Candidate, CostEstimate], float]
+"""Seconds that a candidate costs beside those of the first token."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+
+def _nothing(candidate: Candidate, estimate: CostEstimate) -> float:
+    return 0.0
+
+
+class RoutingPolicy(Protocol):
+    """Chooses among executors, at least two of them, for the prompt of ``query``.
+
+    ``predicts``: it goes by what is predicted for each of them.
+    """
+
+    predicts: bool
+
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+    ) -> Choice:
         """The one, and why."""
         ...
 
@@ -76,10 +93,14 @@ class RoutingPolicy(Protocol):
 class RoundRobin:
     """One after the other."""
 
+    predicts = False
+
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+    ) -> Choice:
         """The next one."""
         self._turn += 1
         return Choice(look_up(executors[self._turn % len(executors)], query), "turn")
@@ -88,7 +109,11 @@ class RoundRobin:
 class LeastLoaded:
     """The fewest sequences that have not finished."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    predicts = False
+
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+    ) -> Choice:
         """The first of those with the least load."""
         return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
 
@@ -96,7 +121,11 @@ class LeastLoaded:
 class LongestPrefix:
     """The most cached tokens; load breaks ties."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    predicts = False
+
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+    ) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
         candidates = [look_up(executor, query) for executor in executors]
         best = max(candidates, key=lambda candidate: (candidate.match.expected, -candidate.executor.load))
@@ -169,17 +198,21 @@ class LeastTimeToFirstToken:
     work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
     """
 
+    predicts = True
+
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
         self._predict = predict
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+    ) -> Choice:
         """The one whose first token is predicted to cost the least."""
         candidates = [look_up(executor, query) for executor in executors]
         holder = max(candidates, key=_expected)
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
-            cost = self.cost(estimate), candidate.executor.load
+            cost = self.cost(estimate) + surcharge(candidate, estimate), candidate.executor.load
             if cost < least:
                 best, least = Choice(candidate, "load", estimate), cost
         if not holder.match.expected:
@@ -203,13 +236,45 @@ def make_routing(name: RoutingName) -> RoutingPolicy:
     return policies[name]()
 
 
-def place(policy: RoutingPolicy, request: Request, executors: Sequence[ExecutorView], now: float) -> Placement:
-    """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds."""
-    query = PrefixQuery(request)
-    if len(executors) > 1:
+def place(
+    policy: RoutingPolicy,
+    request: Request,
+    executors: Sequence[ExecutorView],
+    now: float,
+    roles: Roles | None = None,
+) -> Placement:
+    """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds.
+
+    ``roles``: what is known of those that executors have; None: they do not count.
+    """
+    query, after = PrefixQuery(request), None
+    if roles is not None and any(executor.role != "both" for executor in executors):
+        after = roles.after(request, query, executors, now)
+        if not policy.predicts:
+            executors = [executor for executor in executors if executor.role != "decode"] or executors
+    if len(executors) == 1:
+        choice = Choice(look_up(executors[0], query), "only")
+    elif after is None:
         choice = policy.choose(executors, query, now)
     else:
-        choice = Choice(look_up(executors[0], query), "only")
+        prices = after  # for the type checker
+
+        def surcharge(candidate: Candidate, estimate: CostEstimate) -> float:
+            return prices.best(candidate.executor, estimate).seconds
+
+        choice = policy.choose(executors, query, now, surcharge)
     best = choice.candidate
     estimate = choice.estimate or estimate_costs(best, best, now)
-    return best.executor.place(request, query, best.match, estimate, choice.reason, now)
+    placement = best.executor.place(request, query, best.match, estimate, choice.reason, now)
+    if after is not None:
+        placement.goes_on_at(after.best(best.executor, estimate).decoder)
+    request.hands_over = placement.decoder is not None
+    return placement
+
+
+def place_decoding(request: Request, source: ExecutorView, executor: ExecutorView, now: float) -> Placement:
+    """Place a request on ``executor`` that has left ``source``, where its prompt was computed. ``now``: seconds."""
+    query = PrefixQuery(request)
+    candidate = look_up(executor, query)
+    estimate = estimate_costs(candidate, look_up(source, query), now)
+    return executor.place(request, query, candidate.match, estimate, "decode", now)

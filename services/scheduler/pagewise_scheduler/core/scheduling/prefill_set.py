@@ -165,6 +165,10 @@ class PrefillSet:
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
+    def num_reserved(self, num_decoding: int) -> int:
+        """Blocks that those who run have yet to take, and that stay free beside them."""
+        return self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+
     def _blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
@@ -172,6 +176,9 @@ class PrefillSet:
     def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
         """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        for prefetch in self._recoveries.prefetches:
+            if prefetch.pieces:
+                self._admission.coming(prefetch.table, prefetch.tokens)
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""

@@ -16,6 +16,7 @@ from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.departures import Departures
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
@@ -78,6 +79,9 @@ class Scheduler:
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
+        self.departures = Departures(
+            self.kv, self.waiting, self._prefilling, self.steps_in_flight, self._vacate, self._forget
+        )
         self.last_step, self._now = 0, 0.0
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None:
-            self.waiting.count_pending(request)
+            self.waiting.forget_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
 
@@ -192,6 +196,7 @@ class Scheduler:
         self.recoveries.clear()
         self._beam_groups.clear()
         self._shares.clear()
+        self.departures.clear()
         self._requests.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -216,9 +221,13 @@ class Scheduler:
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
+        loads: dict[TransferKey, Load] = {}
+        if self.recoveries.prefetches:  # before anybody starts: who waits for them goes on when there are none left
+            room = self.kv.num_available - self._prefilling.num_reserved(len(decoding))
+            self._plan.copy(self.recoveries.prefetches.request(step, loads, room))
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
-        loads = self.recoveries.request_loads(step)
+        self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
@@ -278,7 +287,7 @@ class Scheduler:
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self._prefilling.remove(sequence)
-                if sequence.request.beam is None:
+                if not sequence.stops_after_prefill:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
         # Whoever has nothing to run in the next step samples its last token in this one.
@@ -288,7 +297,7 @@ class Scheduler:
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
         for sequence in completed:
-            if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
+            if sequence.stops_after_prefill:  # what it goes on with, or where, is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
                 self._leave_row(sequence)
                 sequence.status = SequenceStatus.DRAINING
@@ -307,8 +316,7 @@ class Scheduler:
         self.steps_in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
-        if step.chunk_rows and result.elapsed_us:
-            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention, step.context)
+        step.took(result.elapsed_us * 1e-6, self.costs)
         begun = [sequence for sequence in step.completed if not sequence.finished]
         output = StepOutput(begun, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
@@ -318,6 +326,8 @@ class Scheduler:
                 decodes = drains or sequence.status is SequenceStatus.DECODE
                 sequence.prefilled = decodes and num_computed == sequence.decode_base
                 self._cache_full_blocks(sequence, num_computed)
+                if sequence.request.hands_over:
+                    output.advanced.append(sequence)
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
