@@ -27,6 +27,8 @@ computed, and it goes on there."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
+import os
+X = os.environ.get("X","")
 _MOST_PREDICTED = 8
 _expected = attrgetter("match.expected")
 """Of a candidate: what it holds of the prompt, or will."""
@@ -248,7 +250,7 @@ def place(
     ``roles``: what is known of those that executors have; None: they do not count.
     """
     query, after = PrefixQuery(request), None
-    if roles is not None and any(executor.role != "both" for executor in executors):
+    if roles is not None and (X or any(executor.role != "both" for executor in executors)):
         after = roles.after(request, query, executors, now)
         if not policy.predicts:
             executors = [executor for executor in executors if executor.role != "decode"] or executors

@@ -55,10 +55,16 @@ class AfterPrompt:
 
     def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
         """The cheapest continuation of a prompt that is computed at ``executor``; infinite where it must not be."""
-        if executor.role == "prefill" and self._decoders:
+        import os
+        if (executor.role == "prefill" or (executor.role == "both" and os.environ.get("X")=="2")) and self._decoders:
             best = self.best_elsewhere(executor, estimate.recovery)
-            if best.decoder is not None:
+            if best.decoder is not None and executor.role=="prefill":
                 return best
+            if best.decoder is not None:
+                waiting = max(executor.num_decoding, executor.costs.decoding)
+                stay= estimate.recovery * waiting + self._decode_seconds(executor)
+                move= estimate.recovery * executor.num_decoding + best.seconds
+                if move<stay: return Continuation(best.decoder, move)
         if executor.role == "decode" and self._others_prefill:
             # What takes it more than a step would hold up those that come from elsewhere meanwhile.
             if self._query.num_tokens - estimate.start > executor.share * executor.scheduler.limits.max_num_batched_tokens:
