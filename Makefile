@@ -101,6 +101,7 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
+	$(PY) -m benchmarks.recovery.storage --json benchmarks/results/recovery-storage-cpu.json
 	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
 	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
 	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json

@@ -20,13 +20,13 @@ import transformers
 from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
-from pagewise_scheduler.actors.offers import copy_costs
+from pagewise_scheduler.actors.offers import copy_costs, storages_of
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, Welcome
+from pagewise_shared.protocol import Copied, Found, LookUp, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -50,12 +50,22 @@ def build_model(path: Path, max_len: int) -> None:
 
 
 class Bench:
-    """One executor behind one scheduler. ``bandwidth``: of the link to its host, None if it keeps nothing there."""
+    """One executor behind one scheduler.
 
-    def __init__(self, path: Path, bandwidth: float | None, tokens: int, exchange: MakePeers | None = None) -> None:
+    ``bandwidth``: of the link to its host, None if it keeps nothing there. ``storage``: the executor's options for it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        bandwidth: float | None,
+        tokens: int,
+        exchange: MakePeers | None = None,
+        **storage: str,
+    ) -> None:
         blocks = tokens // 16 + 32
         host = {} if bandwidth is None else {"host_memory": "2GiB", "host_bandwidth": str(int(bandwidth))}
-        config = ExecutorConfig(model=str(path), device="cpu", num_blocks=blocks, **host)  # type: ignore[arg-type]
+        config = ExecutorConfig(model=str(path), device="cpu", num_blocks=blocks, **host, **storage)  # type: ignore[arg-type]
         self.runner = ModelRunner(config, exchange=exchange)
         info = self.runner.info
         assert info.costs is not None
@@ -69,19 +79,28 @@ class Bench:
             tiers={tier.number: tier.num_blocks for tier in info.tiers},
             costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
+            storages=storages_of(info.storages),
         )
         self.tiers = self.scheduler.kv.pool.lower
         for tier in self.tiers:
             tier.max_arriving = 1_000_000
         self.runner.reset(Welcome(1, 8, BUDGET))
         self.copied: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.runner.report_copies(lambda message: self.copied.put(("copied", message)))
+        self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        self.runner.report_copies(self._report)
+
+    def _report(self, message: Copied | Found) -> None:
+        if isinstance(message, Found):
+            self.found.put(message)
+        else:
+            self.copied.put(("copied", message))
 
     def first_token(self, prompt: "array[int]", name: str) -> float:
         """Seconds from the request to its token."""
         scheduler, results = self.scheduler, deque[PendingStep]()
         began = perf_counter()
         request = Request(name, prompt, 1, SamplingParams(temperature=0.0), arrival_time=began)
+        self._look_up(request)
         scheduler.add(request)
         while not request.sequences[0].finished:
             self._hear(block=False)
@@ -95,6 +114,21 @@ class Bench:
         while any(tier.num_arriving for tier in self.tiers):
             self._hear(block=True)
         return took
+
+    def _look_up(self, request: Request) -> None:
+        root = self.scheduler.kv.pool.tree.root_hash(None)
+        for storage in self.scheduler.recoveries.storages.values():
+            self.runner.look_up(LookUp(1, 0, storage.name, root, request.prompt_token_ids.tobytes()))
+            request.stored[storage.identity] = self.found.get(timeout=60).num_blocks
+
+    def write_all(self) -> None:
+        """Write all that waits to storage."""
+        while self.scheduler.recoveries.writers.is_busy:
+            if (plan := self.scheduler.schedule(perf_counter())) is not None:
+                self.scheduler.update(self.runner.execute(plan).result())
+            else:
+                self._hear(block=True)
+            self._hear(block=False)
 
     def push_out(self) -> None:
         """Take the whole device from the cache for a moment."""

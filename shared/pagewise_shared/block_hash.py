@@ -6,7 +6,8 @@ make two prefixes collide would be served another tenant's KV.
 """
 
 import hashlib
-from typing import NewType
+from collections.abc import Iterable
+from typing import NamedTuple, NewType
 
 HASH_BYTES = 32
 BlockHash = NewType("BlockHash", bytes)
@@ -21,3 +22,27 @@ def root_hash(model_fingerprint: str, *extra_keys: object) -> BlockHash:
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
     """Return the hash of the block with ``tokens`` (int32 bytes, a full block) that follows ``parent``."""
     return BlockHash(hashlib.sha256(parent + tokens).digest())
+
+
+class BlockName(NamedTuple):
+    """What a block is called in storage: its hash, and that of the block before it; of a first block, the root."""
+
+    hash: BlockHash
+    parent: BlockHash
+
+
+def pack_names(names: Iterable[BlockName]) -> bytes:
+    """Return names one after the other, as they travel: 64 bytes each."""
+    return b"".join(part for name in names for part in name)
+
+
+def unpack_names(packed: bytes) -> list[BlockName]:
+    """Return the names that were packed.
+
+    Raises:
+        ValueError: these are not whole names.
+    """
+    if len(packed) % (2 * HASH_BYTES):
+        raise ValueError(f"{len(packed)} bytes are not names of {2 * HASH_BYTES} bytes")
+    hashes = [BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]
+    return [BlockName(*pair) for pair in zip(hashes[::2], hashes[1::2], strict=True)]

@@ -65,8 +65,11 @@ async def test_requests_move_between_engines_and_blocks_do_where_they_are_alike(
         }
         expected = await references(cluster.url, cases)
         for victim in ENGINES:
-            stored = cluster.members()[victim]["tiers"]["host"]["used"]
             async with client_of(cluster.url) as client:
+                for _ in range(6 if victim == ENGINES[-1] else 1):  # it may have been given little before
+                    if stored := cluster.members()[victim]["tiers"]["host"]["used"]:
+                        break
+                    await asyncio.gather(*await streams_on_all(client))
                 streams = await streams_on_all(client)
                 executors[victim].signal(signal.SIGKILL)
                 for task, right in zip(streams, expected, strict=True):

@@ -60,6 +60,18 @@ def test_manifests_are_valid(overlay: Path, version: str) -> None:
         kubernetes_validate.validate(resource, version, strict=True)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_store_is_valid_and_has_no_more_rights_than_it_needs(version: str) -> None:
+    resources = build(DEPLOY / "store")
+    for resource in resources:
+        kubernetes_validate.validate(resource, version, strict=True)
+    (spec,) = [spec for resource in resources if (spec := pod_spec(resource)) is not None]
+    rights = spec["containers"][0]["securityContext"]
+    assert (rights["readOnlyRootFilesystem"], rights["capabilities"]) == (True, {"drop": ["ALL"]})
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert {resource["metadata"]["namespace"] for resource in resources} == {"pagewise"}
+
+
 def test_validation_finds_what_is_wrong() -> None:
     resource = next(one for one in build(OVERLAYS[0]) if one["kind"] == "Deployment")
     resource["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}

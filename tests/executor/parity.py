@@ -89,7 +89,8 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     )
     for asked, tokens in zip(requests, expected, strict=True):
         assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
-    assert scheduler.num_prefix_hits > 0.5 * scheduler.num_prefix_queries
+    queries, hits = scheduler.prefix_hits
+    assert hits > 0.5 * queries
     assert scheduler.kv.num_available == blocks
 
 

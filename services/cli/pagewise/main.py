@@ -24,6 +24,7 @@ commands:
   vmstat [S]        print statistics of KV memory every S seconds
   pmap REQUEST      print the blocks of a request and their history
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
+  wipe              delete the KV of requests with one cache salt from a disk cache or a store
   replay TRACE      run a request trace through the scheduler under a virtual clock
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
@@ -80,6 +81,11 @@ def _replay(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
+def _wipe(arguments: Sequence[str]) -> int:
+    """Run the executor's command in another process, as above."""
+    return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "gateways": _gateways,
@@ -87,6 +93,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "pmap": pmap,
     "keys": keys,
     "replay": _replay,
+    "wipe": _wipe,
 }
 
 if __name__ == "__main__":

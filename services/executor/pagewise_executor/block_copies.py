@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, RemoteTier, StepError, pack_int32s
+from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.protocol import DEVICE, STORAGE, CancelCopies, Copied, RemoteTier, StepError, pack_int32s
 
 Pairs = npt.NDArray[np.int32]
 """Source block and target block of each copy [n, 2]."""
@@ -26,7 +26,8 @@ class CopyJob:
 
     ``pairs``: if a target is named more than once, the last of its sources counts. ``peer``: the executor whose tier
     ``source`` is; None for a tier of this executor. ``names`` [n], of copies to a lower tier: the block hashes of the
-    source blocks, None where unknown.
+    source blocks, None where unknown. ``stored_as`` [n], of copies from and to storage: what the blocks are called
+    there.
     """
 
     epoch: int
@@ -36,6 +37,7 @@ class CopyJob:
     pairs: Pairs
     peer: RemoteTier | None = None
     names: ReadOnlyList[BlockHash | None] = ()
+    stored_as: ReadOnlyList[BlockName] = ()
 
     def confirmed(self, seconds: float, bad: Iterable[int] = (), error: StepError | None = None) -> Copied:
         """Return the message that confirms the job. ``bad``: target blocks that do not hold what they should."""
@@ -115,6 +117,18 @@ class PeerCopier(Copier, Protocol):
         ...
 
 
+class StorageCopier(Copier, Protocol):
+    """Copies blocks from and to storage that several executors share, where they have names."""
+
+    def cancel(self, epoch: int, step: int) -> None:
+        """Confirm the copies of a step at once, what is missing as bad. Called on any thread."""
+        ...
+
+    def reset(self) -> None:
+        """Void all jobs."""
+        ...
+
+
 class LocalCopies(Protocol):
     """Copies inside the memory of the device."""
 
@@ -126,8 +140,8 @@ class LocalCopies(Protocol):
 class BlockCopier:
     """Passes each list of copies to the tier or the peer copier that carries it out, in the order of the plan.
 
-    ``tiers``: the tiers below the device, by number. ``peers``: copies from other executors; None if this executor
-    exchanges no blocks. ``names_of``: returns the block hashes of blocks of the device.
+    ``tiers``: the tiers below the device, by number. ``storages``: by name. ``peers``: copies from other executors;
+    None if this executor exchanges no blocks. ``names_of``: returns the block hashes of blocks of the device.
     """
 
     def __init__(
@@ -137,6 +151,7 @@ class BlockCopier:
         names_of: Callable[[Iterable[int]], list[BlockHash | None]],
     ) -> None:
         self.peers: PeerCopier | None = None
+        self.storages: Mapping[str, StorageCopier] = {}
         self._device = device
         self._tiers = tiers
         self._names_of = names_of
@@ -145,7 +160,9 @@ class BlockCopier:
     def begin(self, epoch: int, step: int, jobs: Iterable[CopyJob]) -> None:
         """Begin a step's copies. When this returns, the step may be issued: see ``Copier.begin``."""
         for job in jobs:
-            if job.peer is not None:
+            if STORAGE in (job.source, job.target) and job.peer is not None:
+                self.storages[job.peer.endpoint].begin(job)
+            elif job.peer is not None:
                 if self.peers is not None:
                     self.peers.begin(job)
                 else:  # no blocks are exchanged with peers: the copies have failed
@@ -162,13 +179,17 @@ class BlockCopier:
 
     def cancel(self, cancelled: CancelCopies) -> None:
         """Stop the copies of a step from a peer. May be called on any thread."""
-        if self.peers is not None:
+        if (storage := self.storages.get(cancelled.peer)) is not None:
+            storage.cancel(cancelled.epoch, cancelled.step)
+        elif self.peers is not None:
             self.peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
 
     def reset(self, epoch: int, *, keep: bool) -> None:
         """Void all jobs of older epochs, and forget the content of all tiers unless ``keep``."""
         if self.peers is not None:
             self.peers.reset(epoch)
+        for storage in self.storages.values():
+            storage.reset()
         for tier in self._tiers.values():
             tier.reset(epoch, keep=keep)
 
@@ -177,5 +198,7 @@ class BlockCopier:
         self._report = report
         for tier in self._tiers.values():
             tier.report = report
+        for storage in self.storages.values():
+            storage.report = report
         if self.peers is not None:
             self.peers.report = report

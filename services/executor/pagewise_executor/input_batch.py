@@ -6,7 +6,7 @@ the sampler and the plans know it. This module does not import torch, because th
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,7 +92,7 @@ class InputBatch:
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
-    number of blocks of each tier below the device, by the tier's number.
+    number of blocks of each tier below the device, by the tier's number. ``storages``: the names of those there are.
     """
 
     def __init__(
@@ -104,10 +104,12 @@ class InputBatch:
         pool_blocks: int,
         tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
+        storages: Container[str] = (),
     ) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.pool_blocks = pool_blocks
+        self._storages = storages
         self._num_blocks_of = {DEVICE: pool_blocks, **(tiers or {})}
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
@@ -150,7 +152,7 @@ class InputBatch:
             chunks=[self._chunk(row, size) for row, size in plan.chunks],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
-            copies=checked_copies(plan, self._num_blocks_of),
+            copies=checked_copies(plan, self._num_blocks_of, self._storages),
             changed_tables=self._changed_tables,
         )
         self._changed, self._changed_tables = False, []

@@ -1,7 +1,6 @@
 """Runs step plans on a real model: block copies, one forward pass over a flat batch of tokens, sampling."""
 
 import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelCopies, Copied, Inventory, LowerTier, StepPlan, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
 
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
@@ -40,6 +39,7 @@ from pagewise_executor.sampling.logprobs import (
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._choose_engine(config, loaded)
         self._tiers: dict[int, Tier] = {}
+        self._storages = Storages()
         self._peers: Peers | None = None
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
@@ -84,14 +85,12 @@ class ModelRunner:
             reserved = self._measure_activations(config, loaded, kv_dtype)
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
-        block_format = (
-            f"{loaded.shapes} {kv_dtype} {config.kv_layout} {loaded.kernels == 'triton'} {loaded.heads_first}"
-        )
-        block_format = hashlib.sha256(block_format.encode()).hexdigest()[:16]
+        block_format = loaded.block_format(kv_dtype, config.kv_layout)
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
-        content = f"{loaded.fingerprint} {loaded.weights_changed} {block_format} {config.block_size}"
-        self._tiers |= make_tiers(config, self._pool, host_folder, content)
+        content = f"{loaded.fingerprint} {block_format} {config.block_size}"
+        weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
+        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}")
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
@@ -101,10 +100,15 @@ class ModelRunner:
         if config.profile:
             self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens))
             lower = [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
-        self.info = dataclasses.replace(self.info, tiers=tuple(lower))
+        store = BlockStore(self._pool, self._tiers)
+        self._storages = make_storages(
+            config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size
+        )
+        self._copier.storages = self._storages.links
+        self.info = dataclasses.replace(self.info, tiers=tuple(lower), storages=self._storages.described)
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
-            self._copier.peers = self._peers = exchange(BlockStore(self._pool, self._tiers))
+            self._copier.peers = self._peers = exchange(store)
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
@@ -161,9 +165,19 @@ class ModelRunner:
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
-    def report_copies(self, report: Callable[[Copied], None]) -> None:
+    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
         """See ``Runner``."""
         self._copier.report_to(report)
+        self._storages.answer_to(report)
+
+    def look_up(self, message: LookUp) -> None:
+        """See ``Runner``."""
+        self._storages.look_up(message)
+
+    @property
+    def num_storage_errors(self) -> int:
+        """See ``Runner``."""
+        return self._storages.num_errors
 
     @property
     def num_refused(self) -> int:
@@ -190,6 +204,7 @@ class ModelRunner:
         """Stop serving blocks to peers, and release the tiers."""
         if self._peers is not None:
             self._peers.close()
+        self._storages.close()
         for tier in self._tiers.values():
             tier.close()
 
@@ -202,6 +217,7 @@ class ModelRunner:
             pool_blocks=self.info.num_blocks,
             tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
             vocab_size=self.info.vocab_size,
+            storages=self._storages.links,
         )
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:

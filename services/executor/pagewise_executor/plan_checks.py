@@ -4,14 +4,15 @@ They come before anything is indexed with these values, because on a GPU an inde
 only the step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import isfinite
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from pagewise_shared.block_hash import unpack_names
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import DEVICE, BlockCopies, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, NewSequence, StepPlan
 from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 from pagewise_executor.block_copies import CopyJob, Pairs
@@ -87,11 +88,11 @@ def _largest(packed: bytes) -> int:
     return int(np.frombuffer(packed, np.uint32).max(initial=0))
 
 
-def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
+def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Container[str] = ()) -> list[CopyJob]:
     """Return the copies of a plan, checked, as jobs.
 
-    ``num_blocks``: the number of blocks of each tier of this executor, including the device. Blocks of a peer are not
-    checked here but by the peer.
+    ``num_blocks``: the number of blocks of each tier of this executor, including the device. ``storages``: the names of
+    those it has. Blocks of a peer are not checked here but by the peer.
 
     Raises:
         InvalidPlanError: a tier or a block does not exist, or a list does not consist of pairs.
@@ -99,6 +100,9 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
     jobs = []
     for copies in plan.copies:
         pairs = _pairs(copies)
+        if STORAGE in (copies.source, copies.target):
+            jobs.append(_storage_job(plan, copies, pairs, num_blocks[DEVICE], storages))
+            continue
         if copies.peer is not None:
             if copies.target != DEVICE or not 0 <= copies.source < _MOST_TIERS:
                 raise InvalidPlanError(f"a peer's tier {copies.source} cannot be copied to tier {copies.target}")
@@ -112,6 +116,23 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
         if len(pairs):
             jobs.append(CopyJob(plan.epoch, plan.step, copies.source, copies.target, pairs, copies.peer))
     return jobs
+
+
+def _storage_job(
+    plan: StepPlan, copies: BlockCopies, pairs: Pairs, num_blocks: int, storages: Container[str]
+) -> CopyJob:
+    if copies.peer is None or copies.peer.endpoint not in storages:
+        raise InvalidPlanError(f"there is no storage {copies.peer.endpoint if copies.peer is not None else None!r}")
+    if sorted((copies.source, copies.target)) != [DEVICE, STORAGE]:
+        raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
+    try:
+        names = unpack_names(copies.names)
+    except ValueError as error:
+        raise InvalidPlanError(str(error)) from error
+    if len(names) != len(pairs):
+        raise InvalidPlanError(f"{len(names)} names are given to {len(pairs)} blocks")
+    _check_blocks(pairs[:, 0 if copies.source == DEVICE else 1], DEVICE, num_blocks)
+    return CopyJob(plan.epoch, plan.step, copies.source, copies.target, pairs, copies.peer, stored_as=names)
 
 
 def _pairs(copies: BlockCopies) -> Pairs:

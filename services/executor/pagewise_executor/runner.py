@@ -7,9 +7,12 @@ from typing import Protocol
 from pagewise_shared.protocol import (
     CancelCopies,
     Copied,
+    Found,
     Inventory,
+    LookUp,
     LowerTier,
     MeasuredCosts,
+    SharedStorage,
     StepPlan,
     StepResult,
     Welcome,
@@ -34,6 +37,7 @@ class RunnerInfo:
     block_format: str = ""
     kernels: str = ""
     fallback: bool = False
+    storages: tuple[SharedStorage, ...] = ()
 
 
 class PendingStep(Protocol):
@@ -54,8 +58,17 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def report_copies(self, report: Callable[[Copied], None]) -> None:
-        """Call ``report``, on any thread, when copies between tiers or executors are done."""
+    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
+        """Call ``report``, on any thread, when copies between tiers or executors are done, or something was found."""
+        ...
+
+    def look_up(self, message: LookUp) -> None:
+        """Find out how much of a prefix is in a storage; called from any thread."""
+        ...
+
+    @property
+    def num_storage_errors(self) -> int:
+        """The number of reads and writes of storage that have failed; read from any thread."""
         ...
 
     @property

@@ -19,11 +19,13 @@ from pagewise_shared.protocol import (
     CancelCopies,
     Copied,
     Drain,
+    Found,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
     Hello,
     Leaving,
+    LookUp,
     Message,
     Refused,
     Rejoin,
@@ -86,6 +88,7 @@ class ExecutorService:
             block_format=info.block_format,
             kernels=info.kernels,
             fallback=info.fallback,
+            storages=info.storages,
         )
         self._worker = worker
         self._endpoint = endpoint
@@ -188,7 +191,7 @@ class ExecutorService:
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
-    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied) -> None:
+    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
         if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):
@@ -240,7 +243,9 @@ class ExecutorService:
             else:
                 self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
                 refused, closed = self._refused_told - self._refused_before, self._closed_told - self._closed_before
-                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed))
+                await self._send(
+                    Heartbeat(welcome.epoch, refused, num_tasks(), closed, self._worker.num_storage_errors)
+                )
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""
@@ -310,5 +315,7 @@ class ExecutorService:
                     pass
                 case CancelCopies():
                     worker.cancel_copies(message)
+                case LookUp():
+                    worker.look_up(message)
                 case Drain():
                     self.stop("drained")

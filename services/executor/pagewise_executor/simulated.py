@@ -10,6 +10,8 @@ from pagewise_shared.protocol import (
     HOST,
     CancelCopies,
     Copied,
+    Found,
+    LookUp,
     LowerTier,
     PromptLogprobs,
     StepPlan,
@@ -55,14 +57,17 @@ class SimulatedRunner:
             dtype="none",
             tiers=tuple(LowerTier(number, tiers[number]) for number in sorted(tiers)),
         )
-        self._report: Callable[[Copied], None] = lambda message: None
+        self._report: Callable[[Copied | Found], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
-        self.num_refused = self.num_closed = 0
+        self.num_refused = self.num_closed = self.num_storage_errors = 0
 
-    def report_copies(self, report: Callable[[Copied], None]) -> None:
+    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
         """See ``Runner``. Copies are done at once, because there is nothing to copy."""
         self._report = report
+
+    def look_up(self, message: LookUp) -> None:
+        """Do nothing: it has no storage."""
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """Do nothing: it has no block endpoint, so no plan makes it fetch from a peer."""

@@ -8,7 +8,17 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagewise_shared.protocol import CancelCopies, Copied, Inventory, StepError, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LookUp,
+    StepError,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
 
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerInfo
@@ -40,7 +50,7 @@ class Worker:
         self._build = build
         self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
         self._runner: Runner
-        self._answer: Callable[[StepResult | Copied], None]
+        self._answer: Callable[[StepResult | Copied | Found], None]
         self._inbox: queue.SimpleQueue[Welcome | StepPlan | _Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
@@ -73,7 +83,7 @@ class Worker:
         self._thread.start()
         return self._built.result()
 
-    def answer_to(self, answer: Callable[[StepResult | Copied], None]) -> None:
+    def answer_to(self, answer: Callable[[StepResult | Copied | Found], None]) -> None:
         """Pass all results to ``answer``, which is called on any thread. Must be called before the first ``put``."""
         self._answer = answer
         self._runner.report_copies(answer)
@@ -85,6 +95,15 @@ class Worker:
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """Stop copies from a peer at once: they do not wait for steps."""
         self._runner.cancel_copies(cancelled)
+
+    def look_up(self, message: LookUp) -> None:
+        """Find out how much of a prefix is in a storage, beside the steps."""
+        self._runner.look_up(message)
+
+    @property
+    def num_storage_errors(self) -> int:
+        """The number of reads and writes of storage that have failed."""
+        return self._runner.num_storage_errors
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
         """Ask the runner for its inventory. No step may be under way."""

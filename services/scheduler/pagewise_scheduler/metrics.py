@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal, get_args
 
-from pagewise_shared.protocol import TIER_NAMES
+from pagewise_shared.protocol import SOURCES, TIER_NAMES
 from pagewise_shared.version import package_version
 from prometheus_client import (
     CollectorRegistry,
@@ -46,8 +46,8 @@ REFUSALS = (
 )
 """Why a request was not accepted."""
 
-RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), (*LOWER_TIERS, "peer")))
-"""How KV is recovered, and from which tier: the ``method`` and the ``origin`` of the core's ``Recovery``."""
+RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), SOURCES[1:]))
+"""How KV is recovered, and from where: the ``method`` and the ``origin`` of the core's ``Recovery``."""
 
 KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(LOWER_TIERS, ("free", "cached")))
 """The tiers, and the states of their blocks."""
@@ -160,7 +160,7 @@ class Metrics:
         return self._key_tokens.labels(self.model_name, key, kind)
 
     def cached_tokens(self, source: str) -> Counter:
-        """The counter of tokens found in a cache: source is the name of a tier, or "peer"."""
+        """The counter of tokens found in a cache: source is one of ``SOURCES``."""
         return self._cached_tokens.labels(self.model_name, source)
 
     def block_events(self, event: str) -> Counter:
@@ -238,7 +238,7 @@ class Metrics:
         )
         for reason in REASONS:
             self.placements(reason)
-        for source in (*TIER_NAMES, "peer"):
+        for source in SOURCES:
             self.cached_tokens(source)
         for event in MEMORY_EVENTS:
             self.block_events(event)
@@ -255,6 +255,10 @@ class Metrics:
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
+        self.look_ups_late = self._counter(
+            "storage_look_ups_late", "Questions about what is in storage that were not answered in time."
+        )
+        self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()

@@ -80,10 +80,19 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     recovery: Annotated[
         Literal["auto", "swap", "recompute", "both"],
         _help(
-            "how KV is recovered that lies on the host or at another executor; auto: by the method with the shortest "
-            "predicted time; swap: load it; recompute: compute it again; both: load and compute at the same time"
+            "how KV is recovered that lies below the device or at another executor; auto: by the method with the "
+            "shortest predicted time; swap: load it; recompute: compute it again; both: load and compute at the same "
+            "time"
         ),
     ] = "auto"
+    storage_salted: Annotated[
+        bool,
+        _help(
+            "let KV of requests with a cache salt go to disk caches and stores",
+            more="Requests with API keys have one, unless keys share their cache. It is in the names of blocks only "
+            "as part of a hash.",
+        ),
+    ] = True
     eviction: Annotated[
         Literal["lru", "cost"],
         _help(
@@ -304,6 +313,23 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     host_bandwidth: Annotated[
         str | None,
         _help("limit copies to and from the host to SIZE bytes per second in each direction, for experiments", "SIZE"),
+    ] = None
+    disk_cache: Annotated[
+        str | None, _help("folder for KV that outlives all processes, and that executors share (default: none)", "DIR")
+    ] = None
+    disk_memory: Annotated[
+        str, _help("bound of that folder, over all executors that share it and all models", "SIZE")
+    ] = "16GiB"
+    store: Annotated[
+        str | None,
+        _help(
+            "Redis or Valkey server for KV that a fleet shares, such as redis://host:6379/0 (default: none)",
+            "URL",
+            "The server bounds its memory itself: `maxmemory` with `maxmemory-policy allkeys-lru`.",
+        ),
+    ] = None
+    store_expire: Annotated[
+        Positive | None, _help("seconds after which that server forgets a block (default: never)", "S")
     ] = None
     verify_copies: Annotated[
         bool, _help("keep checksums of host blocks, and verify them when the blocks are loaded")

@@ -113,7 +113,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
             values[option.name] = _convert(environ[option.variable], option.hint, option.variable)
     if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
         raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
-    for name in ("kv_memory", "host_memory", "host_bandwidth"):
+    for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
     config = _compose(config_type, values)

@@ -9,6 +9,7 @@ import msgspec
 
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol.base import Message
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER, MAX_STEP_RESULT_BYTES, MAX_SUBMIT_BYTES
 from pagewise_shared.protocol.messages import (
@@ -17,7 +18,6 @@ from pagewise_shared.protocol.messages import (
     FromExecutor,
     FromScheduler,
     Inventory,
-    Message,
     NamedBlocks,
     ReadBlocks,
 )

@@ -1,6 +1,6 @@
 """The messages between gateways and the scheduler; ``docs/wire-protocol.md`` tells how they are used.
 
-They follow the rules of ``messages.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
+They follow the rules of ``base.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
 
 A gateway numbers its *streams*: every output of every prompt is one, identified by an int32 that the gateway gives out
 in ascending order under one epoch. The outputs of a prompt have consecutive numbers, the prompts of a ``Submit`` follow
@@ -11,17 +11,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
     Goodbye,
     Heartbeat,
     HeartbeatAck,
-    Message,
-    Piece,
     Refused,
     Rejoin,
-    TokenLogprobs,
 )
+from pagewise_shared.protocol.step_messages import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]

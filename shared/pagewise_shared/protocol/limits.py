@@ -47,6 +47,8 @@ _TOKEN_BYTES = _BLOCK_BYTES = 4
 _TABLE_BYTES = 12
 _COPY_BYTES = 8
 _ROW_BYTES = 32
+_NAMES_BYTES = 2 * 1024 * 64
+"""Names of blocks in storage: at most 512 blocks are on their way from each of two, and less than that to each."""
 
 
 def longest_sequence(block_size: int) -> int:
@@ -63,4 +65,4 @@ def greatest_plan() -> int:
     computed something, and computes a chunk at most once.
     """
     joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_CONSTRAINTS_BYTES
-    return joined + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES
+    return joined + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES

@@ -1,16 +1,15 @@
 """The messages between scheduler and executor; ``docs/wire-protocol.md`` tells how they are used.
 
-Every message is one msgpack frame: a tagged, frozen, array-like struct. Fields are only ever appended, with
-defaults, so that minor versions understand each other; a change that cannot be made that way raises
-``PROTOCOL_MAJOR``. Bulk integers travel as little-endian int32 bytes (``pack_int32s``).
+Steps are in ``step_messages.py``; ``base.py`` has the rules that all messages follow.
 """
 
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from pagewise_shared.protocol.limits import MAX_ROWS, MAX_TIERS
-from pagewise_shared.sampling import SamplingParams, TokenConstraints
+from pagewise_shared.protocol.base import Message, Piece
+from pagewise_shared.protocol.limits import MAX_TIERS
+from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 
 PROTOCOL_MAJOR = 3
 PROTOCOL_MINOR = 0
@@ -21,17 +20,16 @@ DEVICE, HOST = 0, 1
 TIER_NAMES = ("device", "host")
 """What the tiers are called, by number."""
 
+STORAGE_NAMES = ("disk", "redis")
+"""What storages are called."""
+SOURCES = (*TIER_NAMES, "peer", *STORAGE_NAMES)
+"""Where KV may come from: tiers, another executor, storage."""
+STORAGE = 127
+"""Stands for storage where copies name a tier: it lies below all tiers, and blocks have names there instead of ids."""
+
 Role = Literal["prefill", "decode", "both"]
 """What an executor is for: computing prompts, which go on elsewhere; decoding what was computed elsewhere; or both."""
 ROLES: tuple[Role, ...] = get_args(Role)
-
-
-class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
-    """Base of all messages: the class name in lower case is the tag."""
-
-
-class Piece(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Base of the parts that messages are made of."""
 
 
 # ---- executor -> scheduler ----------------------------------------------------------------------------
@@ -69,6 +67,22 @@ class LowerTier(Piece, frozen=True):
     store_block: float = 0.0
 
 
+class SharedStorage(Piece, frozen=True):
+    """Storage that an executor reads and writes, which outlives it, and which others may share.
+
+    Fields:
+        name: one of ``STORAGE_NAMES``; an executor has at most one storage of each. identity: executors with the same
+            one share what is stored. load_setup, load_block, store_setup, store_block: as in ``LowerTier``.
+    """
+
+    name: str
+    identity: str
+    load_setup: float = 0.0
+    load_block: float = 0.0
+    store_setup: float = 0.0
+    store_block: float = 0.0
+
+
 class Hello(Message, frozen=True):
     """An executor offers itself. Sent again, with growing pauses, until Welcome or Refused arrives.
 
@@ -84,6 +98,7 @@ class Hello(Message, frozen=True):
         block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
             with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
+        storages: that it reads and writes.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
             but cannot compute this model, or have not been built for this processor.
         role: one of ``ROLES``: what the executor is for.
@@ -110,6 +125,7 @@ class Hello(Message, frozen=True):
     number: int = 0
     kernels: str = ""
     fallback: bool = False
+    storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     role: str = "both"
 
 
@@ -132,66 +148,14 @@ class Inventory(Piece, frozen=True):
     tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
-class TokenLogprobs(Piece, frozen=True, gc=False):
-    """Log-probabilities for one token of a row.
-
-    They are log-softmax of the raw logits in float32, before penalties and temperature.
-    ``index`` is the token's index in ``StepResult.tokens`` (or, for prompt tokens, its absolute position).
-    ``rank`` counts from 1. ``top_ids`` (int32, see ``pack_int32s``) and ``top_logprobs`` (float32, see
-    ``pack_float32s``) hold the alternatives, best first: packed, because a step may have tens of thousands of them.
-    """
-
-    index: int
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-
-class PromptLogprobs(Piece, frozen=True):
-    """Log-probabilities of the prompt tokens that one chunk predicted: positions start + 1 to end of the chunk.
-
-    The prompt's token 0 has none. Positions past the prompt (of a resumed sequence) are not reported.
-    """
-
-    row: int
-    entries: tuple[TokenLogprobs, ...]
-
-
-class StepError(Piece, frozen=True):
-    """Why a step failed: ``kind`` is "out_of_memory", "invalid_plan" or "internal"; ``message`` is for people."""
-
-    kind: str
-    message: str
-
-
-class StepResult(Message, frozen=True):
-    """What one step produced.
-
-    ``tokens`` (int32 bytes) holds one sampled token for every row of the decode set, in its order, then one
-    for every chunk of the plan that completed its row's known tokens, in the plan's order. After a failed
-    step (``error``), the executor answers every further plan of the epoch with the same error and waits for
-    a Welcome with a new epoch, which empties all rows.
-    ``elapsed_us``: time the step took on the executor, microseconds.
-    """
-
-    epoch: int
-    step: int
-    tokens: bytes = b""
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
-    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
-    elapsed_us: int = 0
-    error: StepError | None = None
-
-
 class Copied(Message, frozen=True):
     """One list of a step's copies has been made: that between these tiers, and from this peer if it is one of those.
 
     If a step has several such lists, their confirmations come in the order of the plan.
 
     Fields:
-        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: it was an own tier.
+        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from, or the name of the storage;
+            empty: it was an own tier.
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
         bad: target blocks that do not hold what they should (int32 bytes): the source was spoiled, or did not arrive.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
@@ -207,18 +171,28 @@ class Copied(Message, frozen=True):
     error: StepError | None = None
 
 
+class Found(Message, frozen=True):
+    """Answers ``LookUp``: of the prefix's full blocks, the first ``num_blocks`` are stored, as far as can be told."""
+
+    epoch: int
+    number: int
+    num_blocks: int
+
+
 class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
 
     ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
     scheduler which let it in has not been told of in an earlier life. ``tasks``: of an executor's event loop.
     ``closed``: as ``refused``, those that were closed because too much of what they had brought was not read.
+    ``storage_errors``: reads and writes of storage that have failed, since the executor started.
     """
 
     epoch: int
     refused: int = 0
     tasks: int = 0
     closed: int = 0
+    storage_errors: int = 0
 
 
 class Leaving(Message, frozen=True):
@@ -272,93 +246,6 @@ class Rejoin(Message, frozen=True):
     """The scheduler does not know the sender (it was restarted, or it gave the executor up): say Hello again."""
 
 
-class NewSequence(Piece, frozen=True):
-    """A sequence takes row ``row``: everything the executor has to know about it.
-
-    Fields:
-        row: 0 <= row < max_num_seqs; free until now, or freed by this plan's ``left``.
-        tokens: all known tokens, prompt then output (int32 bytes).
-        num_prompt_tokens: how many of them are the prompt's.
-        num_computed_tokens: how many of them have their K and V in ``blocks`` already.
-        blocks: the block table so far (int32 bytes).
-        root: hash with which its chain of block hashes begins.
-        constraints: index in ``StepPlan.constraints`` of what ``sampling`` leaves out; -1: it has none.
-    """
-
-    row: int
-    tokens: bytes
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    blocks: bytes
-    sampling: SamplingParams
-    root: bytes = b""
-    constraints: int = -1
-
-
-class RemoteTier(Piece, frozen=True):
-    """Another executor, from one of whose tiers blocks are copied.
-
-    Fields:
-        endpoint: its block endpoint. epoch: its epoch; under another one it refuses.
-        step: it answers once it has begun this step, which may be what brings the blocks to the tier.
-        key: its public key (Z85 text), empty where connections have none.
-    """
-
-    endpoint: str
-    epoch: int
-    step: int = 0
-    key: str = ""
-
-
-class BlockCopies(Piece, frozen=True):
-    """Copies of blocks from one tier to another, or inside the device.
-
-    Fields:
-        source, target: numbers of tiers. pairs: source block and target block (int32 bytes). If a target below the
-            device is named more than once, the last of its sources counts.
-        peer: whose tier the source is; None: it is the executor's own.
-    """
-
-    source: int
-    target: int
-    pairs: bytes
-    peer: RemoteTier | None = None
-
-
-class StepPlan(Message, frozen=True):
-    """Everything about one step, in order: changes to rows, block copies, forward, sampling.
-
-    A plan carries changes, not state. The executor keeps an ordered *decode set*: each of its rows computes
-    exactly one token, the one sampled for it by the step before, in every step until it leaves. A row whose
-    chunk reaches the end of its known tokens samples in that step and joins the end of the decode set, in the
-    order of ``chunks``, for the next step on. Applied in this order:
-
-    Fields:
-        left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
-        copies: of blocks, begun in this order. What leaves the device has been read when the next list is begun; the
-            rest of such a copy takes its time. Inside the device all sources are read before any target is written,
-            and all is done before anything is computed. What comes to the device may take longer than the step:
-            nothing reads or writes the targets until ``Copied`` has confirmed them. Whatever reads a block of another
-            tier waits for the copies asked for before that write it.
-        joined: sequences that take a row.
-        tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
-            the block is added, before it takes the place of one with the same content.
-        computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
-        chunks: (row, n): compute the row's next n known tokens.
-        constraints: of the sequences in ``joined``, each once.
-    """
-
-    epoch: int
-    step: int
-    left: tuple[int, ...] = ()
-    copies: tuple[BlockCopies, ...] = ()
-    joined: tuple[NewSequence, ...] = ()
-    tables: bytes = b""
-    computed: tuple[tuple[int, int], ...] = ()
-    chunks: tuple[tuple[int, int], ...] = ()
-    constraints: tuple[TokenConstraints, ...] = ()
-
-
 class CancelCopies(Message, frozen=True):
     """What a step copies from ``peer`` (a block endpoint) is not wanted any more, or will not come: confirm it now, and
     what is missing as bad."""
@@ -368,14 +255,27 @@ class CancelCopies(Message, frozen=True):
     peer: str
 
 
+class LookUp(Message, frozen=True):
+    """How much of a prefix is stored? Answered by ``Found`` with the same ``number``.
+
+    ``storage``: its name. ``root``: where the prefix's block hashes begin. ``tokens``: of the prefix (int32 bytes).
+    """
+
+    epoch: int
+    number: int
+    storage: str
+    root: bytes
+    tokens: bytes
+
+
 class Drain(Message, frozen=True):
     """No more work will come under this epoch; the executor says Goodbye once its last step is answered."""
 
     epoch: int
 
 
-FromExecutor = Hello | StepResult | Copied | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | Drain
+FromExecutor = Hello | StepResult | Copied | Found | Heartbeat | Leaving | Goodbye
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | Drain
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

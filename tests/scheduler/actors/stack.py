@@ -63,8 +63,8 @@ class Stack:
             "max_num_batched_tokens": 64,
             "max_waiting": 8,
             "max_waiting_tokens": 1000,
-            "executor_timeout": 1.0,
-            "gateway_timeout": 2.0,
+            "executor_timeout": 2.5,
+            "gateway_timeout": 4.0,
             "step_timeout": 1.5,
         }
         self.coordinator = Coordinator(

@@ -125,7 +125,7 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
 
 @pytest.mark.parametrize("confirms", [True, False])
 async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms: bool) -> None:
-    async with running(tmp_path) as stack:
+    async with running(tmp_path, executor_timeout=20.0, gateway_timeout=20.0) as stack:
         raw, welcome = await joined(tmp_path)
         await stack.ready(1)
         (engine,) = stack.engines

@@ -19,7 +19,7 @@ async def test_a_session_stays_where_its_prefix_is(tmp_path: Path) -> None:
                 prompt += await stack.generate(prompt, max_tokens=4)
         assert count(stack, "load") == 2, "each session's first turn"
         assert count(stack, "cached") == 6
-        hits = [engine.scheduler.num_prefix_hits for engine in stack.engines]
+        hits = [engine.scheduler.prefix_hits[1] for engine in stack.engines]
         assert sum(hits) >= 2 * (40 + 44 + 48)
         ratios = stack.metrics.placement_actual_ratio
         assert sum(bucket.get() for bucket in ratios._buckets) == 8, "each prediction was compared with what it took"

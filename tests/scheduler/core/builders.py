@@ -1,6 +1,7 @@
 """Builders for core tests: schedulers and requests with only what a test cares about spelled out."""
 
 from array import array
+from collections.abc import Iterable
 from itertools import count
 
 from pagewise_scheduler.core.memory.cache_tier import CacheTier
@@ -9,6 +10,7 @@ from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCach
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import HOST, TIER_NAMES
@@ -31,6 +33,7 @@ def create_scheduler(
     recovery: RecoveryMode = "auto",
     costs: Costs | None = None,
     eviction: EvictionName = "lru",
+    storages: Iterable[Storage] = (),
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -41,6 +44,7 @@ def create_scheduler(
         recovery=recovery,
         costs=costs,
         eviction=eviction,
+        storages=storages,
     )
 
 

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pagewise_shared.block_hash import BlockHash, block_hash
+from pagewise_shared.block_hash import BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
+    STORAGE,
     BlockCopies,
     Copied,
     StepPlan,
@@ -59,7 +60,8 @@ class CheckingExecutor:
     reported bad. ``elapsed_us``: what copies are said to take.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
-    others that it fetches from, by endpoint; ``epoch``: under which it lends.
+    others that it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: what lies in storage, which
+    others may share. ``full``: nothing is written there.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
@@ -70,6 +72,8 @@ class CheckingExecutor:
         self.early_loads = False
         self.peers: dict[str, CheckingExecutor] = {}
         self.epoch = 1
+        self.storage: dict[BlockHash, Content] = {}
+        self.full = False
         self.reset()
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
@@ -81,7 +85,7 @@ class CheckingExecutor:
         self.last_step = 0
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
         self.num_fetched = 0
-        self.num_computed = self.num_stored = self.num_loaded = 0
+        self.num_computed = self.num_stored = self.num_loaded = self.num_written = self.num_recalled = 0
 
     @property
     def blocks(self) -> dict[int, Content]:
@@ -154,7 +158,11 @@ class CheckingExecutor:
         messages = []
         for plan, copies in done:
             bad: list[int] = []
-            if copies.peer is not None:
+            if copies.target == STORAGE:
+                bad = [target for _, target in pairs(copies.pairs)] if self.full else []
+            elif copies.source == STORAGE:
+                bad = self._recall(copies)
+            elif copies.peer is not None:
                 bad = self._fetch(copies)
             elif copies.target == DEVICE:
                 bad = self._load(copies)
@@ -193,6 +201,28 @@ class CheckingExecutor:
             self.num_fetched += 1
         return []
 
+    def _recall(self, copies: BlockCopies) -> list[int]:
+        """Copy blocks from storage; returns those that are not there."""
+        bad = []
+        for (_, target), name in zip(pairs(copies.pairs), unpack_names(copies.names), strict=True):
+            if (content := self.storage.get(name.hash)) is None:
+                bad.append(target)
+            else:
+                self.blocks[target] = dict(content)
+                self.num_recalled += 1
+        return bad
+
+    def _write(self, copies: BlockCopies) -> None:
+        for (source, _), name in zip(pairs(copies.pairs), unpack_names(copies.names), strict=True):
+            assert source not in self.arriving
+            content = self.blocks[source]
+            (known_as,) = self._named({source: content})
+            tokens = content[self.block_size - 1][1]
+            assert name.hash == known_as == block_hash(name.parent, pack_int32s(tokens[-self.block_size :]))
+            if not self.full:
+                self.storage[name.hash] = dict(content)
+                self.num_written += 1
+
     def inventory(self) -> dict[int, dict[BlockHash, int]]:
         """What the full blocks of each tier are called."""
         arriving = self.arriving
@@ -217,6 +247,11 @@ class CheckingExecutor:
 
     def _copy(self, plan: StepPlan, copies: BlockCopies) -> None:
         """Begin a list of copies. Those to the device are made when they are told of, the others at once."""
+        if STORAGE in (copies.source, copies.target):
+            if copies.target == STORAGE:
+                self._write(copies)
+            self.copying.append((plan, copies))
+            return
         for source, target in pairs(copies.pairs):
             assert 0 <= target < self.num_blocks[copies.target]
             if copies.peer is None:

@@ -53,7 +53,7 @@ def test_a_prefix_seen_before_is_not_computed_again(prompt: list[int], cached: i
     assert again.num_cached_tokens == cached
     assert sum(size for plan in plans for _, size in plan.chunks) == len(prompt) - cached
     assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
-    assert (scheduler.num_prefix_queries, scheduler.num_prefix_hits) == (16 + len(prompt), cached)
+    assert scheduler.prefix_hits == (16 + len(prompt), cached)
 
 
 def test_a_conversation_goes_on_from_its_own_output() -> None:
@@ -228,7 +228,7 @@ def test_the_outputs_of_one_request_are_one_use_of_its_prompt(kind: str) -> None
         run(scheduler, executor)
     node = cached_prefix(scheduler.kv, ints(*range(64)), 64).blocks[3]
     assert scheduler.kv.pool.policy.probability(node) < 0.2, "nobody has asked for it again"
-    assert scheduler.num_prefix_hits == 0
+    assert scheduler.prefix_hits[1] == 0
 
 
 def ints(*values: int) -> bytes:

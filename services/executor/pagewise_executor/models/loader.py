@@ -41,12 +41,12 @@ class LoadedModel:
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
     computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
-    ``fallback``: see ``KernelChoice``. ``weights_changed``: when the newest weight file was written, in nanoseconds.
+    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from.
     """
 
     model: torch.nn.Module
     fingerprint: str
-    weights_changed: int
+    weight_files: list[Path]
     vocab_size: int
     max_model_len: int
     device: torch.device
@@ -61,6 +61,11 @@ class LoadedModel:
     def heads_first(self) -> bool:
         """Whether the heads come before the tokens in the memory of the KV pool."""
         return self.compiled is not None
+
+    def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
+        """Return what two executors must have in common to use each other's blocks."""
+        text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'} {self.heads_first}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_model(config: ExecutorConfig) -> LoadedModel:
@@ -103,7 +108,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
         fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else "") + _rounding(config, kernels),
-        weights_changed=max(file.stat().st_mtime_ns for file in files),
+        weight_files=files,
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
         device=device,

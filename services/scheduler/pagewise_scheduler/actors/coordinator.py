@@ -98,6 +98,7 @@ class Coordinator:
             step_timeout=config.step_timeout,
             recovery=config.recovery,
             eviction=config.eviction,
+            storage_salted=config.storage_salted,
         )
         guard = JoinGuard("executor", keys)
         return Fleet(socket, guard, self.metrics, config.executor_timeout, options, self._next_epoch)

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import CancelCopies, Copied, Hello, Message, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -295,6 +295,13 @@ class Engine:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
         self.scheduler.peer_lost(endpoint)
         self.touch()
+
+    def look_up(self, number: int, identity: str, cache_salt: str | None, tokens: bytes) -> None:
+        """Ask the executor how much of a prefix is in its storage of that identity; it answers with ``Found``."""
+        storages = self.scheduler.recoveries.storages.values()
+        name = next(storage.name for storage in storages if storage.identity == identity)
+        root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
+        self._link.send(LookUp(self.scheduler.epoch, number, name, root, tokens))
 
     # ---- leaving -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import cast
 from pagewise_shared.protocol import (
     Copied,
     Drain,
+    Found,
     Heartbeat,
     Hello,
     Leaving,
@@ -21,7 +22,7 @@ from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, ExecutorLink, Life
 from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit
+from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, storages_of
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
@@ -49,6 +50,7 @@ class FleetOptions:
     step_timeout: float = 120.0
     recovery: RecoveryMode = "auto"
     eviction: EvictionName = "cost"
+    storage_salted: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +58,14 @@ class Executor:
     """An executor that has joined.
 
     ``refused``, ``closed``: how many connections to its block socket it has reported as refused, and as closed because
-    too much of what they had sent was not read.
+    too much of what they had sent was not read. ``storage_errors``: how many it has reported.
     """
 
     hello: Hello
     engine: Engine
     refused: int = 0
     closed: int = 0
+    storage_errors: int = 0
 
 
 class _Guard:
@@ -218,6 +221,7 @@ class Fleet(Sessions[Executor]):
             eviction=self._eviction,
             max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
+            storages=storages_of(hello.storages, salted=options.storage_salted),
         )
 
     # ---- what executors say --------------------------------------------------------------------------
@@ -235,8 +239,13 @@ class Fleet(Sessions[Executor]):
                     check_copies(message)
                     with self.guarded(engine):
                         engine.take_copied(message)
-                case Heartbeat(refused=refused, tasks=tasks, closed=closed):
+                case Found():
+                    self.router.look_ups.found(engine, message)
+                case Heartbeat(refused=refused, tasks=tasks, closed=closed, storage_errors=errors):
                     self._count_refused(executor, refused)
+                    if errors > executor.storage_errors:
+                        self.metrics.storage_errors.inc(min(errors - executor.storage_errors, _MOST_REFUSED))
+                        executor.storage_errors = errors
                     engine.num_tasks = tasks
                     if closed > executor.closed:
                         self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))

@@ -26,7 +26,7 @@ class MemoryWatch:
     def report(self) -> None:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
-        seen = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
+        seen = (scheduler.num_preemptions, *scheduler.prefix_hits)
         if seen != self._seen:
             preemptions, queries, hits = self._seen
             metrics.num_preemptions.inc(seen[0] - preemptions)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from pagewise_shared.protocol import DEVICE, TIER_NAMES, Hello, LowerTier, tier_name
+from pagewise_shared.protocol import DEVICE, STORAGE_NAMES, TIER_NAMES, Hello, LowerTier, SharedStorage, tier_name
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_ROWS
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.storage import Storage
 
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""
@@ -48,7 +49,21 @@ def flaw_of_offer(hello: Hello) -> str | None:
     costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
     if not _are_times(costs):
         return "its measured costs are no times"
-    return _flaw_of_tiers(hello.tiers)
+    return _flaw_of_storages(hello.storages) or _flaw_of_tiers(hello.tiers)
+
+
+def _flaw_of_storages(storages: Sequence[SharedStorage]) -> str | None:
+    names = [storage.name for storage in storages]
+    if len(set(names)) < len(names):
+        return "two of its storages have one name"
+    for storage in storages:
+        if (flaw := text_flaw(storage, ("name", "identity"), MAX_TEXT)) is not None:
+            return flaw
+        if storage.name not in STORAGE_NAMES:
+            return f"nobody knows a storage {storage.name!r}, only {', '.join(STORAGE_NAMES)}"
+        if not _are_times(_measured(storage)):
+            return f"its measured costs of copies to and from its storage {storage.name} are no times"
+    return None
 
 
 def _flaw_of_tiers(tiers: Sequence[LowerTier]) -> str | None:
@@ -67,7 +82,7 @@ def _flaw_of_tiers(tiers: Sequence[LowerTier]) -> str | None:
     return None
 
 
-def _measured(tier: LowerTier) -> tuple[float, ...]:
+def _measured(tier: LowerTier | SharedStorage) -> tuple[float, ...]:
     return tier.load_setup, tier.load_block, tier.store_setup, tier.store_block
 
 
@@ -97,6 +112,19 @@ def costs_of(hello: Hello) -> Costs:
         return Costs(tiers=tiers)
     steps = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
     return Costs(**steps, tiers=tiers, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
+
+
+def storages_of(offered: Iterable[SharedStorage], *, salted: bool = True) -> list[Storage]:
+    """The storages of an executor, with what copies cost as far as that was measured. ``salted``: see ``Storage``."""
+    return [
+        Storage.beginning_with(
+            storage.name,
+            storage.identity,
+            CopyCosts(*(value * 1e-6 for value in _measured(storage))) if any(_measured(storage)) else CopyCosts(),
+            salted=salted,
+        )
+        for storage in offered
+    ]
 
 
 def copy_costs(tiers: Iterable[LowerTier]) -> dict[int, CopyCosts]:

@@ -10,6 +10,7 @@ from pagewise_scheduler.actors.backlog import Backlog, Load, Unplaced
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.actors.placement import Placer
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.policies import RoutingName
@@ -45,6 +46,7 @@ Guard = Callable[[Engine], AbstractContextManager[None]]
 
 class Router:
     """Places requests. Those that no engine can take now are ``unplaced``, in order, for ``timeout`` seconds at most.
+    So are those for which storage is being asked.
 
     When the scheduler has been restarted, gateways submit their requests again while executors are still coming back,
     each with the KV that it holds. Requests that were placed on whichever comes first would be computed there anew, so
@@ -72,6 +74,7 @@ class Router:
         self._started = clock()
         self._expected_engines = 0  # 0: nobody is waited for
         self._expected_until: float | None = None
+        self.look_ups = LookUps(self._looked_up, metrics)
 
     @property
     def engines(self) -> list[Engine]:
@@ -158,6 +161,7 @@ class Router:
             del self._engines[engine]
             self.placer.left(engine)
             self._update_capacity()
+            self.look_ups.give_up(clock(), engine)
 
     def _update_capacity(self) -> None:
         self._metrics.executors_ready.set(len(self._engines))
@@ -174,13 +178,22 @@ class Router:
     def place(self, requests: Sequence[LiveRequest]) -> None:
         """Give each of these requests to an engine, or let it wait for one."""
         for live in requests:
-            try:
-                self._place(live)
-            except Exception:
-                log.exception("request %s could not be placed", live.request.request_id)
-                live.fail("internal", "it could not be placed", clock())
+            self._place_guarded(live, look_up=True)
 
-    def _place(self, live: LiveRequest) -> None:
+    def _place_guarded(self, live: LiveRequest, *, look_up: bool = False) -> None:
+        try:
+            self._place(live, look_up=look_up)
+        except Exception:
+            log.exception("request %s could not be placed", live.request.request_id)
+            live.fail("internal", "it could not be placed", clock())
+
+    def _looked_up(self, live: LiveRequest) -> None:
+        """It is known how much of a request is in storage, or not waited for any more."""
+        if self.unplaced.discard(live, clock()):  # else it has been placed, or has ended
+            self._place_guarded(live)
+
+    def _place(self, live: LiveRequest, *, look_up: bool) -> None:
+        """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
         if live.done:
             return
         if live.deaths > MAX_DEATHS:
@@ -191,6 +204,10 @@ class Router:
             engine for engine in self._engines if engine.life is Life.SERVING and engine.scheduler.fits(prompt, output)
         ]
         if not able or self._expected_engines:
+            live.engine = None
+            self.unplaced.add(live, clock())
+            return
+        if look_up and self.look_ups.begin(live, able):
             live.engine = None
             self.unplaced.add(live, clock())
             return
@@ -225,6 +242,7 @@ class Router:
             log.info("only %d of %d executors are back", len(self._engines), self._expected_engines)
             self._expected_engines = 0
             self.place(self.unplaced.take_all(now))
+        self.look_ups.give_up(now)
         for live in self.unplaced.expired(self.timeout, now):
             self.unplaced.discard(live, now)
             live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)

@@ -3,7 +3,7 @@
 from itertools import islice
 from math import isnan
 
-from pagewise_shared.protocol import DEVICE, TIER_NAMES, tier_name
+from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.cache_tier import CacheTier
@@ -115,7 +115,7 @@ def _report(request: Request, now: float, sequences: list[SequenceReport], cut: 
         _seconds(request.arrival_time, request.scheduled_time),
         _seconds(request.arrival_time, request.first_token_time),
         [ExecutorReport(executor_id, round(now - then, 6)) for then, executor_id in request.executors],
-        dict.fromkeys((*TIER_NAMES, "peer"), 0)
+        dict.fromkeys(SOURCES, 0)
         | {tier_name(DEVICE): request.num_cached_tokens - sum(request.loaded_tokens.values())}
         | request.loaded_tokens,
         sequences,

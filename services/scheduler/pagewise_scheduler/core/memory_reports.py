@@ -78,7 +78,7 @@ class EventReport(Struct, omit_defaults=True):
     """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
 
     Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
-    ``loaded_tokens`` came from ``source``, a tier by its name or "peer", which had them also if they were computed;
+    ``loaded_tokens`` came from ``source``, one of ``SOURCES``, which had them also if they were computed;
     ``peer``: the block endpoint of that other executor, or its name),
     "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
     """

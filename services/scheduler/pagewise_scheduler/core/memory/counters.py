@@ -17,6 +17,8 @@ class MemoryCounters:
         stored, loaded: copies to and from such tiers that were confirmed.
         spoiled: came back from there with another content than was stored; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
+        recalled: came from storage. recall_failed: were not there any more, or not whole; they are computed.
+        written: went to storage. not_written: were to go there, but were evicted before, not worth it, or not taken.
         copied: copied on the device because somebody had to write into a shared block.
     """
 
@@ -30,6 +32,10 @@ class MemoryCounters:
     fetched: int = 0
     fetch_failed: int = 0
     copied: int = 0
+    recalled: int = 0
+    recall_failed: int = 0
+    written: int = 0
+    not_written: int = 0
 
     def by_name(self) -> dict[str, int]:
         """All of them by what people call them: what the host has evicted is "host_evicted"."""

@@ -3,12 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from pagewise_shared.block_hash import BlockHash, block_hash
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
@@ -17,7 +16,7 @@ from pagewise_scheduler.core.memory.cache_tier import CacheTier, DemotionPolicy
 from pagewise_scheduler.core.memory.copy_costs import TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
 from pagewise_scheduler.core.memory.tier import Copies, Tier
 
 _RESTORABLE = attrgetter("restorable")
@@ -143,7 +142,7 @@ class KVCacheManager:
         if not tiers:
             return
         tokens, tree = tokens_of(), self.pool.tree
-        hashes = list(_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size))
+        hashes = list(hash_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size))
         while hashes and not any(hashes[-1] in tier.restorable for tier in tiers):
             hashes.pop()
         if not hashes:
@@ -333,12 +332,3 @@ class KVCacheManager:
         assert pool.num_in_use <= pool.num_lent
         self.close()
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)
-
-
-@lru_cache(maxsize=32)
-def _chain(root: BlockHash, tokens: bytes, size: int) -> tuple[BlockHash, ...]:
-    """Block hashes of the full blocks of ``size`` bytes: asked for by many executors, one after the other."""
-    hashes: list[BlockHash] = []
-    for start in range(0, len(tokens) - size + 1, size):
-        hashes.append(block_hash(hashes[-1] if hashes else root, tokens[start : start + size]))
-    return tuple(hashes)

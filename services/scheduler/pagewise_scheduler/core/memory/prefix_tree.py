@@ -8,6 +8,7 @@ cache salt (a tenant, an adapter) has a root of its own; the model is the same f
 
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
@@ -31,7 +32,8 @@ class CachedBlock:
             have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
-        it. kind: what an eviction policy has noted of it, 0: nothing.
+        it. kind: what an eviction policy has noted of it, 0: nothing. stored: in which storages it lies, or will when
+        copies under way are made, one bit for each.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class CachedBlock:
         "num_on_device",
         "num_places",
         "parent",
+        "stored",
         "tokens",
     )
 
@@ -55,7 +58,7 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.block = NOWHERE
         self.copies = no_copies
-        self.num_places = self.num_on_device = self.last_used = self.kind = 0
+        self.num_places = self.num_on_device = self.last_used = self.kind = self.stored = 0
         self.hash = _UNKNOWN
 
     @property
@@ -98,6 +101,15 @@ def hash_of(node: CachedBlock) -> BlockHash:
     for below in reversed(path):
         known = below.hash = block_hash(known, below.tokens)
     return known
+
+
+@lru_cache(maxsize=32)
+def hash_chain(root: BlockHash, tokens: bytes, size: int) -> tuple[BlockHash, ...]:
+    """Block hashes of the full blocks of ``size`` bytes: asked for by many executors, one after the other."""
+    hashes: list[BlockHash] = []
+    for start in range(0, len(tokens) - size + 1, size):
+        hashes.append(block_hash(hashes[-1] if hashes else root, tokens[start : start + size]))
+    return tuple(hashes)
 
 
 def ancestors(node: CachedBlock | None) -> Iterator[CachedBlock]:

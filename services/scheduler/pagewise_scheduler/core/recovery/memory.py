@@ -1,12 +1,13 @@
 """Puts together the memory of one executor: its tiers, what they cost, and how KV comes back from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager, TierSize
 from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
+from pagewise_scheduler.core.recovery.storage import Storage
 
 
 def make_memory(
@@ -20,10 +21,12 @@ def make_memory(
     eviction: Eviction,
     model_fingerprint: str,
     kv: KVCacheManager | None = None,
+    storages: Iterable[Storage] = (),
 ) -> tuple[KVCacheManager, Recoveries]:
     """Empty memory of ``num_blocks`` blocks on the device and of ``tiers`` below it (blocks by the tier's number).
 
     ``chunk``: tokens of one prefill chunk. ``kv``: another memory manager, for comparison.
+    ``storages``: that the executor has.
     """
     sizes = {number: size for number, size in tiers.items() if size}
     model = CostModel(costs, block_size, chunk, sizes)
@@ -32,4 +35,4 @@ def make_memory(
         lower = [TierSize(number, size, model.tiers[number]) for number, size in sizes.items()]
         order = make_policy(eviction, model, num_blocks)
         kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint)
-    return kv, Recoveries(kv, model, policy)
+    return kv, Recoveries(kv, model, policy, storages)

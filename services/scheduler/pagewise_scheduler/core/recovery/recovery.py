@@ -6,18 +6,22 @@ blocks come from makes no difference but for what it costs.
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from math import isnan
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, RemoteTier, unpack_int32s
+from pagewise_shared.block_hash import pack_names
+from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, RemoteTier, unpack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
 from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
 from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.recovery.storage import Storage, StoredPrefix, WriteBehind
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Sequence
 
@@ -25,24 +29,31 @@ _REPORTS_KEPT = 4096
 _PIECE_BLOCKS = 256
 _FETCHED_BLOCKS = 128
 _SMALL_PIECE = 8
+_IN_STORAGE = CachedBlock(None, b"", ())
+"""Stands for any block in storage: what is there is in no tree."""
 
 
 class Recoveries:
     """All recoveries of one executor.
 
     ``policy``: which method is taken. ``reports``: recoveries that have ended or needed nothing, for whoever logs and
-    counts them. ``directory``: what other executors hold, None: there are none; ``endpoint``: the own one there.
-    ``transfers``: the copies under way. ``fetch_seconds``: what all copies from peers took.
+    counts them. ``storages``: that the executor has, by name; ``writers``: what goes there. ``directory``: what
+    other executors hold, None: there are none; ``endpoint``: the own one there. ``transfers``: the copies under way.
+    ``fetch_seconds``: what all copies from peers took.
     """
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy) -> None:
+    def __init__(
+        self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy, storages: Iterable[Storage] = ()
+    ) -> None:
         self.costs = costs
         self.policy = policy
         self.directory: PrefixDirectory | None = None
         self.endpoint = ""
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
-        self.transfers = Transfers(kv, costs)
+        self.storages = {storage.name: storage for storage in storages}
+        self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
+        self.transfers = Transfers(kv, costs, self.storages)
         self.prefetches = Prefetches(kv, costs, self.transfers, self._usable)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
@@ -111,7 +122,26 @@ class Recoveries:
                 peer, nodes = found
                 theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
                 plans.append(RecoveryPlan("load", theirs, nodes[start:], start, start))
+        if sequence is not None and sequence.request.stored and sequence.sampling.prompt_logprobs is None:
+            plans += self._stored(sequence, start)
         return plans
+
+    def _stored(self, sequence: Sequence, start: int) -> Iterator[RecoveryPlan]:
+        """One for every storage that has what comes after the first ``start`` blocks, as it was when this was asked."""
+        size, request = self._kv.block_size, sequence.request
+        for storage, end in self.in_storage(request.stored, sequence.num_tokens):
+            if end > start:
+                root = self._kv.pool.tree.root_hash(request.cache_salt)
+                source = StoredPrefix(storage, root, sequence.token_bytes()[: 4 * end * size], size, start)
+                yield RecoveryPlan("load", source, [_IN_STORAGE] * (end - start), start, start)
+
+    def in_storage(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[Storage, int]]:
+        """The storages that may be loaded from now, and how many blocks of a prompt of ``num_tokens`` each holds, which
+        are ``stored`` by the storage's identity."""
+        most = (num_tokens - 1) // self._kv.block_size  # the newest token is always computed
+        for storage in self.storages.values() if self.policy.mode != "recompute" else ():
+            if not storage.costs.load.rests and (num_blocks := min(most, stored.get(storage.identity, 0))) > 0:
+                yield storage, num_blocks
 
     def _usable(self, peer: str) -> bool:
         """Whether a peer may be asked: one that failed is left alone for a while."""
@@ -202,11 +232,28 @@ class Recoveries:
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""
-        return [BlockCopies(key.source, DEVICE, load.pairs(), self._remote(key, load)) for key, load in loads.items()]
+        return [
+            BlockCopies(key.source, DEVICE, load.pairs(), self._remote(key, load), self._names(key, load))
+            for key, load in loads.items()
+        ]
+
+    def _names(self, key: TransferKey, load: Load) -> bytes:
+        if key.source != STORAGE:
+            return b""
+        return b"".join(
+            pack_names(recovery.source.names(places))
+            for recovery, places, _ in load.parts
+            if isinstance(recovery.source, StoredPrefix)
+        )
+
+    def _is_worth_writing(self, node: CachedBlock, storage: Storage, busy: float) -> bool:
+        return self.policy.is_worth_writing(self._kv.pool.policy.probability(node), node, storage.costs, busy)
 
     def _remote(self, key: TransferKey, load: Load) -> RemoteTier | None:
         if not key.peer:
             return None
+        if key.source == STORAGE:
+            return RemoteTier(key.peer, 0)
         assert self.directory is not None
         peer = self.directory.peers[key.peer]
         # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
@@ -233,18 +280,25 @@ class Recoveries:
         """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
         what they should: something else was stored, or a peer did not send it."""
         bad = set(unpack_int32s(message.bad))
+        if message.target == STORAGE:
+            self.writers.confirmed(message.peer, message.step, bad)
         load = self.transfers.confirmed(message)
         if load is None:
             return []
         seconds = message.elapsed_us * 1e-6
-        if message.peer:
+        if message.peer and message.source != STORAGE:
             self.fetch_seconds += seconds
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
         for recovery, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            if message.peer:
+            if message.source == STORAGE:
+                self._kv.pool.counters.recalled += len(places) - len(spoiled)
+                self._kv.pool.counters.recall_failed += len(spoiled)
+                if spoiled and isinstance(recovery, Recovery) and isinstance(recovery.source, StoredPrefix):
+                    recovery.sequence.request.stored.pop(recovery.source.identity, None)
+            elif message.peer:
                 self._kv.pool.counters.fetched += len(places) - len(spoiled)
                 self._kv.pool.counters.fetch_failed += len(spoiled)
             if isinstance(recovery, FetchedPiece):
@@ -264,7 +318,8 @@ class Recoveries:
             else:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
-        if message.peer and bad:
+        # Storage forgets a block now and then; if nothing came, it does not work.
+        if message.peer and bad and (message.source != STORAGE or len(bad) == load.num_blocks):
             load.link.failed()
         return list(failed)
 
@@ -341,4 +396,5 @@ class Recoveries:
             self.abandon(sequence)
         self.prefetches.clear()
         self.transfers.clear()
+        self.writers.clear()
         self._cancelled.clear()

@@ -78,8 +78,8 @@ class Recovery:
 
     @property
     def origin(self) -> str:
-        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again: the
-        name of a tier, or "peer".
+        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again: one
+        of ``SOURCES``.
 
         "device": nothing of it was known to lie elsewhere.
         """

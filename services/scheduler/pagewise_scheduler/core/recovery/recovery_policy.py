@@ -1,7 +1,7 @@
 """Decides how KV comes back, and which KV is worth keeping for that in a tier below."""
 
 from pagewise_scheduler.core.memory.cache_tier import CacheTier
-from pagewise_scheduler.core.memory.copy_costs import Link
+from pagewise_scheduler.core.memory.copy_costs import Link, TierCosts
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel, RecoveryEstimate
 from pagewise_scheduler.core.recovery.recovery_plan import Method, RecoveryMode
@@ -43,7 +43,17 @@ class RecoveryPolicy:
             return self.mode != "recompute"
         extends = node.parent is not None and node.parent.copies[tier.number] >= 0
         depth = node.depth if extends else (node.depth + 1) // 2
-        recompute, load = self._costs.block_seconds(depth, tier.costs.load)
-        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
         busy = tier.num_arriving / max(1, tier.max_arriving)
-        return tier.policy.probability(node) * saved >= busy * tier.costs.store.predict(0, 1)
+        return self._pays(tier.policy.probability(node), depth, tier.costs, busy)
+
+    def is_worth_writing(self, probability: float, node: CachedBlock, costs: TierCosts, busy: float) -> bool:
+        """Whether writing one block to storage is worth it, as for ``is_worth_copying``. ``probability``: that it is
+        used again. ``busy``: how busy the storage is, 0 to 1."""
+        if self.mode != "auto":
+            return self.mode != "recompute"
+        return self._pays(probability, node.depth, costs, busy)
+
+    def _pays(self, probability: float, depth: int, costs: TierCosts, busy: float) -> bool:
+        recompute, load = self._costs.block_seconds(depth, costs.load)
+        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
+        return probability * saved >= busy * costs.store.predict(0, 1)

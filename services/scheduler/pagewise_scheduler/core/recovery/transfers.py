@@ -1,16 +1,17 @@
 """The copies between tiers that an executor was asked for, until it confirms them."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s
+from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, pack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
+from pagewise_scheduler.core.recovery.storage import MAX_WRITING, Storage
 
 _LATE = 4.0
 """A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""
@@ -19,7 +20,8 @@ _PEER_GRACE = 5.0
 
 
 class TransferKey(NamedTuple):
-    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint), "" for own ones."""
+    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint) or from or to which
+    storage (its name), "" for own tiers."""
 
     step: int
     source: int
@@ -69,8 +71,10 @@ class _UnderWay(NamedTuple):
 class Transfers:
     """All copies under way of one executor. ``num_loading``: blocks that are to come to the device."""
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel) -> None:
+    def __init__(self, kv: KVCacheManager, costs: CostModel, storages: Mapping[str, Storage]) -> None:
+        """``storages``: that the executor has, by name."""
         self.num_loading = 0
+        self._storages = storages
         self._kv = kv
         self._costs = costs
         # Several lists of one step between the same tiers are confirmed in their order.
@@ -89,7 +93,11 @@ class Transfers:
 
     def _predicted(self, key: TransferKey) -> float:
         """Seconds until a list of copies is done that was just asked for, with those before it."""
-        if key.peer:
+        if key.target == STORAGE:
+            return self._storages[key.peer].costs.store.predict(1, MAX_WRITING)
+        if key.source == STORAGE:
+            link = self._storages[key.peer].costs.load
+        elif key.peer:
             link = self._costs.link(key.peer)
         elif key.target == DEVICE:
             link = self._costs.tiers[key.source].load
@@ -117,6 +125,9 @@ class Transfers:
             del self._under_way[key]
         if entry.load is not None:
             self._end(entry.load)
+        elif key.target == STORAGE:
+            if not message.bad:
+                self._storages[key.peer].costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
         elif (tier := self._kv.cache_tier(key.target)) is not None:
             tier.arrived(entry.num_blocks)
             tier.costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
@@ -149,7 +160,7 @@ class Transfers:
         """What comes from peers, by step and endpoint."""
         found: dict[tuple[int, str], list[Load]] = {}
         for key, entries in self._under_way.items():
-            if key.peer:
+            if key.peer and key.target == DEVICE:
                 found.setdefault((key.step, key.peer), []).extend(one.load for one in entries if one.load is not None)
         return found
 

@@ -169,13 +169,14 @@ class Request:
 
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
-    ``loaded_tokens``: those of them that were not on the device, by where they lay (the name of a tier, or "peer").
+    ``loaded_tokens``: those of them that were not on the device, by where they lay (one of ``SOURCES``).
     ``beam``: search instead of sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more
     than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
     outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
+    ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
     which it was placed, and when, the last few. ``hands_over``: it is to go on elsewhere once its prompt is computed, so
@@ -205,6 +206,7 @@ class Request:
     account: Account = field(default_factory=Account)
     queue_number: int = 0
     client_request_id: str = ""
+    stored: dict[str, int] = field(default_factory=dict)
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     executors: tuple[tuple[float, str], ...] = ()
@@ -285,7 +287,7 @@ class Request:
         )
 
     def num_loaded_tokens(self, origin: str) -> int:
-        """Tokens of the prompt that came from a tier below the device, by its name, or from a "peer"."""
+        """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""
         return self.loaded_tokens.get(origin, 0)
 
     @property

@@ -5,13 +5,14 @@ goes where its prefix is because that is the soonest, and a prefix comes to a se
 longer than what computing it there costs, and pushing others out for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 from math import inf
 from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol, get_args
 
+from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
@@ -136,7 +137,7 @@ class LongestPrefix:
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
     """What is on the device costs nothing, what lies below it comes back by the cheapest method, the rest is computed;
-    or what the holder has is fetched from there, if that is sooner."""
+    or what the holder or storage has is fetched from there, if that is sooner."""
     executor, match = candidate.executor, candidate.match
     costs, share, seconds = executor.costs, executor.share, 0.0
     if match.lower and match.expected == match.device + match.lower:
@@ -144,19 +145,29 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
         estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
     seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
-    own, there = PredictedRecovery(seconds, match.expected), holder.match
-    fetched = _fetched(candidate, holder) if there.device + there.lower > match.device else None
-    return own if fetched is None or seconds <= fetched.seconds else fetched
+    best = PredictedRecovery(seconds, match.expected)
+    for link, end in _sources(candidate, holder):
+        if end > match.device:
+            fetched = _fetched(candidate, link, end)
+            best = fetched if fetched.seconds < best.seconds else best
+    return best
 
 
-def _fetched(candidate: Candidate, holder: Candidate) -> PredictedRecovery | None:
-    """Fetching from the holder what the candidate's device lacks, and computing the rest; None if it cannot."""
-    executor, start, end = candidate.executor, candidate.match.device, holder.match.device + holder.match.lower
+def _sources(candidate: Candidate, holder: Candidate) -> Iterator[tuple[Link, int]]:
+    """What the candidate may fetch from beside its own tiers, and up to which token of the prompt."""
+    recoveries, query = candidate.executor.scheduler.recoveries, candidate.query
     peer = holder.executor.scheduler.recoveries.endpoint
-    if not peer or not executor.scheduler.recoveries.can_fetch_from(peer):
-        return None
+    if peer and recoveries.can_fetch_from(peer):
+        yield candidate.executor.costs.link(peer), holder.match.device + holder.match.lower
+    if query.stored:
+        for storage, num_blocks in recoveries.in_storage(query.stored, query.num_tokens):
+            yield storage.costs.load, num_blocks * candidate.executor.costs.block_size
+
+
+def _fetched(candidate: Candidate, link: Link, end: int) -> PredictedRecovery:
+    """Fetching what the candidate's device lacks up to the token ``end``, and computing the rest."""
+    executor, start = candidate.executor, candidate.match.device
     costs, share = executor.costs, executor.share
-    link = costs.link(peer)
     estimate = costs.estimate(start, (end - start) // costs.block_size, link, link.num_loading, share)
     rest = costs.compute_seconds(end, candidate.query.num_tokens - end, share)
     if estimate.load <= estimate.both:

@@ -10,10 +10,10 @@ class PrefixQuery:
     """All known tokens of a request that is to be placed, cut into block keys once for all executors.
 
     ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use. ``num_sequences``: the most
-    that run for it at a time.
+    that run for it at a time. ``stored``: blocks of them that were found in storage, by its identity.
     """
 
-    __slots__ = ("_keys", "cache_salt", "num_sequences", "num_tokens", "priority", "tokens", "uses_cache")
+    __slots__ = ("_keys", "cache_salt", "num_sequences", "num_tokens", "priority", "stored", "tokens", "uses_cache")
 
     def __init__(self, request: Request) -> None:
         # One that moves goes on from its tokens: the outputs of its sequences count as well, the first one's here.
@@ -24,6 +24,7 @@ class PrefixQuery:
         self.priority = request.priority
         self.num_sequences = request.num_sequences
         self.uses_cache = request.sampling.prompt_logprobs is None  # those come from computing the prompt
+        self.stored = request.stored if self.uses_cache else {}
         self._keys: dict[int, list[bytes]] = {}
 
     def keys(self, block_size: int) -> list[bytes]:

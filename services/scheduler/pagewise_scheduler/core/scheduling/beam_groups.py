@@ -5,6 +5,7 @@ have come back, those that go on take over or fork the blocks of those they came
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int3
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
@@ -31,7 +33,16 @@ class _Group:
 class BeamGroups:
     """The beam searches of one scheduler, and the samples to choose from."""
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, prefilling: PrefillSet, plan: PlanBuilder) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        prefilling: PrefillSet,
+        plan: PlanBuilder,
+        on_end: Callable[[Request, CachedBlock | None], None],
+    ) -> None:
+        """``on_end``: told of the blocks that a request lets go of when it ends, by the last one that is full."""
+        self._on_end = on_end
         self._kv = kv
         self._waiting = waiting
         self._prefilling = prefilling
@@ -151,6 +162,7 @@ class BeamGroups:
         ending: int | None = request.ending(max(outputs, key=len, default=()))
         for sequence in request.sequences:
             if sequence.table.blocks:
+                self._on_end(request, sequence.table.tip)
                 self._kv.free(sequence.table, None, ending)
                 ending = None  # all that was tried is one use of the prompt
         self.drop(request)

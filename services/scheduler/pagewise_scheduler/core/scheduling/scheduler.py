@@ -1,7 +1,7 @@
 """Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
@@ -12,6 +12,7 @@ from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
 from pagewise_scheduler.core.recovery.memory import make_memory
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
@@ -35,7 +36,7 @@ class Scheduler:
 
     ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
-    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too.
+    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too. ``storages``: of the executor.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Scheduler:
         model_fingerprint: str = "",
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
+        storages: Iterable[Storage] = (),
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         self.kv, self.recoveries = make_memory(
@@ -66,23 +68,24 @@ class Scheduler:
             eviction=eviction,
             model_fingerprint=model_fingerprint,
             kv=kv,
+            storages=storages,
         )
         self.costs = self.recoveries.costs
         self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         self.waiting = WaitingQueue(virtual_tokens)
-        self.num_preemptions = 0
+        self.num_preemptions, self.last_step, self._now = 0, 0, 0.0
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares = self._prefilling.shares
-        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan)
+        self._writers = self.recoveries.writers
+        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
         self.departures = Departures(
             self.kv, self.waiting, self._prefilling, self.steps_in_flight, self._vacate, self._forget
         )
-        self.last_step, self._now = 0, 0.0
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -92,14 +95,9 @@ class Scheduler:
         return len(self._prefilling) + len(self._decoding)
 
     @property
-    def num_prefix_queries(self) -> int:
-        """Tokens of sequences that started, which were looked up in the cache."""
-        return self._prefilling.num_queries
-
-    @property
-    def num_prefix_hits(self) -> int:
-        """Those of them that were found on the device."""
-        return self._prefilling.num_hits
+    def prefix_hits(self) -> tuple[int, int]:
+        """Tokens of sequences that started, which were looked up in the cache, and those of them on the device."""
+        return self._prefilling.num_queries, self._prefilling.num_hits
 
     @property
     def num_waiting(self) -> int:
@@ -228,7 +226,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
-        if not decoding and not chunks and not loads:
+        if not decoding and not chunks and not loads and not self._writers:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
 
@@ -293,7 +291,7 @@ class Scheduler:
         # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
-        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads) if loads else [])
+        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads), self._writers.take(step))
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
         for sequence in completed:
@@ -395,6 +393,8 @@ class Scheduler:
         if sequence.row >= 0:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
+        if ends:
+            self._writers.ended(sequence.request, sequence.table.tip)
         touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 

@@ -197,10 +197,13 @@ class PlanBuilder:
         """Compute the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
-        """The plan with everything collected so far, and ``loads``: copies to the device. Empties the builder."""
-        # What comes to the device may be written over what is copied inside it.
-        copies = (*self.copies.take(), *loads) if self.copies or loads else ()
+    def build(self, epoch: int, step: int, loads: list[BlockCopies], writes: list[BlockCopies]) -> StepPlan:
+        """The plan with everything collected so far. Empties the builder.
+
+        ``loads``: copies to the device. ``writes``: copies from there to storage.
+        """
+        # What comes to the device may be written over what is copied inside it, and that over what goes to storage.
+        copies = (*writes, *self.copies.take(), *loads) if self.copies or loads or writes else ()
         plan = StepPlan(
             epoch=epoch,
             step=step,

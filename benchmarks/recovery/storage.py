@@ -1,0 +1,102 @@
+"""How long KV takes to come back from storage: loaded, computed again, both at once, or as the cost model chooses.
+
+The real scheduler core in front of the real CPU executor, in one process. A prompt is computed and written to a folder,
+and to a Redis server if there is one, then pushed out of the device and asked for again: measured is the time from the
+request to its first token, the look-up included, all methods side by side. Prints a table and, with ``--json``, writes
+numbers.
+"""
+
+import argparse
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from benchmarks.processes import free_port
+from benchmarks.record import record_file, write_record
+from benchmarks.recovery.run import MODES, Bench, build_model
+
+
+def measure(path: Path, tokens: int, repeats: int, **storage: str) -> dict[str, Any]:
+    """Median milliseconds to the first token by mode, and what auto chose."""
+    bench = Bench(path, None, tokens, None, **storage)
+    rng = random.Random(tokens)
+    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    bench.first_token(prompt, "cold")
+    bench.write_all()
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    chosen = []
+    for repeat in range(repeats + 1):
+        for mode in MODES:
+            bench.push_out()
+            bench.scheduler.recoveries.policy.mode = mode
+            bench.scheduler.recoveries.reports.clear()
+            took = bench.first_token(prompt, f"{mode}{repeat}")
+            if repeat == 0:
+                continue
+            times[mode].append(took)
+            if mode == "auto":
+                chosen.append(bench.scheduler.recoveries.reports[-1].method)
+    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
+    best = min(median[mode] for mode in MODES if mode != "auto")
+    counters = bench.scheduler.kv.pool.counters
+    assert counters.recall_failed == 0
+    (offered,) = bench.runner.info.storages
+    bench.runner.close()
+    return {
+        "storage": offered.name,
+        "tokens": tokens,
+        "bytes_per_token": bench.runner.info.bytes_per_block // 16,
+        "measured_load_block_us": round(offered.load_block, 1),
+        "median_ms": median,
+        "auto_chose": max(set(chosen), key=chosen.count),
+        "auto_over_best": round(median["auto"] / best, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="lengths of prompts")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="where the disk cache is made (default: a temporary folder)")
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
+    args = parser.parse_args()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    rows = []
+    print(
+        f"{'':>8}{'tokens':>8}" + "".join(f"{mode + ' ms':>14}" for mode in MODES) + f"{'auto chose':>12}{'/best':>7}"
+    )
+    with tempfile.TemporaryDirectory(dir=args.folder) as directory:
+        folder, port = Path(directory), free_port()
+        build_model(folder / "model", max(args.tokens) + 64)
+        ways = [{"disk_cache": str(folder / "cache")}]
+        process = None
+        if server is not None:
+            command = [server, "--port", str(port), "--save", "", "--dir", directory]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            ways.append({"store": f"redis://127.0.0.1:{port}/0"})
+        try:
+            for way in ways:
+                for tokens in args.tokens:
+                    row = measure(folder / "model", tokens, args.repeats, **way)
+                    rows.append(row)
+                    values = "".join(f"{row['median_ms'][mode]:>14}" for mode in MODES)
+                    name = f"{row['storage']:>8}{tokens:>8}"
+                    print(f"{name}{values}{row['auto_chose']:>12}{row['auto_over_best']:>7}", flush=True)
+        finally:
+            if process is not None:
+                process.kill()
+                process.wait()
+    if args.json:
+        write_record(args.json, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Storage outside of executors that KV blocks outlive them in."""

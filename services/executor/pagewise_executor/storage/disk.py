@@ -1,0 +1,302 @@
+"""Storage in a folder: one file for each block, named by its hash.
+
+Executors of one machine share the folder, and those of several machines if it is a network mount. A block is written
+under a temporary name and then renamed, so two that write the same block do not disturb each other, and what was torn
+by a crash is found by its checksum. A file also tells the block before it, by its name, so whoever makes room knows
+from a listing alone which block follows which.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+from pagewise_shared.block_hash import BlockName, root_hash
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog
+
+from pagewise_executor.storage.storage import (
+    HEADER_BYTES,
+    Rows,
+    descendants,
+    fingerprint_of,
+    first_digits,
+    header,
+    is_sound,
+)
+
+log = logging.getLogger(__name__)
+
+_PAGE = 4096
+"""The alignment that O_DIRECT asks for; the content of a block begins so far behind the beginning of its file."""
+_READERS = 4
+_TEMPORARY = ".new"
+_ABANDONED_SECONDS = 3600.0
+_ROOM = 0.9
+"""Once the folder is full, files are deleted until it holds this part of its bound."""
+_LISTED_SECONDS = 300.0
+"""How often the folder is listed, because others write there too."""
+
+
+class DiskStorage:
+    """A folder of blocks.
+
+    ``content``: tells these blocks from those of other models and formats, which may lie in the same ``folder``.
+    ``most_bytes``: the bound of the folder, over everybody who writes there; each sees to it.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: Path, content: str, bytes_per_block: int, most_bytes: int) -> None:
+        """Make the folder if it is not there.
+
+        Raises:
+            ConfigError: that is not possible, or not one block fits.
+        """
+        self.num_errors = 0
+        self._root, self._folder = folder, folder / content
+        self._most_bytes = most_bytes
+        self._bytes_per_block = bytes_per_block
+        self._file_bytes = _PAGE + -(-bytes_per_block // _PAGE) * _PAGE
+        if most_bytes < self._file_bytes:
+            raise ConfigError(f"--disk-memory: one KV block takes {self._file_bytes} bytes, {most_bytes} are allowed")
+        self._complaints = BoundedLog(log)
+        self._numbers = count()
+        self._lock = Lock()
+        self._used, self._listed = 0, float("-inf")
+        self._direct = getattr(os, "O_DIRECT", 0)
+        try:
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV tells what was asked
+            for number in range(256):
+                (self._folder / f"{number:02x}").mkdir(exist_ok=True)
+            self.identity = f"{_identity(folder)} {content}"
+        except OSError as error:
+            raise ConfigError(f"--disk-cache {folder}: {error}") from error
+        self._readers = ThreadPoolExecutor(_READERS, "read disk")
+
+    def contains(self, names: Sequence[BlockName]) -> list[bool]:
+        """See ``Storage``."""
+        return [self._touch(name) for name in names]
+
+    def _touch(self, name: BlockName) -> bool:
+        path = self._path(name)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # it cannot be touched on a disk that is read-only
+            return os.path.exists(path)
+        return True
+
+    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``Storage``."""
+        return list(self._readers.map(self._read, names, rows))
+
+    def _read(self, name: BlockName, row: Rows) -> bool:
+        path = self._path(name)
+        content = _aligned(self._file_bytes)
+        try:
+            whole = self._fill(path, content)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._failed("a block cannot be read: %s", error)
+            return False
+        row[:] = content[_PAGE : _PAGE + self._bytes_per_block]
+        sound = whole and is_sound(content[:HEADER_BYTES].tobytes(), name, row)
+        with suppress(OSError):  # on a disk that is read-only
+            (os.utime if sound else os.unlink)(path)
+        if not sound:
+            self._failed("%s does not hold what was written there", path)
+        return sound
+
+    def _fill(self, path: str, content: Rows) -> bool:
+        """Read a file; returns whether it was long enough.
+
+        Past the page cache, if the file system can do that: what is read lies in KV memory then, and the page cache is
+        for others.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | self._direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            self._direct = 0
+            descriptor = os.open(path, os.O_RDONLY)
+        try:
+            done = 0
+            while done < self._file_bytes:  # one read brings it all, as a rule
+                got = os.preadv(descriptor, [content[done:].data], done)
+                if not got:
+                    break
+                done += got
+        finally:
+            os.close(descriptor)
+        return done == self._file_bytes
+
+    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``Storage``."""
+        written = [self._touch(name) or self._write(name, row) for name, row in zip(names, rows, strict=True)]
+        self._make_room()
+        return written
+
+    def _write(self, name: BlockName, row: Rows) -> bool:
+        path = self._path(name)
+        temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
+        content = [header(name, row), bytes(_PAGE - HEADER_BYTES), row.tobytes(), bytes(-len(row) % _PAGE)]
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                if os.writev(descriptor, content) != self._file_bytes:
+                    raise OSError(errno.ENOSPC, "a block was written in part")
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, path)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary)
+            self._failed("a block cannot be written: %s", error)
+            if isinstance(error, FileNotFoundError):  # the folder has vanished, and may be wanted again
+                with suppress(OSError):
+                    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._most_bytes = min(self._most_bytes, max(self._file_bytes, int(self._used * _ROOM)))
+            return False
+        with self._lock:
+            self._used += self._file_bytes
+        return True
+
+    def _failed(self, text: str, *values: object) -> None:
+        self.num_errors += 1
+        self._complaints.warning(text, *values)
+
+    def close(self) -> None:
+        """See ``Storage``."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _path(self, name: BlockName) -> str:
+        digits = name.hash.hex()
+        return f"{self._folder}/{digits[:2]}/{digits}.{first_digits(name.parent)}"
+
+    # ---- the bound -----------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Delete what has not been used for the longest, if the folder holds too much; one process does so at a time.
+
+        A prefix is used as lately as the last of its blocks, so the end of a prefix goes before its beginning.
+        """
+        now = time.monotonic()
+        if self._used <= self._most_bytes and now - self._listed < _LISTED_SECONDS:
+            return
+        try:
+            with open(self._root / "lock", "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                files = [file for folder in self._root.glob("*/") for file in _list(folder)]
+                used = sum(file.size for file in files)
+                if used > self._most_bytes:
+                    for file in least_recently_used(files):
+                        if used <= self._most_bytes * _ROOM:
+                            break
+                        with suppress(FileNotFoundError):
+                            os.unlink(file.path)
+                        used -= file.size
+                self._used, self._listed = used, now
+        except BlockingIOError:  # another process is at it
+            self._listed = now
+        except OSError as error:
+            self._failed("blocks cannot be deleted: %s", error)
+
+
+class StoredFile(NamedTuple):
+    """A block's file. ``own``, ``parent``: what tells the block from others, and the one before it. ``used``: when it
+    was used last, nanoseconds. ``size``: bytes."""
+
+    path: str
+    own: str
+    parent: str
+    used: int
+    size: int
+
+
+def _list(folder: Path) -> Iterator[StoredFile]:
+    """All blocks of one content. Files that were abandoned while they were written are deleted."""
+    for number in range(256):
+        with suppress(FileNotFoundError), os.scandir(folder / f"{number:02x}") as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    found = entry.stat()
+                    own, _, parent = entry.name.partition(".")
+                    if not entry.name.endswith(_TEMPORARY):
+                        own = own[: len(parent)]
+                        where = folder.name
+                        yield StoredFile(
+                            entry.path, f"{where} {own}", f"{where} {parent}", found.st_mtime_ns, found.st_size
+                        )
+                    elif time.time() - found.st_mtime > _ABANDONED_SECONDS:
+                        os.unlink(entry.path)
+
+
+def least_recently_used(files: Sequence[StoredFile]) -> list[StoredFile]:
+    """Return files in the order in which they are to go: each after all that follow it in a prefix."""
+    by_own = {file.own: file for file in files}
+    kept: dict[str, StoredFile] = {}  # those first that are to go last
+    for file in sorted(files, key=lambda file: file.used, reverse=True):
+        path = []
+        current: StoredFile | None = file
+        while current is not None and current.own not in kept:
+            path.append(current)
+            kept[current.own] = current  # now, so that names that form a circle end the walk
+            current = by_own.get(current.parent)
+        for one in reversed(path):
+            kept[one.own] = kept.pop(one.own)
+    return list(reversed(kept.values()))
+
+
+def wipe(folder: Path, salt: str | None) -> int:
+    """Delete all blocks of requests with a cache salt, of every model; returns how many there were.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    num_wiped = 0
+    for content in folder.glob("*.*/"):
+        paths: dict[str, list[str]] = {}
+        parents: dict[str, str] = {}
+        for file in _list(content):
+            paths.setdefault(file.own, []).append(file.path)
+            parents[file.own] = file.parent
+        root = f"{content.name} {first_digits(root_hash(fingerprint_of(content.name), salt))}"
+        for path in (path for own in descendants(parents, root) for path in paths[own]):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                num_wiped += 1
+    return num_wiped
+
+
+def _aligned(size: int) -> Rows:
+    """Return so many bytes of memory that begin with a page."""
+    memory = np.empty(size + _PAGE, np.uint8)
+    start = -memory.ctypes.data % _PAGE
+    return memory[start : start + size]
+
+
+def _identity(folder: Path) -> str:
+    """Return what tells a folder from all others, whatever path it is mounted at."""
+    file = folder / "identity"
+    with suppress(FileExistsError), open(file, "x") as new:
+        new.write(uuid.uuid4().hex)
+    for _ in range(50):
+        if text := file.read_text().strip():
+            return text
+        time.sleep(0.01)  # another process has just made it
+    return str(folder.resolve())

@@ -1,0 +1,178 @@
+"""Storage in a server that speaks the Redis protocol: Redis, Valkey, and others."""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import redis
+from pagewise_shared.block_hash import BlockName, root_hash
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from pagewise_executor.storage.storage import (
+    HEADER_BYTES,
+    Rows,
+    descendants,
+    fingerprint_of,
+    first_digits,
+    header,
+    is_sound,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 16 * 2**20
+"""About how much is asked for, or sent, at a time."""
+_CONNECT_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
+_IDENTITY = "pagewise:identity"
+_REST_SECONDS = 5.0
+"""How long a server is left alone that did not answer: each try would wait for it."""
+
+
+class RedisStorage:
+    """A server's blocks of one ``content``, which tells those of other models and formats apart.
+
+    The server keeps to a bound of its own: its ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds
+    after which it forgets a block that nobody has written again; None: never.
+    """
+
+    name = "redis"
+
+    def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
+        """Connect to ``url``, such as redis://host:6379/0, or rediss:// with TLS.
+
+        Raises:
+            ConfigError: there is no such server, or it does not let us in.
+        """
+        self.num_errors = 0
+        self._prefix = f"pagewise:{content}:".encode()
+        self._expire = expire
+        self._value_bytes = HEADER_BYTES + bytes_per_block
+        self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
+        self._complaints = BoundedLog(log)
+        self._rests_until = 0.0
+        try:
+            self._client = _connect(url)
+            self._client.set(_IDENTITY, uuid.uuid4().hex, nx=True)
+            identity = self._client.get(_IDENTITY)
+            assert isinstance(identity, bytes)
+            self.identity = f"{identity.decode()} {content}"
+        except (redis.RedisError, ValueError, OSError) as error:
+            raise ConfigError(f"--store: {error}") from error
+
+    def contains(self, names: Sequence[BlockName]) -> list[bool]:
+        """See ``Storage``."""
+
+        def lengths() -> list[bool]:
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.strlen(self._key(name))  # counts as a use, which EXISTS does not
+            pipeline.get(_IDENTITY)  # so is this, which must not be what was not used for the longest
+            return [length == self._value_bytes for length in pipeline.execute()[:-1]]
+
+        return self._ask(lengths, [False] * len(names))
+
+    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``Storage``."""
+        found: list[bool] = []
+        for start in range(0, len(names), self._per_piece):
+            part = slice(start, start + self._per_piece)
+            keys = [self._key(name) for name in names[part]]
+            values: list[Any] = self._ask(partial(self._client.mget, keys), [None] * len(keys))
+            found += map(self._take, names[part], rows[part], values)
+        return found
+
+    def _take(self, name: BlockName, row: Rows, value: Any) -> bool:
+        if value is None:
+            return False
+        if len(value) == self._value_bytes:
+            row[:] = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
+            if is_sound(value[:HEADER_BYTES], name, row):
+                return True
+        self._failed("a block in the store is not what was written there")
+        self._ask(lambda: self._client.delete(self._key(name)), 0)
+        return False
+
+    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``Storage``."""
+        written: list[bool] = []
+        for start in range(0, len(names), self._per_piece):
+            part = slice(start, start + self._per_piece)
+            written += self._write(names[part], rows[part])
+        return written
+
+    def _write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        def send() -> list[bool]:
+            pipeline = self._client.pipeline(transaction=False)
+            for name, row in zip(names, rows, strict=True):
+                pipeline.set(self._key(name), header(name, row) + row.tobytes(), ex=self._expire)
+            answers = pipeline.execute(raise_on_error=False)
+            errors = [answer for answer in answers if isinstance(answer, Exception)]
+            if errors:  # it answers: there is no room, or nothing may be written
+                self._failed("the store does not take a block: %s", errors[0])
+            return [not isinstance(answer, Exception) for answer in answers]
+
+        return self._ask(send, [False] * len(names))
+
+    def close(self) -> None:
+        """See ``Storage``."""
+        self._client.close()
+
+    def _key(self, name: BlockName) -> bytes:
+        return self._prefix + name.hash.hex().encode() + b"." + first_digits(name.parent).encode()
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        """Return what the server answers, or ``otherwise`` if it does not."""
+        if time.monotonic() < self._rests_until:
+            return otherwise
+        try:
+            return question()
+        except (redis.RedisError, OSError) as error:
+            self._failed("the store does not answer: %s", error)
+            self._rests_until = time.monotonic() + _REST_SECONDS
+            return otherwise
+
+    def _failed(self, text: str, *values: object) -> None:
+        self.num_errors += 1
+        self._complaints.warning(text, *values)
+
+
+def wipe(url: str, salt: str | None) -> int:
+    """Delete all blocks of requests with a cache salt, of every model; returns how many there were.
+
+    Raises:
+        RedisError: the server does not answer, or does not let us in.
+    """
+    client = _connect(url)
+    contents: dict[str, dict[str, str]] = {}  # what each block follows
+    keys: dict[tuple[str, str], list[str]] = {}
+    for key in client.scan_iter("pagewise:*:*", count=1000):
+        _, content, block = key.decode().split(":")
+        own, _, parent = block.partition(".")
+        own = own[: len(parent)]
+        contents.setdefault(content, {})[own] = parent
+        keys.setdefault((content, own), []).append(key)
+    num_wiped = 0
+    for content, parents in contents.items():
+        root = first_digits(root_hash(fingerprint_of(content), salt))
+        for own in descendants(parents, root):
+            num_wiped += client.delete(*keys[content, own])
+    client.close()
+    return num_wiped
+
+
+def _connect(url: str) -> redis.Redis:
+    return redis.Redis.from_url(
+        url,
+        socket_connect_timeout=_CONNECT_SECONDS,
+        socket_timeout=_ANSWER_SECONDS,
+        retry=Retry(NoBackoff(), 1),  # a connection that the server has closed meanwhile
+    )

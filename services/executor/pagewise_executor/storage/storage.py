@@ -1,0 +1,124 @@
+"""The interface of storage, where KV blocks lie under the names of their content.
+
+Storage outlives the processes that use it, and any number of executors share it, of one machine or of several, without
+knowing of each other. That works because a name tells the content: whoever writes a block writes the same bytes, and a
+block that is found holds what was looked for. Storage forgets by itself to stay within its bound, so a block that was
+there may be gone when it is read; then it is computed again.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+from urllib.parse import quote, unquote
+
+import numpy as np
+import numpy.typing as npt
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, block_hash
+
+from pagewise_executor.kv.checksum import checksum
+
+Rows = npt.NDArray[np.uint8]
+"""The content of n blocks [n, bytes_per_block]."""
+
+_HEADER = struct.Struct(f"<8sQQ{HASH_BYTES}s{HASH_BYTES}s")
+_MAGIC = b"pagewis1"
+HEADER_BYTES = _HEADER.size
+
+_LOOKED_AT = 32
+
+
+class Storage(Protocol):
+    """Blocks by name. All methods may be called on several threads, and none raises: what fails is logged and counted.
+
+    Fields:
+        name: for people, and on the wire. identity: of what is stored there: executors with the same one share it.
+        num_errors: operations that failed, so far.
+    """
+
+    name: str
+    identity: str
+    num_errors: int
+
+    def contains(self, names: Sequence[BlockName]) -> list[bool]:
+        """Return for each block whether it is there. Those that are count as used now."""
+        ...
+
+    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """Read blocks into ``rows``. Return for each whether it was there and is what was written."""
+        ...
+
+    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """Write blocks that are not there. Return for each whether it is there now."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources. Nothing is called afterwards."""
+        ...
+
+
+def content_name(fingerprint: str, digest: str) -> str:
+    """Return what tells the blocks of a model and a format from all others, as part of a file's name or a key."""
+    return f"{quote(fingerprint, safe='')}.{digest}"
+
+
+def fingerprint_of(content: str) -> str:
+    """Return the model's fingerprint from that."""
+    return unquote(content.rpartition(".")[0])
+
+
+def first_digits(hash_of_block: BlockHash) -> str:
+    """Return what tells a block from others where there is little room: 16 hexadecimal digits."""
+    return hash_of_block.hex()[:16]
+
+
+def descendants(parents: Mapping[str, str], root: str) -> list[str]:
+    """Return all that follows ``root``. ``parents``: what each block follows; all by their first digits."""
+    children: dict[str, list[str]] = {}
+    for own, parent in parents.items():
+        children.setdefault(parent, []).append(own)
+    found = list(children.pop(root, ()))
+    for own in found:  # it grows
+        found += children.pop(own, ())
+    return found
+
+
+def chain(root: BlockHash, tokens: bytes, block_size: int) -> list[BlockName]:
+    """Return the names of the full blocks of ``tokens`` (int32 bytes)."""
+    names: list[BlockName] = []
+    parent, size = root, 4 * block_size
+    for start in range(0, len(tokens) - size + 1, size):
+        names.append(BlockName(block_hash(parent, tokens[start : start + size]), parent))
+        parent = names[-1].hash
+    return names
+
+
+def num_leading(names: Sequence[BlockName], contains: Callable[[Sequence[BlockName]], list[bool]]) -> int:
+    """Return how many of a prefix's first blocks are there.
+
+    Storage forgets the end of a prefix before its beginning. So this looks for the end by bisection, several blocks at
+    a time: four rounds of at most 32 blocks for a prefix of a million. Where the middle of a prefix is missing all the
+    same, the answer may be too small or too great, and what is not there is computed.
+    """
+    begin, end = 0, len(names)  # those before ``begin`` are there, those from ``end`` on are not
+    while begin < end:
+        step = -(-(end - begin) // _LOOKED_AT)
+        places = list(range(begin + step - 1, end, step))
+        if places[-1] != end - 1:
+            places.append(end - 1)
+        there = contains([names[place] for place in places])
+        first_missing = next((index for index, found in enumerate(there) if not found), len(places))
+        if first_missing == len(places):
+            return end
+        end = places[first_missing]
+        begin = places[first_missing - 1] + 1 if first_missing else begin
+    return begin
+
+
+def header(name: BlockName, row: Rows) -> bytes:
+    """Return what is stored before the content of a block."""
+    return _HEADER.pack(_MAGIC, len(row), checksum(row), name.hash, name.parent)
+
+
+def is_sound(stored: bytes, name: BlockName, row: Rows) -> bool:
+    """Whether this header was stored with this content under this name."""
+    return stored == header(name, row)

@@ -1,0 +1,249 @@
+"""The copies between KV memory and storage, which run beside steps, and the plans that ask for them."""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pagewise_executor.block_copies import BlockCopier
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
+from pagewise_executor.storage.disk import DiskStorage
+from pagewise_executor.storage.link import StorageLink
+from pagewise_executor.storage.storage import Rows, chain
+from pagewise_executor.storage.storages import make_storages
+from pagewise_shared.block_hash import BlockName, pack_names, root_hash
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    STORAGE,
+    BlockCopies,
+    CancelCopies,
+    Copied,
+    Found,
+    LookUp,
+    RemoteTier,
+    StepPlan,
+    pack_int32s,
+    unpack_int32s,
+)
+
+from tests.executor.storage.names import prefix
+
+NUM_BLOCKS = 40
+DISK = RemoteTier("disk", 0)
+
+
+class Executor:
+    """A KV pool, and storage in a folder that others share. ``gate``: the storage reads and writes only while it is
+    set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"), layout="blocks")
+        for block in range(NUM_BLOCKS):
+            self.pool.keys[0][block] = self.pool.values[0][block] = float(block)
+        store = BlockStore(self.pool, {})
+        self.gate = threading.Event()
+        self.gate.set()
+        self.storage = Slow(self.gate, folder, "x", store.bytes_per_block, 2**30)
+        self.link = StorageLink(self.storage, store, 4)
+        self.copier = BlockCopier(self.pool, {}, lambda blocks: [None for _ in blocks])
+        self.copier.storages = {"disk": self.link}
+        self.told: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        self.copier.report_to(self.told.put)
+        self.link.answer = self.found.put
+
+    def begin(self, step: int, copies: BlockCopies) -> None:
+        plan = StepPlan(epoch=1, step=step, copies=(copies,))
+        self.copier.begin(1, step, checked_copies(plan, {DEVICE: NUM_BLOCKS}, ("disk",)))
+
+    def write(self, step: int, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
+        pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (block, index)])
+        self.begin(step, BlockCopies(DEVICE, STORAGE, pairs, DISK, pack_names(names)))
+
+    def load(self, step: int, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
+        pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (index, block)])
+        self.begin(step, BlockCopies(STORAGE, DEVICE, pairs, DISK, pack_names(names)))
+
+    def bad(self) -> list[int]:
+        return unpack_int32s(self.told.get(timeout=10).bad).tolist()
+
+    def holds(self, block: int) -> float:
+        keys, values = self.pool.keys[0][block], self.pool.values[0][block]
+        assert keys.unique().tolist() == values.unique().tolist()
+        return float(keys[0, 0, 0])
+
+
+class Slow(DiskStorage):
+    """A disk that does nothing while ``gate`` is not set."""
+
+    def __init__(self, gate: threading.Event, folder: Path, content: str, bytes_per_block: int, size: int) -> None:
+        super().__init__(folder, content, bytes_per_block, size)
+        self.gate = gate
+
+    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        assert self.gate.wait(20)
+        return super().read(names, rows)
+
+    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        assert self.gate.wait(20)
+        return super().write(names, rows)
+
+
+@pytest.fixture
+def executors(tmp_path: Path) -> Iterator[list[Executor]]:
+    both = [Executor(tmp_path), Executor(tmp_path)]
+    yield both
+    for executor in both:
+        executor.gate.set()
+        executor.link.close()
+
+
+def test_blocks_go_there_and_come_to_another_executor(executors: list[Executor]) -> None:
+    one, other = executors
+    names = prefix("a", 30)
+    one.write(1, range(5, 35), names)
+    assert one.bad() == []
+    other.load(1, [3, 1, 2], [names[20], names[29], prefix("b", 1)[0]])
+    assert other.bad() == [2], "that was not there"
+    assert [other.holds(block) for block in range(5)] == [0.0, 34.0, 2.0, 25.0, 4.0]
+
+
+def test_what_goes_there_is_as_it_was_when_the_step_began(executors: list[Executor]) -> None:
+    one, _ = executors
+    names = prefix("a", 2)
+    one.gate.clear()
+    one.write(1, [7, 8], names)
+    one.pool.keys[0][7] = one.pool.values[0][7] = -1.0  # the step writes there
+    one.gate.set()
+    assert one.bad() == []
+    one.load(2, [0], names[:1])
+    assert one.bad() == []
+    assert one.holds(0) == 7.0
+
+
+def test_a_load_that_is_cancelled_is_confirmed_at_once_and_writes_nothing_any_more(executors: list[Executor]) -> None:
+    one, _ = executors
+    names = prefix("a", 2)
+    one.write(1, [7, 8], names)
+    assert one.bad() == []
+    one.gate.clear()
+    one.load(2, [0, 1], names)
+    one.load(3, [2], names[:1])
+    one.copier.cancel(CancelCopies(1, 2, "disk"))
+    assert one.bad() == [0, 1], "although the disk does not return"
+    one.gate.set()
+    assert one.bad() == []
+    assert [one.holds(block) for block in (0, 1, 2)] == [0.0, 1.0, 7.0]
+    assert one.told.empty()
+
+
+def test_after_a_reset_nothing_is_written_or_told(executors: list[Executor]) -> None:
+    one, _ = executors
+    names = prefix("a", 1)
+    one.write(1, [7], names)
+    assert one.bad() == []
+    one.gate.clear()
+    one.load(2, [0], names)
+    one.copier.reset(2, keep=True)
+    one.gate.set()
+    one.load(3, [1], names)
+    assert one.bad() == []
+    assert [one.holds(0), one.holds(1)] == [0.0, 7.0]
+    assert one.told.empty()
+
+
+def test_how_much_of_a_prefix_is_there(executors: list[Executor]) -> None:
+    one, other = executors
+    root, tokens = root_hash("model"), pack_int32s(range(50))
+    names = chain(root, tokens, 4)
+    one.write(1, range(9), names[:9])
+    assert one.bad() == []
+    one.gate.clear()
+    one.load(2, [0], names[:1])
+    for number, (length, there) in enumerate([(50, 9), (20, 5), (3, 0), (0, 0)]):
+        one.link.look_up(LookUp(1, number, "disk", root, tokens[: 4 * length]))
+        assert one.found.get(timeout=10) == Found(1, number, there), "also while a load is slow"
+    other.link.look_up(LookUp(1, 9, "disk", root_hash("another"), tokens))
+    assert other.found.get(timeout=10) == Found(1, 9, 0)
+
+
+def test_storage_that_fails_in_a_way_that_nobody_thought_of(
+    executors: list[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = executors
+
+    def fail(*values: object) -> list[bool]:
+        raise RuntimeError("a bug")
+
+    for method in ("read", "write", "contains"):
+        monkeypatch.setattr(one.storage, method, fail)
+    names = prefix("a", 2)
+    one.write(1, [0, 1], names)
+    assert one.bad() == [0, 1]
+    one.load(2, [5, 6], names)
+    assert one.bad() == [5, 6]
+    one.link.look_up(LookUp(1, 1, "disk", root_hash("model"), pack_int32s(range(8))))
+    assert one.found.get(timeout=10) == Found(1, 1, 0)
+    monkeypatch.undo()
+    one.write(3, [0, 1], names)
+    assert one.bad() == []
+
+
+@pytest.mark.parametrize(
+    ("copies", "flaw"),
+    [
+        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), RemoteTier("redis", 0), bytes(64)), "no storage 'redis'"),
+        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), None, bytes(64)), "no storage None"),
+        (BlockCopies(HOST, STORAGE, pack_int32s([1, 0]), DISK, bytes(64)), "from tier 1 to tier 127"),
+        (BlockCopies(STORAGE, STORAGE, pack_int32s([1, 0]), DISK, bytes(64)), "from tier 127 to tier 127"),
+        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), DISK, bytes(63)), "63 bytes are not names of 64 bytes"),
+        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), DISK, bytes(128)), "2 names are given to 1 blocks"),
+        (BlockCopies(DEVICE, STORAGE, pack_int32s([NUM_BLOCKS, 0]), DISK, bytes(64)), "outside tier 0"),
+        (BlockCopies(STORAGE, DEVICE, pack_int32s([0, -1]), DISK, bytes(64)), "outside tier 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(copies: BlockCopies, flaw: str) -> None:
+    with pytest.raises(InvalidPlanError, match=flaw):
+        checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), {DEVICE: NUM_BLOCKS, HOST: 4}, ("disk",))
+
+
+def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
+    """A model's fingerprint takes samples of its weights, but storage outlives what an operator does to the files."""
+    pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"), layout="blocks")
+    store = BlockStore(pool, {})
+    weights = tmp_path / "weights"
+    config = ExecutorConfig(disk_cache=str(tmp_path / "cache"))
+    identities = []
+    for data in (bytes(2**20), bytes(2**20), bytes(2**19) + b"1" + bytes(2**19 - 1)):
+        weights.write_bytes(data)
+        storages = make_storages(config, "model", "content", [weights], store, 4)
+        (described,) = storages.described
+        identities.append(described.identity)
+        assert described.name == "disk"
+        assert min(described.load_block, described.store_block) > 0, "what copies cost was measured"
+        storages.close()
+    assert identities[0] == identities[1] != identities[2]
+    assert make_storages(ExecutorConfig(), "model", "content", [weights], store, 4).described == ()
+    small = ExecutorConfig(disk_cache=str(tmp_path), disk_memory="1KiB")
+    with pytest.raises(ConfigError, match="--disk-memory"):
+        make_storages(small, "model", "content", [weights], store, 4)
+
+
+def test_blocks_keep_their_bytes(executors: list[Executor]) -> None:
+    one, other = executors
+    chance = np.random.default_rng(3)
+    one.pool.keys[0][:] = torch.from_numpy(chance.standard_normal(one.pool.keys[0].shape, np.float32))
+    names = prefix("a", 10)
+    one.write(1, range(10), names)
+    assert one.bad() == []
+    other.load(1, range(20, 30), names)
+    assert other.bad() == []
+    assert torch.equal(other.pool.keys[0][20:30], one.pool.keys[0][:10])
