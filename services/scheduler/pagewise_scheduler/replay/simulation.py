@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, zip_longest
+from itertools import count, repeat
 from math import isnan
 
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, ReuseHints, Role, StepPlan, StepResult, pack_int32s
@@ -28,6 +28,7 @@ from pagewise_scheduler.replay.traces import TraceRequest
 
 _SAMPLING = SamplingParams(temperature=0.0)
 _SAMPLE_EVERY = 0.25
+_BOTH: Role = "both"
 _SAMPLED = 0
 """The token that is sampled everywhere."""
 _HINTS = {False: ReuseHints(), True: ReuseHints(tool_call_ids=(_SAMPLED,))}
@@ -190,8 +191,9 @@ class Simulation:
     """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
 
     ``peers``: executors fetch blocks from each other; ``uplinks``: each sends over one link, as it receives over one.
-    ``roles``: what they are for, both if not given. ``gaps``: note the time between tokens. ``tick`` is told the index of each request that arrives, ``salt``
-    gives its ``cache_salt``; ``watch`` is called with the time whenever memory is sampled.
+    ``roles``: what they are for, both if not given. ``gaps``: note the time between tokens. ``tick`` is told the index
+    of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with the time whenever memory
+    is sampled.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class Simulation:
         self.now = 0.0
         self.executors = [
             SimulatedExecutor(scheduler, costs, self._at, depth, role)
-            for scheduler, role in zip_longest(schedulers, roles, fillvalue="both")
+            for scheduler, role in zip(schedulers, roles or repeat(_BOTH), strict=False)
         ]
         self._views = {executor.view: executor for executor in self.executors}
         self._roles = Roles()

@@ -42,8 +42,8 @@ class FetchedPiece:
 class Prefetch:
     """What is to come here for ``request``, which runs at another executor: the KV of ``tokens`` (int32 bytes).
 
-    ``table``: holds what they begin with, and what is on its way. ``pieces``: those on their way, in order. ``peer``: the endpoint that was asked last. ``asks``: there may be more
-    to ask for. ``stopped``: nobody waits for it.
+    ``table``: holds what they begin with, and what is on its way. ``pieces``: those on their way, in order. ``peer``:
+    the endpoint that was asked last. ``asks``: there may be more to ask for. ``stopped``: nobody waits for it.
     """
 
     request: Request

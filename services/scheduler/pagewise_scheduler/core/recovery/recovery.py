@@ -22,7 +22,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPla
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
 from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.recovery.storage import Storage, StoredPrefix, WriteBehind
-from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
+from pagewise_scheduler.core.recovery.transfers import Load, Receiver, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
@@ -291,6 +291,7 @@ class Recoveries:
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
+        missed = False  # something that was waited for, and not cancelled
         for recovery, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
             if message.source == STORAGE:
@@ -301,9 +302,11 @@ class Recoveries:
             elif message.peer:
                 self._kv.pool.counters.fetched += len(places) - len(spoiled)
                 self._kv.pool.counters.fetch_failed += len(spoiled)
+            missed = missed or (bool(spoiled) and self._is_waited_for(recovery))
             if isinstance(recovery, FetchedPiece):
                 self.prefetches.came(recovery, good=not spoiled)
                 continue
+            assert isinstance(recovery, Recovery)
             recovery.loading -= len(places)
             if not message.peer:
                 self._kv.pool.counters.loaded += len(places)
@@ -319,7 +322,7 @@ class Recoveries:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
         # Storage forgets a block now and then; if nothing came, it does not work.
-        if message.peer and bad and (message.source != STORAGE or len(bad) == load.num_blocks):
+        if message.peer and missed and (message.source != STORAGE or len(bad) == load.num_blocks):
             load.link.failed()
         return list(failed)
 
@@ -378,10 +381,10 @@ class Recoveries:
         if not any(self._is_waited_for(part[0]) for load in loads for part in load.parts):
             self._cancelled[key] = None
 
-    def _is_waited_for(self, owner: Recovery | FetchedPiece) -> bool:
-        if isinstance(owner, FetchedPiece):
-            return not owner.prefetch.stopped
-        return self._active.get(owner.sequence) is owner
+    def _is_waited_for(self, receiver: Receiver) -> bool:
+        if isinstance(receiver, FetchedPiece):
+            return not receiver.prefetch.stopped
+        return isinstance(receiver, Recovery) and self._active.get(receiver.sequence) is receiver
 
     def take_cancelled(self) -> list[tuple[int, str]]:
         """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""

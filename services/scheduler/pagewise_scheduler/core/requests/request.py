@@ -134,12 +134,6 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     @property
-    def stops_after_prefill(self) -> bool:
-        """Whether the end of its prefill takes it off its row: more than its token decides how or where it goes on."""
-        request = self.request
-        return request.beam is not None or (request.hands_over and self.num_tokens + 1 < self.max_num_tokens)
-
-    @property
     def ending(self) -> int | None:
         """How this use of its blocks ends, from which eviction learns, or None if another sequence of its request tells
         that: the outputs of one request are one use of its prompt."""
@@ -179,8 +173,7 @@ class Request:
     ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
-    which it was placed, and when, the last few. ``hands_over``: it is to go on elsewhere once its prompt is computed, so
-    it stops there.
+    which it was placed, and when, the last few.
     """
 
     request_id: str
@@ -210,7 +203,6 @@ class Request:
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     executors: tuple[tuple[float, str], ...] = ()
-    hands_over: bool = False
 
     def placed(self, executor_id: str, now: float) -> None:
         """Note that an executor takes it on at ``now``, in seconds."""

@@ -133,8 +133,9 @@ class ExecutorView:
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
 
-    ``load``: sequences placed and unfinished; ``num_expected``: those that are to go on here after their prompts. ``num_decoding``: those of them that have begun to answer: each takes a
-    token of every step.
+    ``load``: sequences placed and unfinished; ``num_expected``: those that are to go on here after their prompts, which
+    are computed elsewhere. ``num_decoding``: sequences placed that have begun to answer: each takes a token of every
+    step.
     """
 
     def __init__(self, scheduler: Scheduler, role: Role = "both") -> None:

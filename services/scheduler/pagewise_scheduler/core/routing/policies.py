@@ -16,7 +16,7 @@ from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
-from pagewise_scheduler.core.routing.roles import Roles
+from pagewise_scheduler.core.routing.roles import Continuation, Roles
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -28,8 +28,6 @@ computed, and it goes on there."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-import os
-X = os.environ.get("X","")
 _MOST_PREDICTED = 8
 _expected = attrgetter("match.expected")
 """Of a candidate: what it holds of the prompt, or will."""
@@ -70,24 +68,18 @@ class Choice(NamedTuple):
     estimate: CostEstimate | None = None
 
 
-Surcharge = Callable[[Candidate, CostEstimate], float]
-"""Seconds that a candidate costs beside those of the first token."""
-
-
-def _nothing(candidate: Candidate, estimate: CostEstimate) -> float:
-    return 0.0
+Continues = Callable[[ExecutorView, CostEstimate], Continuation]
+"""How a request goes on after its prompt, if that is computed by an executor at that cost."""
 
 
 class RoutingPolicy(Protocol):
     """Chooses among executors, at least two of them, for the prompt of ``query``.
 
-    ``predicts``: it goes by what is predicted for each of them.
+    ``continues``: if they have roles. What comes after the prompt counts where the policy goes by predictions.
     """
 
-    predicts: bool
-
     def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
         """The one, and why."""
         ...
@@ -96,13 +88,11 @@ class RoutingPolicy(Protocol):
 class RoundRobin:
     """One after the other."""
 
-    predicts = False
-
     def __init__(self) -> None:
         self._turn = -1
 
     def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
         """The next one."""
         self._turn += 1
@@ -112,10 +102,8 @@ class RoundRobin:
 class LeastLoaded:
     """The fewest sequences that have not finished."""
 
-    predicts = False
-
     def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
         """The first of those with the least load."""
         return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
@@ -124,10 +112,8 @@ class LeastLoaded:
 class LongestPrefix:
     """The most cached tokens; load breaks ties."""
 
-    predicts = False
-
     def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
         candidates = [look_up(executor, query) for executor in executors]
@@ -211,13 +197,11 @@ class LeastTimeToFirstToken:
     work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
     """
 
-    predicts = True
-
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
         self._predict = predict
 
     def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, surcharge: Surcharge = _nothing
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
         """The one whose first token is predicted to cost the least."""
         candidates = [look_up(executor, query) for executor in executors]
@@ -225,7 +209,10 @@ class LeastTimeToFirstToken:
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
-            cost = self.cost(estimate) + surcharge(candidate, estimate), candidate.executor.load
+            seconds = self.cost(estimate)
+            if continues is not None:
+                seconds += continues(candidate.executor, estimate).seconds
+            cost = seconds, candidate.executor.load
             if cost < least:
                 best, least = Choice(candidate, "load", estimate), cost
         if not holder.match.expected:
@@ -260,28 +247,22 @@ def place(
 
     ``roles``: what is known of those that executors have; None: they do not count.
     """
-    query, after = PrefixQuery(request), None
-    if roles is not None and (X or any(executor.role != "both" for executor in executors)):
-        after = roles.after(request, query, executors, now)
-        if not policy.predicts:
-            executors = [executor for executor in executors if executor.role != "decode"] or executors
-    if len(executors) == 1:
-        choice = Choice(look_up(executors[0], query), "only")
-    elif after is None:
-        choice = policy.choose(executors, query, now)
+    query = PrefixQuery(request)
+    continues: Continues | None = None
+    if roles is not None and any(executor.role != "both" for executor in executors):
+        continues = roles.after(request, query, executors, now).best
+        # Only prompts that are short, or cached, are computed where others decode.
+        allowed = [one for one in executors if one.role != "decode"] or executors
+        executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
+    if len(executors) > 1:
+        choice = policy.choose(executors, query, now, continues)
     else:
-        prices = after  # for the type checker
-
-        def surcharge(candidate: Candidate, estimate: CostEstimate) -> float:
-            return prices.best(candidate.executor, estimate).seconds
-
-        choice = policy.choose(executors, query, now, surcharge)
+        choice = Choice(look_up(executors[0], query), "only")
     best = choice.candidate
     estimate = choice.estimate or estimate_costs(best, best, now)
     placement = best.executor.place(request, query, best.match, estimate, choice.reason, now)
-    if after is not None:
-        placement.goes_on_at(after.best(best.executor, estimate).decoder)
-    request.hands_over = placement.decoder is not None
+    if continues is not None:
+        placement.goes_on_at(continues(best.executor, estimate).decoder)
     return placement
 
 

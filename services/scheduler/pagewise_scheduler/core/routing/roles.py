@@ -35,41 +35,41 @@ class Roles:
         """A sequence has ended after so many tokens."""
         self.output_tokens += _LATELY * (num_output_tokens - self.output_tokens)
 
-    def after(self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float) -> "AfterPrompt":
-        """What may come after the prompt of a request."""
-        return AfterPrompt(query, executors, self.output_tokens, now, may_move=_may_move(request))
+    def after(
+        self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float
+    ) -> "AfterPrompt":
+        """What may come after the prompt of a request. ``executors``: all that could hold it."""
+        return AfterPrompt(query, executors, self.output_tokens, now, moves=may_move(request))
 
 
 class AfterPrompt:
-    """What may come after the prompt of ``query``. ``may_move``: it may go on elsewhere than where it was computed."""
+    """What may come after the prompt of ``query``. ``moves``: it may go on elsewhere than where it was computed."""
 
     def __init__(
-        self, query: PrefixQuery, executors: Iterable[ExecutorView], output_tokens: float, now: float, *, may_move: bool
+        self, query: PrefixQuery, executors: Iterable[ExecutorView], output_tokens: float, now: float, *, moves: bool
     ) -> None:
+        executors = list(executors)
         self._query = query
-        decoders = [executor for executor in executors if executor.role != "prefill"] if may_move else []
+        decoders = [executor for executor in executors if executor.role != "prefill"] if moves else []
         self._decoders = {decoder: decoder.find(query) for decoder in decoders}
         self._others_prefill = any(executor.role != "decode" for executor in executors)
         self._output_tokens = output_tokens
         self._now = now
 
     def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
-        """The cheapest continuation of a prompt that is computed at ``executor``; infinite where it must not be."""
-        import os
-        if (executor.role == "prefill" or (executor.role == "both" and os.environ.get("X")=="2")) and self._decoders:
-            best = self.best_elsewhere(executor, estimate.recovery)
-            if best.decoder is not None and executor.role=="prefill":
-                return best
-            if best.decoder is not None:
-                waiting = max(executor.num_decoding, executor.costs.decoding)
-                stay= estimate.recovery * waiting + self._decode_seconds(executor)
-                move= estimate.recovery * executor.num_decoding + best.seconds
-                if move<stay: return Continuation(best.decoder, move)
+        """The cheapest continuation of a prompt that is computed at ``executor``; infinite where it must not be.
+
+        Who decodes there waits meanwhile, and who is to come does. So what takes a decode executor more than a step is
+        computed elsewhere, if there is anybody to do it.
+        """
+        if executor.role == "prefill":
+            moving = self.best_elsewhere(executor, estimate.recovery)
+            if moving.decoder is not None:
+                return moving._replace(seconds=moving.seconds + estimate.recovery * executor.num_decoding)
         if executor.role == "decode" and self._others_prefill:
-            # What takes it more than a step would hold up those that come from elsewhere meanwhile.
-            if self._query.num_tokens - estimate.start > executor.share * executor.scheduler.limits.max_num_batched_tokens:
+            most = executor.share * executor.scheduler.limits.max_num_batched_tokens
+            if self._query.num_tokens - estimate.start > most:
                 return Continuation(None, inf)
-        # Those that decode there wait while it is computed.
         waiting = max(executor.num_decoding, executor.costs.decoding)
         return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
 
@@ -83,9 +83,11 @@ class AfterPrompt:
                     best = Continuation(decoder, seconds)
         return best
 
-    def has_room(self, decoder: ExecutorView) -> bool:
-        """Whether there are a row and blocks now."""
-        return decoder in self._decoders and not decoder.room_seconds(self._query, self._num_blocks(decoder), self._now)
+    def has_room(self, decoder: ExecutorView | None) -> bool:
+        """Whether there are a row and blocks at a decoder now; None has none."""
+        if decoder not in self._decoders or decoder is None:
+            return False
+        return not decoder.room_seconds(self._query, self._num_blocks(decoder), self._now)
 
     def _num_blocks(self, decoder: ExecutorView) -> int:
         """Blocks that the prompt takes beside those that are there."""
@@ -108,12 +110,11 @@ class AfterPrompt:
         return self._output_tokens * executor.costs.token_seconds(executor.load + executor.num_expected + 1)
 
 
-def _may_move(request: Request) -> bool:
+def may_move(request: Request) -> bool:
     """Whether a request may go on elsewhere after its prompt, and has something left to do there.
 
-    What a beam search goes on with is decided where its hypotheses are, and log-probabilities of a prompt come from
-    computing it.
+    What is chosen among several sequences is decided where they are, log-probabilities of a prompt come from computing
+    it, and outputs that share blocks stay together once they have begun.
     """
-    unfinished = sum(not sequence.finished for sequence in request.sequences)
-    computed = request.beam is not None or request.sampling.prompt_logprobs is not None
-    return request.max_tokens > 1 and not computed and unfinished <= 1
+    begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
+    return request.max_tokens > 1 and not request.chooses and request.sampling.prompt_logprobs is None and not begun

@@ -36,7 +36,8 @@ class Admission:
         start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            self._busy.add((self._place(sequence.request.cache_salt, sequence.table.tip), sequence.tokens_between(start, stop)))
+            place = self._place(sequence.request.cache_salt, sequence.table.tip)
+            self._busy.add((place, sequence.tokens_between(start, stop)))
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
         """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
@@ -163,10 +164,6 @@ def _may_start(sequence: Sequence) -> bool:
     alone, before any token, so that the others then wait until it has begun again.
     """
     request, first = sequence.request, sequence.request.sequences[0]
-    if request.beam is not None or sequence is first or first.finished:
-        return True
-    if request.hands_over:  # they go on together
-        return False
-    if first.prefilled:
+    if request.beam is not None or sequence is first or first.prefilled or first.finished:
         return True
     return first.row < 0 and (request.sampling.prompt_logprobs is None or bool(first.output_token_ids))

@@ -4,12 +4,10 @@ A move is dropping references here and a recovery there: the tokens go along, an
 which the other executor fetches them.
 """
 
-from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import StepInFlight
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
@@ -18,33 +16,28 @@ class Departures:
     """The requests of one scheduler that are on their way out, until no token of theirs is in flight any more.
 
     ``in_flight``: the steps in flight, the oldest first. ``vacate``: takes a sequence off its row and drops its blocks.
-    ``forget``: the request is not here any more.
+    ``gone``: called with requests that are not here any more.
     """
 
     def __init__(
         self,
-        kv: KVCacheManager,
         waiting: WaitingQueue,
-        prefilling: PrefillSet,
-        in_flight: deque[StepInFlight],
+        in_flight: ReadOnlyList[StepInFlight],
         vacate: Callable[[Sequence], None],
-        forget: Callable[[Request], None],
+        gone: Callable[[Request], None],
     ) -> None:
-        self._kv = kv
         self._waiting = waiting
-        self._prefilling = prefilling
         self._in_flight = in_flight
         self._vacate = vacate
-        self._forget = forget
+        self._gone = gone
         self._leaving: dict[Request, None] = {}
 
     def begin(self, request: Request) -> None:
         """Plan nothing more for a request. Tokens of it that are in flight still come; then ``take`` gives it."""
-        assert request.beam is None, "what a beam search goes on with is decided where its hypotheses are"
-        request.hands_over = False
+        assert not request.chooses, "what it goes on with is decided where all its sequences are"
         self._waiting.withdraw(request)
         for sequence in request.sequences:
-            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.FINISHED):
+            if sequence.status in (SequenceStatus.PREFILL, SequenceStatus.DECODE):
                 self._vacate(sequence)
             if not sequence.finished:
                 sequence.status = SequenceStatus.DRAINING
@@ -52,27 +45,20 @@ class Departures:
 
     def take(self) -> list[Request]:
         """Requests that are not here any more, each given once: they may be added elsewhere."""
-        left = []
-        for request in list(self._leaving):
-            if all(one.finished or not self._is_in_flight(one) for one in request.sequences):
-                del self._leaving[request]
-                if not request.finished:
-                    self._forget(request)
-                    left.append(request)
+        oldest = self._in_flight[0].step if self._in_flight else None
+        left = [
+            request
+            for request in self._leaving
+            if all(one.finished or oldest is None or one.last_step < oldest for one in request.sequences)
+        ]
+        for request in left:
+            self._gone(request)
         return left
 
-    def stay(self, request: Request) -> None:
-        """A request that has stopped after its prefill, with all its blocks, goes on here after all."""
-        request.hands_over = False
-        for sequence in request.sequences:
-            if sequence.status is SequenceStatus.DRAINING and not self._is_in_flight(sequence):
-                if not self._prefilling.rejoin(sequence):
-                    self._kv.free(sequence.table, None)
-                    self._waiting.push(sequence)
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step
+    def forget(self, request: Request) -> None:
+        """A request has ended, or is not here any more; harmless for any."""
+        self._leaving.pop(request, None)
 
     def clear(self) -> None:
-        """All requests leave."""
+        """All requests are taken out."""
         self._leaving.clear()

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlyList
+from functools import partial
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
@@ -83,9 +84,8 @@ class Scheduler:
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
-        self.departures = Departures(
-            self.kv, self.waiting, self._prefilling, self.steps_in_flight, self._vacate, self._forget
-        )
+        vacate = partial(self._vacate, ends=False)
+        self.departures = Departures(self.waiting, self.steps_in_flight, vacate, self._forget)
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -182,6 +182,7 @@ class Scheduler:
             self.waiting.forget_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
+            self.departures.forget(request)
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
@@ -285,7 +286,7 @@ class Scheduler:
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self._prefilling.remove(sequence)
-                if not sequence.stops_after_prefill:
+                if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
         # Whoever has nothing to run in the next step samples its last token in this one.
@@ -295,7 +296,7 @@ class Scheduler:
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
         for sequence in completed:
-            if sequence.stops_after_prefill:  # what it goes on with, or where, is decided when the step is back
+            if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
                 self._leave_row(sequence)
                 sequence.status = SequenceStatus.DRAINING
@@ -316,7 +317,7 @@ class Scheduler:
         self.limits.step_succeeded()
         step.took(result.elapsed_us * 1e-6, self.costs)
         begun = [sequence for sequence in step.completed if not sequence.finished]
-        output = StepOutput(begun, num_tokens=step.num_tokens)
+        output = StepOutput(begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             drains = sequence.status is SequenceStatus.DRAINING
             if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached
@@ -324,8 +325,6 @@ class Scheduler:
                 decodes = drains or sequence.status is SequenceStatus.DECODE
                 sequence.prefilled = decodes and num_computed == sequence.decode_base
                 self._cache_full_blocks(sequence, num_computed)
-                if sequence.request.hands_over:
-                    output.advanced.append(sequence)
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)

@@ -98,15 +98,14 @@ class StepOutput:
 
     Fields:
         begun: sequences whose prefill has ended with a token.
-        advanced: sequences of requests that hand over, of which more is computed. Those that are DRAINING and not
-            finished afterwards wait, with their blocks, to be told whether they leave.
+        computed: sequences of whose prompts a chunk has come back, and up to which token.
         logprobs: of the tokens of sequences that asked for them.
         finished: sequences that ended with this result, ``finish_reason`` set.
         num_tokens: tokens the step computed. num_told: tokens that were told.
     """
 
     begun: list[Sequence] = field(default_factory=list)
-    advanced: list[Sequence] = field(default_factory=list)
+    computed: Chunks = field(default_factory=list)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
