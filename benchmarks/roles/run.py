@@ -36,6 +36,7 @@ REQUESTS = {"conversation": 2000, "agentic": 4000, "sharegpt": 4000}
 LAYOUTS: dict[str, tuple[Role, ...]] = {
     "both": ("both",) * 8,
     "2:6": ("prefill",) * 2 + ("decode",) * 6,
+    "6:2": ("prefill",) * 6 + ("decode",) * 2,
     "4:4": ("prefill",) * 4 + ("decode",) * 4,
 }
 BLOCK_SIZE = 64  # what the traces repeat is a multiple of it

@@ -19,7 +19,7 @@ from pagewise_shared.config import (
     size_text,
     to_argv,
 )
-from pagewise_shared.config.options import without
+from pagewise_shared.config.composed import without
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.version import package_version
 

@@ -6,14 +6,13 @@ the same name, meaning and default in every command. A secret is read from the e
 a machine can see command lines.
 """
 
+from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.options import (
     DEMO_MODEL,
     Device,
     ExecutorConfig,
     GatewayConfig,
-    GatewaysConfig,
     SchedulerConfig,
-    ServeConfig,
 )
 from pagewise_shared.config.reading import (
     VARIABLE_PREFIX,

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
 DEMO_MODEL = "pagewise-demo"
@@ -16,11 +17,6 @@ Device = Literal["auto", "cpu", "cuda"]
 def _help(text: str, metavar: str | None = None, more: str = "") -> Meta:
     """The help text of an option. ``more``: sentences that only the documents add to it."""
     return Meta(description=text, extra={"metavar": metavar, "more": more})
-
-
-def without(*names: str) -> Meta:
-    """Marks a part of a composed configuration: the whole sets these options of it, and does not offer them."""
-    return Meta(extra={"without": names})
 
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -40,6 +36,13 @@ MaxModelLen = Annotated[
     _help("maximum tokens of a sequence, prompt and output (default: the model's own limit)", "N"),
 ]
 Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]
+Executors = Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")]
+ExecutorsEndpoint = Annotated[
+    str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
+]
+GatewaysEndpoint = Annotated[
+    str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
+]
 KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
@@ -352,6 +355,13 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[bool, _help("run Python code that comes with the model")] = False
     simulate: Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")] = False
     simulate_step: Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")] = 0.0
+    role: Annotated[
+        Role,
+        _help(
+            "what this executor is for: prompts, which go on elsewhere; decoding what was prefilled elsewhere; or both",
+            more="[operations.md](operations.md#prefill-and-decode-apart) says when that pays.",
+        ),
+    ] = "both"
     lend_blocks: Annotated[bool, _help("let other executors fetch blocks from this one, and fetch from them")] = True
     drain_timeout: Annotated[
         Seconds, _help("seconds that moving requests and cached blocks to other executors may take after SIGTERM", "S")
@@ -375,26 +385,3 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"
     plaintext: Plaintext = False
     log_level: LogLevel = "info"
-
-
-class GatewaysConfig(Struct, frozen=True, kw_only=True):
-    """Options of ``pagewise gateways``: those of each gateway, and how many to start."""
-
-    gateway: Annotated[GatewayConfig, without("gateway_id", "reuse_port")] = GatewayConfig()
-    gateways: Gateways = 1
-
-
-class ServeConfig(Struct, frozen=True, kw_only=True):
-    """Options of ``pagewise serve``: those of the services it starts, and how many of them to start."""
-
-    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
-    gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
-    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name")] = ExecutorConfig()
-    gateways: Gateways = 1
-    executors: Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")] = 1
-    listen: Annotated[
-        str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
-    ] = None
-    listen_gateways: Annotated[
-        str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
-    ] = None

@@ -14,14 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.groups import GROUPS
-from pagewise_shared.config.options import (
-    ExecutorConfig,
-    GatewayConfig,
-    GatewaysConfig,
-    SchedulerConfig,
-    ServeConfig,
-)
+from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
@@ -116,6 +111,8 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
+    if values.get("role", "both") != "both" and values.get("lend_blocks") is False:
+        raise ConfigError(f"--role {values['role']} needs --lend-blocks: requests move, and their blocks are fetched")
     config = _compose(config_type, values)
     for part in (config, getattr(config, "gateway", None)):
         if isinstance(part, GatewayConfig) and part.max_body_bytes > part.max_body_memory:

@@ -16,12 +16,16 @@ from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCach
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.memory.tier import BlockCopy, Copies
 from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Request, Sequence
 
 _PIECE_BLOCKS, _MOST_LOADING = 128, 512
 """The most blocks of one prefetch that are on their way at a time, and of a peer beyond which no more are asked for."""
+
+
+AtPeers = Callable[[str | None, bytes, int], tuple[Peer, list[CachedBlock]] | None]
+"""Of a cache salt, tokens (int32 bytes) and a number of blocks: who holds more blocks of them than that, and which."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,22 +64,14 @@ class Prefetch:
 
 
 class Prefetches:
-    """All prefetches of one executor, by request. ``usable``: whether a peer may be asked, by its endpoint."""
+    """All prefetches of one executor. ``at_peers``: finds the peer that has the most of a prefix."""
 
-    def __init__(
-        self, kv: KVCacheManager, costs: CostModel, transfers: Transfers, usable: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers, at_peers: AtPeers) -> None:
         self._kv = kv
         self._costs = costs
         self._transfers = transfers
-        self._usable = usable
-        self._directory: PrefixDirectory | None = None
-        self._endpoint = ""
+        self._at_peers = at_peers
         self._of: dict[Request, Prefetch] = {}
-
-    def join(self, directory: PrefixDirectory, endpoint: str) -> None:
-        """Fetch from the peers in ``directory``. ``endpoint``: the own one."""
-        self._directory, self._endpoint = directory, endpoint
 
     def __iter__(self) -> Iterator[Prefetch]:
         """Those that something is on its way for, or may be asked for."""
@@ -121,9 +117,8 @@ class Prefetches:
             if not prefetch.asks or prefetch.pieces or not self._link_room(prefetch.peer):
                 continue
             start, found = len(prefetch.table.blocks), None
-            if self._directory is not None and room > 0:
-                salt = prefetch.table.cache_salt
-                found = self._directory.longest(self._endpoint, salt, prefetch.tokens, start, self._usable)
+            if room > 0:
+                found = self._at_peers(prefetch.table.cache_salt, prefetch.tokens, start)
             if found is None:
                 prefetch.asks = False
                 self._let_go(prefetch)

@@ -54,12 +54,11 @@ class Recoveries:
         self.storages = {storage.name: storage for storage in storages}
         self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
         self.transfers = Transfers(kv, costs, self.storages)
-        self.prefetches = Prefetches(kv, costs, self.transfers, self._usable)
+        self.prefetches = Prefetches(kv, costs, self.transfers, self._at_peers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-        self._cancelled: dict[tuple[int, str], None] = {}
 
     @property
     def num_loading(self) -> int:
@@ -69,7 +68,6 @@ class Recoveries:
     def join(self, directory: PrefixDirectory, own: Peer) -> None:
         """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
         self.directory, self.endpoint = directory, own.endpoint
-        self.prefetches.join(directory, own.endpoint)
         directory.peers[own.endpoint] = own
 
     def _queued(self, link: Link) -> int:
@@ -117,7 +115,7 @@ class Recoveries:
             if most > start and len(self.directory.peers) > 1:
                 tokens = sequence.token_bytes()[: 4 * most * size]
                 salt = sequence.request.cache_salt
-                found = self.directory.longest(self.endpoint, salt, tokens, start, self._usable)
+                found = self._at_peers(salt, tokens, start)
             if found is not None:
                 peer, nodes = found
                 theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
@@ -142,6 +140,12 @@ class Recoveries:
         for storage in self.storages.values() if self.policy.mode != "recompute" else ():
             if not storage.costs.load.rests and (num_blocks := min(most, stored.get(storage.identity, 0))) > 0:
                 yield storage, num_blocks
+
+    def _at_peers(self, salt: str | None, tokens: bytes, more_than: int) -> tuple[Peer, list[CachedBlock]] | None:
+        """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks."""
+        if self.directory is None:
+            return None
+        return self.directory.longest(self.endpoint, salt, tokens, more_than, self._usable)
 
     def _usable(self, peer: str) -> bool:
         """Whether a peer may be asked: one that failed is left alone for a while."""
@@ -292,21 +296,22 @@ class Recoveries:
             load.link.observe(seconds, 1, load.num_blocks)
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
         missed = False  # something that was waited for, and not cancelled
-        for recovery, places, blocks in load.parts:
+        for receiver, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
             if message.source == STORAGE:
                 self._kv.pool.counters.recalled += len(places) - len(spoiled)
                 self._kv.pool.counters.recall_failed += len(spoiled)
-                if spoiled and isinstance(recovery, Recovery) and isinstance(recovery.source, StoredPrefix):
-                    recovery.sequence.request.stored.pop(recovery.source.identity, None)
+                if spoiled and isinstance(receiver, Recovery) and isinstance(receiver.source, StoredPrefix):
+                    receiver.sequence.request.stored.pop(receiver.source.identity, None)
             elif message.peer:
                 self._kv.pool.counters.fetched += len(places) - len(spoiled)
                 self._kv.pool.counters.fetch_failed += len(spoiled)
-            missed = missed or (bool(spoiled) and self._is_waited_for(recovery))
-            if isinstance(recovery, FetchedPiece):
-                self.prefetches.came(recovery, good=not spoiled)
+            missed = missed or (bool(spoiled) and self._is_waited_for(receiver))
+            if isinstance(receiver, FetchedPiece):
+                self.prefetches.came(receiver, good=not spoiled)
                 continue
-            assert isinstance(recovery, Recovery)
+            assert isinstance(receiver, Recovery)
+            recovery = receiver
             recovery.loading -= len(places)
             if not message.peer:
                 self._kv.pool.counters.loaded += len(places)
@@ -330,9 +335,7 @@ class Recoveries:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
         self.costs.forget_link(peer)
         self.prefetches.lose(peer)
-        for key, loads in self.transfers.from_peers().items():
-            if key[1] == peer:
-                self._cancel_unless_waited_for(key, loads)
+        self.transfers.cancel_unless(self._is_waited_for)
         return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
@@ -374,24 +377,12 @@ class Recoveries:
         recovery.source.release(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
-            for key, loads in self.transfers.from_peers().items():
-                self._cancel_unless_waited_for(key, loads)
-
-    def _cancel_unless_waited_for(self, key: tuple[int, str], loads: list[Load]) -> None:
-        if not any(self._is_waited_for(part[0]) for load in loads for part in load.parts):
-            self._cancelled[key] = None
+            self.transfers.cancel_unless(self._is_waited_for)
 
     def _is_waited_for(self, receiver: Receiver) -> bool:
         if isinstance(receiver, FetchedPiece):
             return not receiver.prefetch.stopped
         return isinstance(receiver, Recovery) and self._active.get(receiver.sequence) is receiver
-
-    def take_cancelled(self) -> list[tuple[int, str]]:
-        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
-        if not self._cancelled:
-            return []
-        cancelled, self._cancelled = list(self._cancelled), {}
-        return cancelled
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
@@ -400,4 +391,3 @@ class Recoveries:
         self.prefetches.clear()
         self.transfers.clear()
         self.writers.clear()
-        self._cancelled.clear()

@@ -1,7 +1,7 @@
 """The copies between tiers that an executor was asked for, until it confirms them."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -79,6 +79,7 @@ class Transfers:
         self._costs = costs
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
+        self._cancelled: dict[tuple[int, str], None] = {}
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
         """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
@@ -148,6 +149,7 @@ class Transfers:
                 if entry.load is not None:
                     self._end(entry.load)
         self._under_way.clear()
+        self._cancelled.clear()
 
     # ---- copies that take too long -------------------------------------------------------------------
 
@@ -163,6 +165,19 @@ class Transfers:
             if key.peer and key.target == DEVICE:
                 found.setdefault((key.step, key.peer), []).extend(one.load for one in entries if one.load is not None)
         return found
+
+    def cancel_unless(self, is_waited_for: Callable[[Receiver], bool]) -> None:
+        """Cancel what comes from peers and nobody waits for."""
+        for key, loads in self.from_peers().items():
+            if not any(is_waited_for(part[0]) for load in loads for part in load.parts):
+                self._cancelled[key] = None
+
+    def take_cancelled(self) -> list[tuple[int, str]]:
+        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
+        if not self._cancelled:
+            return []
+        cancelled, self._cancelled = list(self._cancelled), {}
+        return cancelled
 
     def late_peers(self, now: float) -> list[tuple[int, str]]:
         """Copies from peers that should have been confirmed before ``now``, by step and endpoint."""

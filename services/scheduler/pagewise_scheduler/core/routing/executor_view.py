@@ -3,6 +3,7 @@
 A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, exp
@@ -74,6 +75,7 @@ class Placement:
         seconds: computing the rest, without the fixed costs of steps, which are shared.
         num_blocks: blocks that it takes beside what is there or expected.
         decoder: where it is to go on once its prompt is computed; None: it stays.
+        on_end: called once, with the request, when it is not the executor's any more.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
 
@@ -87,6 +89,7 @@ class Placement:
     seconds: float
     num_blocks: int
     decoder: "ExecutorView | None" = None
+    on_end: Callable[[Request], None] | None = None
     waits: bool = True
     ended: bool = False
 
@@ -103,6 +106,8 @@ class Placement:
             self.ended = True
             self.executor.ended(self, now)
             self.goes_on_at(None)
+            if self.on_end is not None:
+                self.on_end(self.request)
 
     def goes_on_at(self, decoder: "ExecutorView | None") -> None:
         """After its prompt it goes on there, where it counts from now on; None: it does not, or has left."""

@@ -16,24 +16,26 @@ from pagewise_scheduler.core.scheduling.step import StepOutput
 
 
 class Move(NamedTuple):
-    """A request that has left where it was placed, and the executor at which it goes on."""
+    """A request that has left, and the executor at which it goes on; None: that one takes requests no more."""
 
     request: Request
-    executor: ExecutorView
+    executor: ExecutorView | None
 
 
 class Moves:
-    """The requests of a fleet that are to go on elsewhere.
+    """The requests of one executor, ``source``, that are to go on elsewhere.
 
     ``touch``: called with executors that have something new to plan.
     """
 
-    def __init__(self, roles: Roles, touch: Callable[[ExecutorView], None]) -> None:
+    def __init__(self, source: ExecutorView, roles: Roles, touch: Callable[[ExecutorView], None]) -> None:
+        self._source = source
         self._roles = roles
         self._touch = touch
         self._placed: dict[Request, Placement] = {}
         self._staying: dict[Request, None] = {}
         self._leaving: dict[Request, ExecutorView] = {}
+        self._num_ended = -1
 
     @property
     def num_staying(self) -> int:
@@ -41,60 +43,63 @@ class Moves:
         return len(self._staying)
 
     def placed(self, placement: Placement) -> None:
-        """A request was placed, perhaps anew."""
-        self.ended(placement.request)
+        """A request was placed on the executor."""
         if placement.decoder is not None:
             self._placed[placement.request] = placement
+            placement.on_end = self._ended
 
-    def ended(self, request: Request) -> None:
-        """A request has ended, or was placed anew; harmless for any."""
-        if self._placed.pop(request, None) is not None:
-            self._staying.pop(request, None)
-            self._leaving.pop(request, None)
+    def _ended(self, request: Request) -> None:
+        del self._placed[request]
+        self._staying.pop(request, None)
+        self._leaving.pop(request, None)
 
     def stepped(self, output: StepOutput, executors: Sequence[ExecutorView], now: float) -> list[Move]:
-        """A step of one of ``executors`` has come back. Returns the requests that have left where they were: they are
-        to be added elsewhere at once."""
+        """A step of the executor has come back. Returns the requests that have left: they are to be added elsewhere
+        at once. ``executors``: all that take requests."""
         if not self._placed:
             return []
-        may_be_room = bool(output.finished)
         for sequence, num_computed in output.computed:
             request = sequence.request
             if (placement := self._placed.get(request)) is None or sequence is not request.sequences[0]:
                 continue
-            self._leaving.pop(request, None)  # else its executor has been reset, and it has begun again
+            self._leaving.pop(request, None)  # else the executor has been reset, and it has begun again
             if sequence.prefilled:
                 self._staying[request] = None
-                may_be_room = True
+                self._num_ended = -1
             elif placement.decoder in executors and sequence.status is SequenceStatus.PREFILL:
                 self._fetch(placement.decoder, request, num_computed)
-        for request in list(self._staying) if may_be_room else ():  # those that came first go first
+        if self._num_ended != self._roles.num_ended:  # else there is no more room than before
+            self._num_ended = self._roles.num_ended
+            self._let_leave(executors, now)
+        if not self._leaving:
+            return []
+        left = [(request, self._leaving[request]) for request in self._source.scheduler.departures.take()]
+        return [Move(request, decoder if decoder in executors else None) for request, decoder in left]
+
+    def _let_leave(self, executors: Sequence[ExecutorView], now: float) -> None:
+        """Those that came first go first."""
+        for request in list(self._staying):
             if request.sequences[0].status is not SequenceStatus.DECODE or not may_move(request):
                 del self._staying[request]
-            elif not self._leave(request, executors, now):
+            elif (decoder := self._with_room(request, executors, now)) is not None:
+                del self._staying[request]
+                self._fetch(decoder, request, request.sequences[0].num_tokens - 1)
+                self._source.scheduler.departures.begin(request)
+                self._leaving[request] = decoder
+            else:
                 break
-        left = [one for source in self._sources() for one in source.scheduler.departures.take()]
-        return [Move(request, self._leaving[request]) for request in left]
 
-    def _sources(self) -> list[ExecutorView]:
-        return list(dict.fromkeys(self._placed[request].executor for request in self._leaving))
-
-    def _leave(self, request: Request, executors: Sequence[ExecutorView], now: float) -> bool:
-        """Let a request leave for whoever has room for it; False: nobody has."""
+    def _with_room(self, request: Request, executors: Sequence[ExecutorView], now: float) -> ExecutorView | None:
+        """Where a request goes on from now on, None: nobody has room for it."""
         placement = self._placed[request]
-        source, decoder = placement.executor, placement.decoder
         after = self._roles.after(request, PrefixQuery(request), executors, now)
+        decoder = placement.decoder
         if not after.has_room(decoder):  # where it was expected, what was computed first lies already
-            decoder = after.best_elsewhere(source, 0.0).decoder
+            decoder = after.best_elsewhere(self._source, 0.0).decoder
         if not after.has_room(decoder):
-            return False
-        del self._staying[request]
-        assert decoder is not None
+            return None
         placement.goes_on_at(decoder)
-        self._fetch(decoder, request, request.sequences[0].num_tokens - 1)
-        source.scheduler.departures.begin(request)
-        self._leaving[request] = decoder
-        return True
+        return decoder
 
     def _fetch(self, decoder: ExecutorView | None, request: Request, num_tokens: int) -> None:
         assert decoder is not None

@@ -6,7 +6,7 @@ blocks. All costs are in seconds, those of the request itself and those that oth
 of the first token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -26,29 +26,33 @@ class Continuation(NamedTuple):
 
 
 class Roles:
-    """What is known of a fleet whose executors have roles. ``output_tokens``: of a sequence, lately."""
+    """What is known of a fleet whose executors have roles. ``output_tokens``: of a sequence, lately. ``num_ended``:
+    sequences that have ended."""
 
     def __init__(self) -> None:
         self.output_tokens = _FIRST_GUESS
+        self.num_ended = 0
 
     def ended(self, num_output_tokens: int) -> None:
         """A sequence has ended after so many tokens."""
+        self.num_ended += 1
         self.output_tokens += _LATELY * (num_output_tokens - self.output_tokens)
 
     def after(
         self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float
     ) -> "AfterPrompt":
-        """What may come after the prompt of a request. ``executors``: all that could hold it."""
-        return AfterPrompt(query, executors, self.output_tokens, now, moves=may_move(request))
+        """What may come after the prompt of a request, at those of ``executors`` that could hold it."""
+        size = len(request.prompt_token_ids), request.max_tokens
+        able = [executor for executor in executors if executor.scheduler.fits(*size)]
+        return AfterPrompt(query, able, self.output_tokens, now, moves=may_move(request))
 
 
 class AfterPrompt:
     """What may come after the prompt of ``query``. ``moves``: it may go on elsewhere than where it was computed."""
 
     def __init__(
-        self, query: PrefixQuery, executors: Iterable[ExecutorView], output_tokens: float, now: float, *, moves: bool
+        self, query: PrefixQuery, executors: Sequence[ExecutorView], output_tokens: float, now: float, *, moves: bool
     ) -> None:
-        executors = list(executors)
         self._query = query
         decoders = [executor for executor in executors if executor.role != "prefill"] if moves else []
         self._decoders = {decoder: decoder.find(query) for decoder in decoders}

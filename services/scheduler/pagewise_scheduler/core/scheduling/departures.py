@@ -6,24 +6,32 @@ which the other executor fetches them.
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
+from typing import Protocol
 
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step import StepInFlight
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 
+class Vacate(Protocol):
+    """How a sequence loses its row and its blocks."""
+
+    def __call__(self, sequence: Sequence, *, ends: bool = ...) -> None:
+        """``ends``: whether this use of its blocks ends with that."""
+
+
 class Departures:
     """The requests of one scheduler that are on their way out, until no token of theirs is in flight any more.
 
-    ``in_flight``: the steps in flight, the oldest first. ``vacate``: takes a sequence off its row and drops its blocks.
-    ``gone``: called with requests that are not here any more.
+    ``in_flight``: the steps in flight, the oldest first. ``gone``: called with requests that are
+    not here any more.
     """
 
     def __init__(
         self,
         waiting: WaitingQueue,
         in_flight: ReadOnlyList[StepInFlight],
-        vacate: Callable[[Sequence], None],
+        vacate: Vacate,
         gone: Callable[[Request], None],
     ) -> None:
         self._waiting = waiting
@@ -38,7 +46,7 @@ class Departures:
         self._waiting.withdraw(request)
         for sequence in request.sequences:
             if sequence.status in (SequenceStatus.PREFILL, SequenceStatus.DECODE):
-                self._vacate(sequence)
+                self._vacate(sequence, ends=False)
             if not sequence.finished:
                 sequence.status = SequenceStatus.DRAINING
         self._leaving[request] = None

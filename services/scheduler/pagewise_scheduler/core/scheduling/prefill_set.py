@@ -9,6 +9,7 @@ from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
@@ -165,9 +166,16 @@ class PrefillSet:
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
-    def num_reserved(self, num_decoding: int) -> int:
-        """Blocks that those who run have yet to take, and that stay free beside them."""
-        return self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+    def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
+        """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
+        would compute it."""
+        loads: dict[TransferKey, Load] = {}
+        if self._recoveries.prefetches:
+            # What those who run have yet to take, and what stays free beside them.
+            reserved = self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+            copies = self._recoveries.prefetches.request(step, loads, self._kv.num_available - reserved)
+            self._plan.copy(copies)
+        return loads
 
     def _blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlyList
-from functools import partial
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
@@ -84,8 +83,7 @@ class Scheduler:
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
-        vacate = partial(self._vacate, ends=False)
-        self.departures = Departures(self.waiting, self.steps_in_flight, vacate, self._forget)
+        self.departures = Departures(self.waiting, self.steps_in_flight, self._vacate, self._forget)
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -220,10 +218,7 @@ class Scheduler:
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
-        loads: dict[TransferKey, Load] = {}
-        if self.recoveries.prefetches:  # before anybody starts: who waits for them goes on when there are none left
-            room = self.kv.num_available - self._prefilling.num_reserved(len(decoding))
-            self._plan.copy(self.recoveries.prefetches.request(step, loads, room))
+        loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
@@ -319,11 +314,7 @@ class Scheduler:
         begun = [sequence for sequence in step.completed if not sequence.finished]
         output = StepOutput(begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
-            drains = sequence.status is SequenceStatus.DRAINING
-            if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached
-                sequence.num_computed_tokens = num_computed
-                decodes = drains or sequence.status is SequenceStatus.DECODE
-                sequence.prefilled = decodes and num_computed == sequence.decode_base
+            if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self._cache_full_blocks(sequence, num_computed)
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
