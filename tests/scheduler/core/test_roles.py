@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from pagewise_scheduler.core.recovery import prefetch as prefetch_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.recovery.remote_tier import Peer
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.moves import Moves
@@ -22,7 +22,7 @@ from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, evict
 from tests.scheduler.core.driving import assert_all_free, check_states, expected_beams, expected_tokens
-from tests.scheduler.core.fleets import fleet
+from tests.scheduler.core.fleets import Node, fleet
 
 COSTS = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
 """Computing a block takes much longer than fetching it."""
@@ -32,7 +32,11 @@ class Fleet:
     """Executors with roles, and requests that are placed among them and move. ``moved``: how often each request did."""
 
     def __init__(self, roles: Sequence[Role], routing: RoutingName = "ttft", **options: Any) -> None:
-        self.nodes = fleet(len(roles), **({"recovery": "auto", "costs": COSTS} | options))
+        given: dict[str, Any] = {"costs": COSTS} | options
+        self.nodes = fleet(len(roles), **given)
+        directory = self.nodes[0].scheduler.recoveries.directory
+        assert directory is not None
+        self.directory = directory
         self.views = [ExecutorView(node.scheduler, role) for node, role in zip(self.nodes, roles, strict=True)]
         self.roles, self.routing = Roles(), make_routing(routing)
         self.moves = [Moves(view, self.roles, lambda view: None) for view in self.views]
@@ -89,8 +93,7 @@ class Fleet:
             for where in self.alive:
                 self.step(where, 3)
                 self.nodes[where].deliver()
-            busy = [self.nodes[where] for where in self.alive]
-            if not any(node.scheduler.requests or node.results or node.executor.copying for node in busy):
+            if not any(_is_busy(self.nodes[where]) for where in self.alive):
                 return
         raise AssertionError("it waits for ever")
 
@@ -102,7 +105,7 @@ class Fleet:
         node.scheduler.kv.close()
         node.results.clear()
         node.executor.copying.clear()
-        del self._directory.peers[node.name]
+        del self.directory.peers[node.name]
         for other in self.alive:
             self.nodes[other].executor.peers.pop(node.name)
             self.nodes[other].scheduler.peer_lost(node.name)
@@ -114,7 +117,7 @@ class Fleet:
         node, old = self.nodes[where], self.views[where]
         (fresh,) = fleet(1, costs=COSTS, num_blocks=old.scheduler.kv.pool.num_blocks)
         node.scheduler, node.executor = fresh.scheduler, fresh.executor
-        node.scheduler.recoveries.join(self._directory, Peer(node.name, "", node.scheduler, lambda: None))
+        node.scheduler.recoveries.join(self.directory, Peer(node.name, "", node.scheduler, lambda: None))
         self.views[where] = view = ExecutorView(node.scheduler, old.role)
         self.moves[where] = Moves(view, self.roles, lambda view: None)
         self.alive.append(where)
@@ -122,11 +125,10 @@ class Fleet:
             self.nodes[other].executor.peers[node.name] = node.executor
             node.executor.peers[self.nodes[other].name] = self.nodes[other].executor
 
-    @property
-    def _directory(self) -> PrefixDirectory:
-        directory = self.nodes[0].scheduler.recoveries.directory
-        assert directory is not None
-        return directory
+
+def _is_busy(node: Node) -> bool:
+    prefetches = node.scheduler.recoveries.prefetches
+    return bool(node.scheduler.requests or prefetches or node.results or node.executor.copying)
 
 
 def serve(served: Fleet, request: Request) -> Request:

@@ -64,13 +64,12 @@ class Prefetch:
 
 
 class Prefetches:
-    """All prefetches of one executor. ``at_peers``: finds the peer that has the most of a prefix."""
+    """All prefetches of one executor."""
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers, at_peers: AtPeers) -> None:
+    def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers) -> None:
         self._kv = kv
         self._costs = costs
         self._transfers = transfers
-        self._at_peers = at_peers
         self._of: dict[Request, Prefetch] = {}
 
     def __iter__(self) -> Iterator[Prefetch]:
@@ -107,10 +106,10 @@ class Prefetches:
                 path.pop()
             self._kv.take(table, CachedPrefix(path, -1, 0, len(path) * self._kv.block_size))
 
-    def request(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
+    def request(self, step: int, requested: dict[TransferKey, Load], room: int, at_peers: AtPeers) -> Copies:
         """Add to ``requested`` what ``step`` brings of what others have computed by now: a piece of each prefetch.
 
-        ``room``: blocks that it may take. Returns the copies that make room for it.
+        ``room``: blocks that it may take. ``at_peers``: finds them. Returns the copies that make room for it.
         """
         copies: list[BlockCopy] = []
         for prefetch in list(self._of.values()):
@@ -118,7 +117,7 @@ class Prefetches:
                 continue
             start, found = len(prefetch.table.blocks), None
             if room > 0:
-                found = self._at_peers(prefetch.table.cache_salt, prefetch.tokens, start)
+                found = at_peers(prefetch.table.cache_salt, prefetch.tokens, start)
             if found is None:
                 prefetch.asks = False
                 self._let_go(prefetch)

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, Remot
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
 from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
@@ -54,7 +55,7 @@ class Recoveries:
         self.storages = {storage.name: storage for storage in storages}
         self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
         self.transfers = Transfers(kv, costs, self.storages)
-        self.prefetches = Prefetches(kv, costs, self.transfers, self._at_peers)
+        self.prefetches = Prefetches(kv, costs, self.transfers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
@@ -233,6 +234,11 @@ class Recoveries:
                 load = requested.setdefault(key, Load(source.link_from(tier), source.epoch))
                 load.parts.append((recovery, places, blocks))
                 self.transfers.begin(load, len(places))
+
+    def request_ahead(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
+        """Add to ``requested`` what ``step`` brings for prefetches, which may take ``room`` blocks. Returns the copies
+        that make room for it."""
+        return self.prefetches.request(step, requested, room, self._at_peers)
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""

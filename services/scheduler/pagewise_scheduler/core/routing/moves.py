@@ -12,6 +12,7 @@ from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from pagewise_scheduler.core.routing.roles import Roles, may_move
+from pagewise_scheduler.core.scheduling.departures import begin_leaving, leaves
 from pagewise_scheduler.core.scheduling.step import StepOutput
 
 
@@ -71,9 +72,7 @@ class Moves:
         if self._num_ended != self._roles.num_ended:  # else there is no more room than before
             self._num_ended = self._roles.num_ended
             self._let_leave(executors, now)
-        if not self._leaving:
-            return []
-        left = [(request, self._leaving[request]) for request in self._source.scheduler.departures.take()]
+        left = [(request, to) for request, to in self._leaving.items() if leaves(self._source.scheduler, request)]
         return [Move(request, decoder if decoder in executors else None) for request, decoder in left]
 
     def _let_leave(self, executors: Sequence[ExecutorView], now: float) -> None:
@@ -84,7 +83,7 @@ class Moves:
             elif (decoder := self._with_room(request, executors, now)) is not None:
                 del self._staying[request]
                 self._fetch(decoder, request, request.sequences[0].num_tokens - 1)
-                self._source.scheduler.departures.begin(request)
+                begin_leaving(self._source.scheduler, request)
                 self._leaving[request] = decoder
             else:
                 break

@@ -173,7 +173,7 @@ class PrefillSet:
         if self._recoveries.prefetches:
             # What those who run have yet to take, and what stays free beside them.
             reserved = self._blocks_owed() + self._watermark(num_decoding + len(self._members))
-            copies = self._recoveries.prefetches.request(step, loads, self._kv.num_available - reserved)
+            copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
             self._plan.copy(copies)
         return loads
 

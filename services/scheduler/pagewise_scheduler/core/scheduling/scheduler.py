@@ -17,7 +17,6 @@ from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
-from pagewise_scheduler.core.scheduling.departures import Departures
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
@@ -83,7 +82,6 @@ class Scheduler:
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
-        self.departures = Departures(self.waiting, self.steps_in_flight, self._vacate, self._forget)
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -170,17 +168,17 @@ class Scheduler:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
-            self._vacate(sequence)
+            self.vacate(sequence)
         sequence.end(reason, stop_reason)
         if sequence.request.finished:
-            self._forget(sequence.request)
+            self.forget(sequence.request)
 
-    def _forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """A request is not here any more; harmless the second time."""
         if self._requests.pop(request.request_id, None) is not None:
             self.waiting.forget_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
-            self.departures.forget(request)
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
@@ -188,12 +186,11 @@ class Scheduler:
         for request in requests:
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
-                    self._vacate(sequence)
+                    self.vacate(sequence)
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()
         self._shares.clear()
-        self.departures.clear()
         self._requests.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -321,7 +318,7 @@ class Scheduler:
             self._beam_groups.ended(request, output)
         for sequence in output.finished:
             if sequence.request.chooses:
-                self._forget(sequence.request)
+                self.forget(sequence.request)
         return output
 
     def copied(self, message: Copied) -> None:
@@ -369,7 +366,7 @@ class Scheduler:
         sequence.row = -1
         sequence.last_step = self.last_step
 
-    def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
+    def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
         if sequence.status is SequenceStatus.DECODE:
@@ -393,7 +390,7 @@ class Scheduler:
         blocks, references = sequence.table.blocks, self.kv.pool.references
         freed = sum(1 for block in blocks if references(block) == 1)
         sequence.note(Preempted(self._now, reason, len(blocks), freed))
-        self._vacate(sequence, ends=False)
+        self.vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1
