@@ -117,6 +117,8 @@ class Fleet:
         node, old = self.nodes[where], self.views[where]
         (fresh,) = fleet(1, costs=COSTS, num_blocks=old.scheduler.kv.pool.num_blocks)
         node.scheduler, node.executor = fresh.scheduler, fresh.executor
+        node.scheduler.epoch = old.scheduler.epoch + 1
+        node.executor.reset(node.scheduler.epoch)
         node.scheduler.recoveries.join(self.directory, Peer(node.name, "", node.scheduler, lambda: None))
         self.views[where] = view = ExecutorView(node.scheduler, old.role)
         self.moves[where] = Moves(view, self.roles, lambda view: None)
@@ -186,6 +188,7 @@ def test_a_prompt_that_is_cached_where_others_decode_is_computed_there() -> None
     prompt = list(range(40))
     first = serve(served, create_request(prompt=prompt, max_tokens=8))
     output = first.sequences[0].output_token_ids.tolist()
+    evict(served.nodes[0].scheduler, 64)
     again = create_request(prompt=[*prompt, *output, 7, 7, 7], max_tokens=8)
     served.add(again)
     assert served.node_of(again) == 1

@@ -16,6 +16,12 @@ from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 
 _LATELY = 0.02
 _FIRST_GUESS = 128.0
+_WEIGHT_OF_PAUSES = 5.0
+"""What a second costs by which a prompt holds up a sequence at an executor for decoding, in seconds to a first token.
+
+In replays (``benchmarks/roles``) 1 gave a third of the gain in the time between tokens away, and 20 let prompts wait
+where decoding executors had time for them.
+"""
 
 
 class Continuation(NamedTuple):
@@ -56,25 +62,19 @@ class AfterPrompt:
         self._query = query
         decoders = [executor for executor in executors if executor.role != "prefill"] if moves else []
         self._decoders = {decoder: decoder.find(query) for decoder in decoders}
-        self._others_prefill = any(executor.role != "decode" for executor in executors)
         self._output_tokens = output_tokens
         self._now = now
 
     def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
-        """The cheapest continuation of a prompt that is computed at ``executor``; infinite where it must not be.
-
-        Who decodes there waits meanwhile, and who is to come does. So what takes a decode executor more than a step is
-        computed elsewhere, if there is anybody to do it.
-        """
+        """The cheapest continuation of a prompt that is computed at ``executor``, with what others lose by that: who
+        decodes there waits meanwhile. Executors for decoding are spared that, as long as others are not too busy."""
         if executor.role == "prefill":
             moving = self.best_elsewhere(executor, estimate.recovery)
             if moving.decoder is not None:
                 return moving._replace(seconds=moving.seconds + estimate.recovery * executor.num_decoding)
-        if executor.role == "decode" and self._others_prefill:
-            most = executor.share * executor.scheduler.limits.max_num_batched_tokens
-            if self._query.num_tokens - estimate.start > most:
-                return Continuation(None, inf)
-        waiting = max(executor.num_decoding, executor.costs.decoding)
+        waiting = max(executor.num_decoding, executor.costs.decoding)  # or who is to come meanwhile
+        if executor.role == "decode":
+            waiting *= _WEIGHT_OF_PAUSES
         return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
 
     def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
