@@ -70,7 +70,7 @@ async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) ->
             await all_right(streams)
             await all_right([asyncio.create_task(stream(client, case, Outcome(case))) for case in cases])
         assert cluster.metric("requests_without_role_total", role="decode") >= len(cases)
-        assert cluster.scheduler.output().count("no executor is left for decode: the others do both") == 1
+        assert cluster.scheduler.output().count("no executor is there for decode: the others do both") == 1
         assert cluster.metric("request_success_total", finished_reason="error") == 0
     finally:
         cluster.close()

@@ -209,6 +209,10 @@ class Metrics:
         self.num_prompt_tokens_waiting = self._gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the sequences that wait to run."
         )
+        self.num_requests_staying = self._gauge(
+            "num_requests_staying",
+            "Requests that decode where their prompt was computed, because no decode executor has room for them.",
+        )
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )

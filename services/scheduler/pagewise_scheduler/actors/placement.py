@@ -52,10 +52,15 @@ class Placer:
     def _look_for_roles(self) -> None:
         lacks, self.lacks = self.lacks, _lacking({view.role for view in self._engines})
         if self.lacks is not None and self.lacks != lacks:
-            log.warning("no executor is left for %s: the others do both", self.lacks)
+            log.warning("no executor is there for %s: the others do both", self.lacks)
 
     def _touch(self, view: ExecutorView) -> None:
         self._engines[view].touch()
+
+    @property
+    def num_staying(self) -> int:
+        """Requests that decode where their prompt was computed, because nobody else has room."""
+        return sum(moves.num_staying for moves in self._moves.values())
 
     def load(self, engine: Engine) -> int:
         """Sequences placed on an engine that have not finished."""

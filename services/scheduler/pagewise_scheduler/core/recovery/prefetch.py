@@ -85,7 +85,9 @@ class Prefetches:
         if prefetch is None:
             table = self._kv.new_table(sequence.request.cache_salt)
             prefetch = self._of[sequence.request] = Prefetch(sequence.request, table)
-        prefetch.tokens = sequence.tokens_between(0, num_tokens // self._kv.block_size * self._kv.block_size)
+        stop = num_tokens // self._kv.block_size * self._kv.block_size
+        if 4 * stop > len(prefetch.tokens):  # it is less if they are being computed anew: what is on its way stays
+            prefetch.tokens = sequence.tokens_between(0, stop)
         if not prefetch.stopped:
             prefetch.asks = True
             self._hold(prefetch)
