@@ -97,11 +97,13 @@ bench-gpu: setup ## Measure on a GPU: kernels beside their peers, the engine bes
 	$(PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
 	$(PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 
-experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 50 minutes)
+experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about an hour)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
 	$(PY) -m benchmarks.recovery.storage --json benchmarks/results/recovery-storage-cpu.json
+	$(PY) -m benchmarks.kv_mapping.run --json benchmarks/results/kv-mapping.json --plot docs/figures/kv-mapping.svg
+	$(PY) -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu --cases "decode 1" "decode 16" "decode 32" "prefill 512" --threads 1 --json benchmarks/results/kv-mapping-steps.json
 	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
 	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
 	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json

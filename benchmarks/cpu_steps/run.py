@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_steps.run
     python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+bfloat16 --json FILE
+    python -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
 scheduler. The processes take turns. CPU milliseconds are those of the whole process; every number is the median and the
@@ -53,7 +54,10 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         dtype="bfloat16" if option == "bfloat16" else "float32",
         kernels=kernels,  # type: ignore[arg-type]
         quantization="int8" if option == "int8" else "none",
+        kv_mapping="mmu" if option == "mmu" else "table",
+        kv_layout="blocks" if option == "mmu" else "layers",  # else there would be too many maps
         num_blocks=1600,
+        max_num_seqs=32,
         profile=False,
         threads=threads or "auto",
         block_size=BLOCK_SIZE,

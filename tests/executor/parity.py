@@ -1,6 +1,7 @@
 """Checks that a runner generates what transformers does, for tests of several engines."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -34,8 +35,11 @@ def check_family(
     attention: str = "sdpa",
     kernels: str = "auto",
     quantization: str = "none",
+    shape: Mapping[str, int] | None = None,
+    **options: object,
 ) -> None:
-    build_model(family, path, seed=7)
+    """``shape``: settings of the model that differ from the family's. ``options``: further ones of the executor."""
+    build_model(family, path, seed=7, **(shape or {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
     ).to(device)
@@ -54,6 +58,7 @@ def check_family(
             quantization=quantization,  # type: ignore[arg-type]
             block_size=block_size,
             num_blocks=600,
+            **options,  # type: ignore[arg-type]
         )
     )
     everyone = list(range(len(LENGTHS)))

@@ -183,6 +183,30 @@ class InputBatch:
         )
         return rows, positions
 
+    def sampled_positions(self, work: StepWork) -> Int64s:
+        """Return the positions of the tokens that a step samples, in the order of the sampled rows."""
+        completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
+        return np.concatenate([self.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
+
+    def kept_logits(self, work: StepWork) -> tuple[list[int], list[tuple[Chunk, int]]]:
+        """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that
+        report log-probabilities; and the chunks of these prompts, each with the number of positions it reports."""
+        kept = list(range(len(work.decoding)))
+        offset = len(work.decoding)
+        extra: list[int] = []
+        reported: list[tuple[Chunk, int]] = []
+        for chunk in work.chunks:
+            if chunk.completes:
+                kept.append(offset + chunk.size - 1)
+            held = self.sequences[chunk.row]
+            if held.sampling.prompt_logprobs is not None:
+                count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
+                if count > 0:
+                    extra += range(offset, offset + count)
+                    reported.append((chunk, count))
+            offset += chunk.size
+        return kept + extra, reported
+
     def slot_mapping(self, rows: Int64s, positions: Int64s) -> Int64s:
         """Return the pool slot of each position [n] of its row [n]: block id times block size plus offset."""
         blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)

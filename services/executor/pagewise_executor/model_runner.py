@@ -12,16 +12,18 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
 
+from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
-from pagewise_executor.input_batch import Chunk, InputBatch, Int64s, StepWork
+from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, pool_size
+from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
+from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.kernel_choice import with_block_size
@@ -85,7 +87,7 @@ class ModelRunner:
             reserved = self._measure_activations(config, loaded, kv_dtype)
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
-        block_format = loaded.block_format(kv_dtype, config.kv_layout)
+        block_format = loaded.block_format(kv_dtype, layout_of(config))
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
@@ -113,15 +115,17 @@ class ModelRunner:
 
     def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
             loaded.shapes,
             num_blocks,
             config.block_size,
             kv_dtype,
             self._device,
-            layout=config.kv_layout,
+            layout=layout_of(config),
             heads_first=loaded.heads_first,
             triton=loaded.kernels == "triton",
+            memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
         )
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
@@ -151,6 +155,8 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         del self._pool
         self._engine.detach()
+        if self._memory is not None:
+            self._memory.free()
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config)
@@ -279,12 +285,15 @@ class ModelRunner:
         self._penalties: Penalties
         self._compute_logprobs: ComputeLogprobs
         self._graphs: DecodeGraphs | None = None
+        self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
         rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
         if loaded.kernels != "triton":
             self._token_sampler = TorchTokenSampler(device)
             self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
         if loaded.kernels == "torch":
-            self._engine = TorchEngine(loaded, TorchBackend(device))
+            self._engine = TorchEngine(
+                loaded, TorchBackend(device) if self._memory is None else MappedBackend(self._memory, device)
+            )
             return
         if loaded.kernels == "cpu":
             from pagewise_executor.attention.cpu_attention import CpuBackend
@@ -322,7 +331,7 @@ class ModelRunner:
     def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
         rows = work.sampled_rows
-        positions = self._upload(self._sampled_positions(work))
+        positions = self._upload(self._batch.sampled_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
         self._last_tokens[self._upload(np.array(rows, np.int64))] = tokens
         return tokens, logprobs
@@ -344,15 +353,10 @@ class ModelRunner:
         if work.chunks:
             known = [batch.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
             ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
-        kept, reported = _kept_logits(work, batch)
+        kept, reported = batch.kept_logits(work)
         logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)
         return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
-
-    def _sampled_positions(self, work: StepWork) -> Int64s:
-        """Return the positions of the tokens that this step samples, in the order of the sampled rows."""
-        completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
-        return np.concatenate([self._batch.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
 
     def _prompt_logprobs(
         self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
@@ -374,26 +378,6 @@ class ModelRunner:
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
-
-
-def _kept_logits(work: StepWork, batch: InputBatch) -> tuple[list[int], list[tuple[Chunk, int]]]:
-    """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that report
-    log-probabilities; and the chunks of these prompts, each with the number of positions it reports."""
-    kept = list(range(len(work.decoding)))
-    offset = len(work.decoding)
-    extra: list[int] = []
-    reported: list[tuple[Chunk, int]] = []
-    for chunk in work.chunks:
-        if chunk.completes:
-            kept.append(offset + chunk.size - 1)
-        held = batch.sequences[chunk.row]
-        if held.sampling.prompt_logprobs is not None:
-            count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
-            if count > 0:
-                extra += range(offset, offset + count)
-                reported.append((chunk, count))
-        offset += chunk.size
-    return kept + extra, reported
 
 
 def _device_name(device: torch.device) -> str:

@@ -21,6 +21,7 @@ GROUPS = {
         "kv_memory",
         "kv_dtype",
         "kv_layout",
+        "kv_mapping",
         "host_memory",
         "host_memory_dir",
         "keep_host_memory",

@@ -297,9 +297,19 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         Literal["layers", "blocks"],
         _help(
             "whether the KV of one layer or that of one block is contiguous in the pool",
-            more="With `blocks`, which needs Triton kernels, blocks are copied in longer pieces.",
+            more="With `blocks`, which needs Triton kernels or `--kv-mapping mmu`, blocks are copied, or mapped, in "
+            "longer pieces.",
         ),
     ] = "layers"
+    kv_mapping: Annotated[
+        Literal["table", "mmu"],
+        _help(
+            "how attention finds a sequence's blocks; table: by its block table, mmu: at consecutive addresses, where "
+            "they are mapped",
+            more="`mmu` is an experiment ([experiments.md](experiments.md#page-tables-in-hardware)). It needs Linux, "
+            "PyTorch's attention, and blocks that are whole pages ([below](#sizing)).",
+        ),
+    ] = "table"
     host_memory: Annotated[
         str | None, _help("host memory for KV that is evicted from the device, such as 16GiB (default: none)", "SIZE")
     ] = None

@@ -143,6 +143,9 @@ def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: 
         ({"deterministic": True}, "--deterministic needs the Triton kernels"),
         ({"kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
         ({"kv_layout": "blocks"}, "--kv-layout blocks needs the Triton kernels"),
+        ({"kv_mapping": "mmu", "kernels": "cpu"}, "--kv-mapping mmu needs PyTorch's attention: not with --kernels cpu"),
+        ({"kv_mapping": "mmu", "kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
+        ({"kv_mapping": "mmu", "deterministic": True}, "--deterministic needs the Triton kernels"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_weights_are_read(

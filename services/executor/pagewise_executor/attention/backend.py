@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVScales
+from pagewise_executor.kv.kv_pool import KVPool, KVScales
 
 
 class StepAttention(Protocol):
@@ -32,8 +32,12 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     """Prepares the attention of each step of one model."""
 
-    def reset(self, batch: InputBatch) -> None:
-        """Use the empty ``batch`` from now on."""
+    def reset(self, batch: InputBatch, pool: KVPool) -> None:
+        """Use the empty ``batch`` from now on, whose block tables name blocks of ``pool``.
+
+        Raises:
+            ModelError: the backend cannot apply the block tables of this batch.
+        """
         ...
 
     def update_block_tables(self, work: StepWork) -> None:
@@ -54,7 +58,7 @@ class ForwardContext:
 
 @dataclass(slots=True)
 class PagedLayer:
-    """One layer of the KV pool, attached to the layer's attention module.
+    """One layer of the KV pool, attached to the layer's attention module; ``number`` counts them.
 
     ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim]. ``scales``: the scales of float8 KV, else None.
     ``forward_context.step`` is set before each forward pass.
@@ -64,6 +68,7 @@ class PagedLayer:
     values: torch.Tensor
     forward_context: ForwardContext
     scales: KVScales | None = None
+    number: int = 0
 
     def attend(
         self,

@@ -7,6 +7,7 @@ from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
 
 
 class CpuStepAttention:
@@ -49,7 +50,7 @@ class CpuStepAttention:
 class CpuBackend:
     """Prepares the attention of one model's steps on the CPU."""
 
-    def reset(self, batch: InputBatch) -> None:
+    def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         self._batch = batch
 

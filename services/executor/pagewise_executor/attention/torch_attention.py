@@ -10,6 +10,7 @@ from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import ChunkContext, DecodeGroup, group_decodes
 from pagewise_executor.attention.decode import attend, decode_gathered, decode_in_place
 from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.uploads import Uploads
 
 
@@ -47,7 +48,8 @@ class TorchStep:
             output.index_copy_(0, group.index, attended)
         for chunk in self.chunks:
             own = slice(chunk.offset, chunk.offset + chunk.size)
-            output[own] = _prefill(q[own], k[own], v[own], layer, chunk, scale, window, softcap)
+            keys, values = (k[own], v[own]) if not chunk.start else _gathered(layer, chunk, q.dtype)
+            output[own] = attend_chunk(q[own], keys, values, chunk.start, scale, window, softcap)
         return output
 
 
@@ -57,7 +59,7 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self._upload = Uploads(device)
 
-    def reset(self, batch: InputBatch) -> None:
+    def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         self._batch = batch
 
@@ -101,32 +103,42 @@ class TorchBackend:
         return contexts
 
 
-def _prefill(
+def _gathered(layer: PagedLayer, chunk: ChunkContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of K and V of a chunk's context [start + size, kv_heads, head_dim]."""
+    stop = chunk.start + chunk.size
+    keys, values = (t.index_select(0, chunk.blocks).flatten(0, 1)[:stop] for t in (layer.keys, layer.values))
+    return keys.to(dtype), values.to(dtype)
+
+
+def attend_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layer: PagedLayer,
-    chunk: ChunkContext,
+    start: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend with one prefill chunk to its context, positions 0 to start + size, causally."""
-    kv_heads, heads = k.shape[1], q.shape[1]
-    stop = chunk.start + chunk.size
-    if chunk.start:
-        k = layer.keys.index_select(0, chunk.blocks).flatten(0, 1)[:stop].to(q.dtype)
-        v = layer.values.index_select(0, chunk.blocks).flatten(0, 1)[:stop].to(q.dtype)
-    queries, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    if heads != kv_heads:
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-    if chunk.start == 0 and not softcap and (not window or window >= stop):
+    """Attend with a prefill chunk, q [size, heads, head_dim], to its context from position 0 on, causally.
+
+    ``k``, ``v`` [start + size, kv_heads, head_dim]: of the positions before the chunk, and its own. Returns [size,
+    heads, head_dim].
+    """
+    size, heads, dim = q.shape
+    stop, kv_heads = start + size, k.shape[1]
+    # The KV heads become the batch, so that on the CPU the query heads that share one need no copies of it. Whether
+    # all of a GPU's kernels take strides of zero has not been tried.
+    queries = q.reshape(size, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    k, v = (t.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
+    if q.device.type != "cpu":
+        k, v = k.contiguous(), v.contiguous()
+    if start == 0 and not softcap and (not window or window >= stop):
         attended = F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale)
     else:
         positions = torch.arange(stop, device=q.device)
-        own = positions[chunk.start :, None]
+        own = positions[start:, None]
         mask = positions <= own
         if window:
             mask &= positions > own - window
         attended = attend(queries, k, v, mask, scale, softcap)
-    return attended[0].transpose(0, 1)
+    return attended.permute(2, 0, 1, 3).reshape(size, heads, -1)

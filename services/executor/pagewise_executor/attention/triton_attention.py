@@ -11,6 +11,7 @@ from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
@@ -116,7 +117,7 @@ class TritonBackend:
         self._upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
 
-    def reset(self, batch: InputBatch) -> None:
+    def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]

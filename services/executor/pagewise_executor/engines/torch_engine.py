@@ -19,17 +19,20 @@ class TorchEngine:
 
     def attach(self, pool: KVPool) -> None:
         """See ``ModelEngine``."""
-        for module, keys, values, scales in zip(self._layers, pool.keys, pool.values, pool.scales, strict=True):
-            module.paged_layer = PagedLayer(keys, values, self.forward_context, scales)  # type: ignore[assignment]
+        self._pool = pool
+        tensors = zip(self._layers, pool.keys, pool.values, pool.scales, strict=True)
+        for number, (module, keys, values, scales) in enumerate(tensors):
+            module.paged_layer = PagedLayer(keys, values, self.forward_context, scales, number)  # type: ignore[assignment]
 
     def detach(self) -> None:
         """See ``ModelEngine``."""
+        del self._pool
         for module in self._layers:
             del module.paged_layer
 
     def reset(self, batch: InputBatch) -> None:
         """See ``ModelEngine``."""
-        self._attention.reset(batch)
+        self._attention.reset(batch, self._pool)
 
     def update_block_tables(self, work: StepWork) -> None:
         """See ``ModelEngine``."""

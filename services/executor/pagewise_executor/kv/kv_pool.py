@@ -1,5 +1,7 @@
 """The KV pool: the device memory that blocks are made of, and how large it may be."""
 
+import functools
+import math
 import mmap
 import os
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
 BlockIds = npt.NDArray[np.int32]
-Layout = Literal["layers", "blocks"]
+Layout = Literal["layers", "blocks", "tokens"]
 
 FP8 = torch.float8_e4m3fn
 
@@ -60,8 +62,10 @@ class KVPool:
     ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None.
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
-    a block is copied in one piece. ``heads_first``: in the memory of a block the heads come before the tokens; only the
-    strides of ``keys`` and ``values`` tell. ``triton``: the Triton kernels make the copies.
+    a block is copied in one piece; "tokens" does so too, and in a block all layers of a token, so that the tokens of
+    blocks that follow each other lie at equal distances in each layer. ``heads_first``: in the memory of a block the
+    heads come before the tokens; only the strides of ``keys`` and ``values`` tell. ``triton``: the Triton kernels make
+    the copies. ``memory``: what the pool lies in, uint8 [num_blocks * bytes_per_block]; None: memory of its own.
 
     Raises:
         ModelError: the device has no room for it.
@@ -78,24 +82,33 @@ class KVPool:
         layout: Layout = "layers",
         heads_first: bool = False,
         triton: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = device
         self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
         self._triton = triton
+        self._memory = memory
+        self._over = functools.partial(
+            KVPool, shapes, block_size=block_size, dtype=dtype, device=device, layout=layout, heads_first=heads_first
+        )
         # Each region is uint8 [parts, num_blocks, bytes]: parts of equal size, or the whole of each block.
-        self._regions: list[torch.Tensor] = []
+        self.regions: list[torch.Tensor] = []
         groups = _parts(shapes, block_size, dtype, heads_first)
-        if layout == "blocks":
-            views = self._together([part for group in groups for part in group])
-        else:
+        if layout == "layers":
             views = [view for group in groups for view in self._apart(group)]
+        else:
+            views = self._together([part for group in groups for part in group], layout == "tokens")
         layers = len(shapes)
         self.keys, self.values = views[:layers], views[layers : 2 * layers]
         scales = views[2 * layers :]
         self.scales: list[KVScales | None] = [
             KVScales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
         ]
+
+    def over(self, memory: torch.Tensor, num_blocks: int) -> "KVPool":
+        """Return a pool in the layout of this one that lies in ``memory`` uint8 [num_blocks * bytes_per_block]."""
+        return self._over(num_blocks, memory=memory)
 
     def _apart(self, parts: list[_Part]) -> list[torch.Tensor]:
         """Allocate the parts apart from each other, in one region if they are all of one size."""
@@ -104,26 +117,29 @@ class KVPool:
             return [_view(region[number], part) for number, part in enumerate(parts)]
         return [_view(self._region(1, part.size)[0], part) for part in parts]
 
-    def _together(self, parts: list[_Part]) -> list[torch.Tensor]:
-        """Allocate one region in which all parts of a block lie next to each other."""
+    def _together(self, parts: list[_Part], by_token: bool) -> list[torch.Tensor]:
+        """Allocate one region in which all parts of a block lie next to each other, or those of each token in it."""
         region = self._region(1, sum(part.size for part in parts))[0]
+        if by_token:
+            region = region.view(self.num_blocks, self.block_size, -1)
         views, start = [], 0
         for part in parts:
-            views.append(_view(region[:, start : start + part.size], part))
-            start += part.size
+            stop = start + part.size // (self.block_size if by_token else 1)
+            views.append(_view(region[..., start:stop], part))
+            start = stop
         return views
 
     def _region(self, parts: int, size: int) -> torch.Tensor:
+        shape = parts, self.num_blocks, size
+        if self._memory is not None:
+            start = sum(region.numel() for region in self.regions)
+            self.regions.append(self._memory[start : start + math.prod(shape)].view(shape))
+            return self.regions[-1]
         try:
-            region = _zeros(parts * self.num_blocks * size, self.device).view(parts, self.num_blocks, size)
+            region = _zeros(math.prod(shape), self.device).view(shape)
         except (torch.OutOfMemoryError, OSError) as error:
-            pool = size_text(self.num_blocks * self.bytes_per_block)
-            raise ModelError(
-                f"not enough memory on {self.device} for a KV pool of {pool}: "
-                "is another process using it? Ask for less with --kv-memory, or name another GPU in "
-                "CUDA_VISIBLE_DEVICES"
-            ) from error
-        self._regions.append(region)
+            raise no_room_for_pool(self.device, self.num_blocks * self.bytes_per_block) from error
+        self.regions.append(region)
         return region
 
     def copy_blocks(self, pairs: npt.NDArray[np.int32]) -> None:
@@ -132,7 +148,7 @@ class KVPool:
             from pagewise_kernels.block_copy import copy_blocks
 
             on_device = self._to_device(pairs)
-            for region in self._regions:
+            for region in self.regions:
                 copy_blocks(region, on_device)
         else:
             self.scatter(pairs[:, 1], self.gather(pairs[:, 0]))
@@ -158,7 +174,7 @@ class KVPool:
 
     def _move(self, blocks: BlockIds, staged: Raw, *, gather: bool) -> None:
         start = 0
-        for region in self._regions:
+        for region in self.regions:
             parts, _, size = region.shape
             columns = staged[:, start : start + parts * size]
             start += parts * size
@@ -175,6 +191,14 @@ class KVPool:
 
     def _to_device(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device, non_blocking=True)
+
+
+def no_room_for_pool(device: torch.device, size: int) -> ModelError:
+    """Return the error that says that a device has no room for a KV pool of ``size`` bytes."""
+    return ModelError(
+        f"not enough memory on {device} for a KV pool of {size_text(size)}: is another process using it? Ask for less "
+        "with --kv-memory, or name another GPU in CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
@@ -212,7 +236,10 @@ def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:
 
 
 def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
-    """View ``memory`` uint8 [num_blocks, part.size], whose rows may lie apart, as [num_blocks, *part.shape]."""
+    """View ``memory`` uint8 [num_blocks, part.size] as [num_blocks, *part.shape].
+
+    Its rows may lie apart, and so may its tokens: uint8 [num_blocks, block_size, bytes of a token].
+    """
     if part.heads_first:
         tokens, heads, *rest = part.shape
         return memory.view(part.dtype).view(len(memory), heads, tokens, *rest).transpose(1, 2)
@@ -230,8 +257,8 @@ def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, devic
     Raises:
         ModelError: the type or the layout needs other kernels, or another GPU.
     """
-    if config.kv_layout == "blocks" and kernels != "triton":
-        raise ModelError("--kv-layout blocks needs the Triton kernels")
+    if config.kv_layout == "blocks" and kernels != "triton" and config.kv_mapping != "mmu":
+        raise ModelError("--kv-layout blocks needs the Triton kernels, or --kv-mapping mmu")
     if config.kv_dtype == "auto":
         return dtype
     if kernels != "triton":
@@ -239,6 +266,11 @@ def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, devic
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
     return FP8
+
+
+def layout_of(config: ExecutorConfig) -> Layout:
+    """Return the layout of the pool that ``--kv-layout`` asks for: page tables need tokens at equal distances."""
+    return "tokens" if (config.kv_layout, config.kv_mapping) == ("blocks", "mmu") else config.kv_layout
 
 
 def pool_size(

@@ -9,6 +9,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.kv.kv_pool import kv_dtype_for
+from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.models import openvino_choice
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def candidates(
     """
     if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype)):
         raise ModelError(f"--quantization {config.quantization}: {flaw}")
+    if config.kv_mapping == "mmu":
+        if _wanted(config, device) != ("torch",):
+            raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")
+        physical_memory(device)  # refuses what this machine cannot map
     found = Candidates([], [])
     for kernels in _wanted(config, device):
         match kernels:
@@ -135,6 +140,8 @@ def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
 def _wanted(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
     if config.kernels != "auto":
         return (config.kernels,)
+    if config.kv_mapping == "mmu":
+        return ("torch",)
     if config.quantization != "none":
         return ("cpu", "torch")
     if device.type != "cpu":

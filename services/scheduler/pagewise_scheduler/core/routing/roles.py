@@ -19,8 +19,8 @@ _FIRST_GUESS = 128.0
 _WEIGHT_OF_PAUSES = 5.0
 """What a second costs by which a prompt holds up a sequence at an executor for decoding, in seconds to a first token.
 
-Found by replays (``benchmarks/roles/run.py``): with 1 much of the gain in the time between tokens was lost, with 20 first
-tokens waited while executors for decoding had time for them.
+Found by replays (``benchmarks/roles/run.py``): with 1 much of the gain in the time between tokens was lost, with 20
+first tokens waited while executors for decoding had time for them.
 """
 
 

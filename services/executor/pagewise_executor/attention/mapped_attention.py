@@ -1,0 +1,103 @@
+"""Attention over page tables (``--kv-mapping mmu``): each row's context is a view of consecutive virtual addresses."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.decode import attend
+from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.page_tables import Context, PageTables, PhysicalMemory
+from pagewise_executor.uploads import Uploads
+
+
+@dataclass(slots=True)
+class Queries:
+    """``size`` queries of a row at index ``offset`` of the flat batch, at positions from ``start`` on."""
+
+    offset: int
+    start: int
+    size: int
+    context: Context
+
+
+@dataclass(slots=True)
+class MappedStep:
+    """The attention of one step: its slot mapping ``slots`` [tokens] int64, and its queries, row by row."""
+
+    slots: torch.Tensor
+    queries: list[Queries]
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See ``StepAttention.attend``. K and V are written to the pool, and read where they are mapped."""
+        layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
+        layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
+        output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        for one in self.queries:
+            stop = one.start + one.size
+            first = max(0, one.start + 1 - window) if window else 0
+            keys, values = one.context.keys[layer.number][first:stop], one.context.values[layer.number][first:stop]
+            own = slice(one.offset, one.offset + one.size)
+            if one.size == 1:
+                output[own] = _attend_one(q[own], keys, values, scale, softcap)
+            else:
+                output[own] = attend_chunk(q[own], keys, values, one.start - first, scale, window, softcap)
+        return output
+
+
+class MappedBackend:
+    """Prepares the attention of one model's steps over page tables in ``memory``, in which its pool lies."""
+
+    def __init__(self, memory: PhysicalMemory, device: torch.device) -> None:
+        self._memory = memory
+        self._upload = Uploads(device)
+        self._pages: PageTables | None = None
+
+    def reset(self, batch: InputBatch, pool: KVPool) -> None:
+        """See ``AttentionBackend``."""
+        if self._pages is not None:
+            self._pages.close()
+        self._batch = batch
+        self._pages = PageTables(self._memory, pool, *batch.block_tables.shape)
+
+    def update_block_tables(self, work: StepWork) -> None:
+        """Map what a step changes in the block tables."""
+        assert self._pages is not None
+        for row, start, stop in work.changed_tables:
+            self._pages.map(row, start, self._batch.block_tables[row, start:stop])
+
+    def prepare(self, work: StepWork) -> MappedStep:
+        """See ``AttentionBackend``."""
+        batch, pages = self._batch, self._pages
+        assert pages is not None
+        rows, positions = batch.flat_batch(work)
+        decodes = zip(work.decoding.tolist(), batch.num_computed[work.decoding].tolist(), strict=True)
+        queries = [Queries(offset, start, 1, pages.context(row)) for offset, (row, start) in enumerate(decodes)]
+        offset = len(queries)
+        for chunk in work.chunks:
+            queries.append(Queries(offset, chunk.start, chunk.size, pages.context(chunk.row)))
+            offset += chunk.size
+        return MappedStep(self._upload(batch.slot_mapping(rows, positions)), queries)
+
+
+def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Attend with one query [1, heads, head_dim] to all of k and v [context, kv_heads, head_dim]."""
+    # The query heads that share a KV head become the rows of one small matrix product.
+    packed = q.reshape(1, k.shape[1], -1, q.shape[-1])
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if softcap:
+        seen = torch.ones(k.shape[2], dtype=torch.bool, device=q.device)
+        return attend(packed, k, v, seen, scale, softcap).reshape(1, q.shape[1], -1)
+    return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(1, q.shape[1], -1)
