@@ -1,5 +1,5 @@
-"""Prefill and decode apart, and executors of either role are killed under load: every output is what one executor for
-both would have given. Real processes."""
+"""Prefill and decode apart, and executors of either role are killed or leave under load: every output is what one
+executor for both would have given. Real processes."""
 
 import asyncio
 import signal
@@ -56,10 +56,15 @@ async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) ->
         both.signal(signal.SIGTERM)
         both.wait()
         async with client_of(cluster.url) as client:
-            for victim in ("prefill-0", "decode-0"):
+            for victim, how in (
+                ("prefill-0", signal.SIGKILL),
+                ("decode-0", signal.SIGKILL),
+                ("prefill-1", signal.SIGTERM),
+            ):
                 streams = await streams_that_run_on(client, victim)
-                executors[victim].signal(signal.SIGKILL)
+                executors[victim].signal(how)
                 await all_right(streams)
+                await asyncio.to_thread(executors[victim].wait)
                 executors[victim] = start(victim)
                 await asyncio.to_thread(has_joined, victim, 2)
             assert cluster.metric("requests_without_role_total", role="decode") == 0

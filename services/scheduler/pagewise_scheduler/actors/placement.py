@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from pagewise_shared.protocol import ROLES, Role
 
@@ -33,7 +34,8 @@ class Placer:
         self._roles = Roles()
         self._views: dict[Engine, ExecutorView] = {}
         self._engines: dict[ExecutorView, Engine] = {}
-        self._moves: dict[Engine, Moves] = {}
+        # Of engines that drain too: requests go on leaving them.
+        self._moves: WeakKeyDictionary[Engine, Moves] = WeakKeyDictionary()
 
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
@@ -46,7 +48,7 @@ class Placer:
     def left(self, engine: Engine) -> None:
         """The engine takes none any more."""
         if (view := self._views.pop(engine, None)) is not None:
-            del self._engines[view], self._moves[engine]
+            del self._engines[view]
             self._look_for_roles()
 
     def _look_for_roles(self) -> None:
@@ -98,7 +100,7 @@ class Placer:
         for sequence in output.finished:
             self._roles.ended(len(sequence.output_token_ids))
         moves = self._moves.get(engine)
-        return moves.stepped(output, list(self._engines), clock()) if moves is not None else []
+        return moves.stepped(output, self._engines.keys(), clock()) if moves is not None else []
 
 
 def _lacking(present: set[Role]) -> Role | None:

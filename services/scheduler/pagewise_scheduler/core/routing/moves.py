@@ -5,7 +5,7 @@ request goes on fetches them: those of each chunk as soon as it is computed, so 
 request that nobody has room for stays where it is and decodes there, until there is room.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -54,7 +54,7 @@ class Moves:
         self._staying.pop(request, None)
         self._leaving.pop(request, None)
 
-    def stepped(self, output: StepOutput, executors: Sequence[ExecutorView], now: float) -> list[Move]:
+    def stepped(self, output: StepOutput, executors: Collection[ExecutorView], now: float) -> list[Move]:
         """A step of the executor has come back. Returns the requests that have left: they are to be added elsewhere
         at once. ``executors``: all that take requests."""
         if not self._placed:
@@ -75,7 +75,7 @@ class Moves:
         left = [(request, to) for request, to in self._leaving.items() if leaves(self._source.scheduler, request)]
         return [Move(request, decoder if decoder in executors else None) for request, decoder in left]
 
-    def _let_leave(self, executors: Sequence[ExecutorView], now: float) -> None:
+    def _let_leave(self, executors: Collection[ExecutorView], now: float) -> None:
         """Those that came first go first."""
         for request in list(self._staying):
             if request.sequences[0].status is not SequenceStatus.DECODE or not may_move(request):
@@ -88,7 +88,7 @@ class Moves:
             else:
                 break
 
-    def _with_room(self, request: Request, executors: Sequence[ExecutorView], now: float) -> ExecutorView | None:
+    def _with_room(self, request: Request, executors: Collection[ExecutorView], now: float) -> ExecutorView | None:
         """Where a request goes on from now on, None: nobody has room for it."""
         placement = self._placed[request]
         after = self._roles.after(request, PrefixQuery(request), executors, now)
