@@ -106,6 +106,16 @@ LIMITS = (
     ("log-probabilities", "each token", "pagewise_shared.sampling:MAX_LOGPROBS"),
     ("characters of a client's `X-Request-Id`", "each request", "pagewise_gateway.http.context:MAX_CLIENT_REQUEST_ID"),
     ("entries of `/debug/requests/{id}`, unless for an operator", "", "pagewise_gateway.http.debug:MOST_OF_OWN"),
+    (
+        "hashes of earlier prompts, 8 bytes each ([why](docs/operations.md#repeated-text))",
+        "each gateway",
+        "pagewise_gateway.link.repeat_watch:REMEMBERED_KEYS",
+    ),
+    (
+        "tokens of prompts that wait to be searched for repeated text",
+        "each gateway",
+        "pagewise_gateway.link.repeat_watch:MOST_WAITING_TOKENS",
+    ),
     ("tokens of a sequence", "", "max_model_len"),
     ("waiting sequences", _QUEUE, "max_waiting"),
     ("prompt tokens that wait", _QUEUE, "max_waiting_tokens"),

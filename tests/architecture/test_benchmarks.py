@@ -65,6 +65,17 @@ def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.timeout(180)
+def test_the_benchmark_of_repeated_text_runs(tmp_path: Path) -> None:
+    record = tmp_path / "repeats.json"
+    command = [sys.executable, "-m", "benchmarks.repeats.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(record.read_text())
+    assert all(row["new_us"] > 0 for row in numbers["alone"])
+    assert {row["prompt"] for row in numbers["served"]} == {"ids", "text"}
+
+
 @pytest.mark.timeout(300)
 def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
     record = tmp_path / "routing.json"

@@ -26,6 +26,7 @@ commands:
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
   replay TRACE      run a request trace through the scheduler under a virtual clock
+  segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
 
@@ -81,6 +82,11 @@ def _replay(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
+def _segments(arguments: Sequence[str]) -> int:
+    """Run the gateway's command in another process, as above."""
+    return subprocess.call([sys.executable, "-m", "pagewise_gateway.segment_report.main", *arguments])  # noqa: S603  # nosec B603 # no shell
+
+
 def _wipe(arguments: Sequence[str]) -> int:
     """Run the executor's command in another process, as above."""
     return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
@@ -93,6 +99,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "pmap": pmap,
     "keys": keys,
     "replay": _replay,
+    "segments": _segments,
     "wipe": _wipe,
 }
 

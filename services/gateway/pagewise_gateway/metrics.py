@@ -53,6 +53,14 @@ class Metrics:
         self._bind_http()
         self._bind_latencies()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self.repeated_tokens = self._counter(
+            "repeated_tokens",
+            "Prompt tokens of texts that earlier prompts of the same cache salt contain too, behind other prefixes, so "
+            "that prefix caching does not reach them: what declaring them as segments would save, at least.",
+        )
+        self.unsearched_tokens = self._counter(
+            "unsearched_tokens", "Prompt tokens in which no such texts were looked for, because too many waited."
+        )
         self._request_success = self._raw_counter(
             "request_success", "Sequences that ended, by reason.", ("finished_reason",)
         )

@@ -22,6 +22,7 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
 )
 from pagewise_gateway.text.errors import ChatTemplateError
+from pagewise_gateway.text.tokenizer import Tokenizer
 
 _FEW_PIECES = 32
 """Conversations of so many messages and parts are rendered on the event loop, in turns."""
@@ -91,21 +92,11 @@ async def encode_chat(
         InvalidRequestError: the conversation cannot be rendered, or has no tokens.
         ContextLengthError: as in ``encode_prompt``.
     """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
-        )
-    _check_kwargs(body.chat_template_kwargs)
-    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    check_chat(body)
     characters, pieces = _size(body.messages or ())
 
     def encoded() -> "array[int]":
-        text = service.tokenizer.render_chat(
-            [_message(message) for message in body.messages or ()],
-            add_generation_prompt=add_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs,
-        )
+        text = render_chat(service.tokenizer, body)
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
@@ -123,6 +114,34 @@ async def encode_chat(
     if not tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
     return tokens
+
+
+def check_chat(body: ChatRequest | TokenizeRequest) -> None:
+    """Check the parameters of the chat template.
+
+    Raises:
+        InvalidRequestError: they contradict each other, or are too large.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
+        )
+    _check_kwargs(body.chat_template_kwargs)
+
+
+def render_chat(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> str:
+    """Return the text that the chat template makes of a conversation.
+
+    Raises:
+        ChatTemplateError: the template refuses it, or there is none.
+    """
+    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return tokenizer.render_chat(
+        [_message(message) for message in body.messages or ()],
+        add_generation_prompt=add_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs,
+    )
 
 
 async def encode_bad_words(service: Service, words: list[str], key: str) -> tuple[tuple[int, ...], ...]:

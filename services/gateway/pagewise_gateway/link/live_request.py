@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Iterator
 from time import monotonic
 
@@ -55,8 +56,10 @@ class LiveRequest:
         on_news: Callable[["LiveRequest"], None],
         on_end: Callable[["LiveRequest"], None],
         held: Held | None = None,
+        on_prompt: Callable[["array[int]", str | None], None] = lambda tokens, salt: None,
     ) -> None:
-        """``held``: the memory that is taken for the answer; without it, only ``MOST_UNREAD`` bounds what is unread."""
+        """``held``: the memory that is taken for the answer; without it, only ``MOST_UNREAD`` bounds what is unread.
+        ``on_prompt``: is called with each prompt whose first token has arrived, and with the request's cache salt."""
         self.request = request
         self.stop_strings = StopStrings(request.stop, request.include_stop_str_in_output) if request.stop else None
         self.stream: int | None = None
@@ -74,7 +77,7 @@ class LiveRequest:
         self._tokenizer = tokenizer
         self._unfinished_prompts = len(self.prompts)
         self._metrics = metrics
-        self._on_news, self._on_end = on_news, on_end
+        self._on_news, self._on_end, self._on_prompt = on_news, on_end, on_prompt
         self._changed: list[Output] = []
         self._unread = 0
         self._held = held
@@ -188,6 +191,11 @@ class LiveRequest:
         """A request without prompts may run."""
         self._admitted = True
         self._wake()
+
+    def prompt_computed(self, prompt: LivePrompt) -> None:
+        """The first output token of a prompt has been computed."""
+        self.num_cached_tokens += prompt.cached_tokens
+        self._on_prompt(prompt.given.tokens, self.request.cache_salt)
 
     def changed(self, output: Output) -> None:
         """An output has changed for the first time since the client read."""

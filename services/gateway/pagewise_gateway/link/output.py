@@ -215,7 +215,7 @@ class LivePrompt:
             return
         self._started = True
         self.cached_tokens = started.cached_tokens
-        self.live.num_cached_tokens += started.cached_tokens
+        self.live.prompt_computed(self)
         waited = self.live.submission_time - self.live.request.arrival_time
         self.queue_seconds = waited + started.queue_us / 1e6
         self._metrics.prompt_tokens.inc(len(self.given.tokens))

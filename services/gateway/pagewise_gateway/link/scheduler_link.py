@@ -29,6 +29,7 @@ from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest, Held
 from pagewise_gateway.link.connection import SchedulerConnection
 from pagewise_gateway.link.live_request import LiveRequest
+from pagewise_gateway.link.repeat_watch import RepeatWatch
 from pagewise_gateway.link.stream_table import StreamTable
 from pagewise_gateway.link.submission import submission
 from pagewise_gateway.metrics import Metrics
@@ -73,6 +74,7 @@ class SchedulerLink:
         self._served_by = 0  # executors, the last time that there were any
         self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
+        self._repeats = RepeatWatch(metrics)
         self._live: dict[LiveRequest, None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -153,7 +155,9 @@ class SchedulerLink:
             AdmissionError: this gateway accepts no more requests.
         """
         self._check_open()
-        live = LiveRequest(request, self._tokenizer, self._metrics, self._table.has_news, self._ended, held)
+        live = LiveRequest(
+            request, self._tokenizer, self._metrics, self._table.has_news, self._ended, held, self._repeats.prompt
+        )
         live.counted_as = counted_as
         self._live[live] = None
         self._idle.clear()

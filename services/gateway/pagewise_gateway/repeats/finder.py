@@ -1,0 +1,154 @@
+"""Says of each prompt how much of it earlier prompts contain: as a prefix, and elsewhere."""
+
+import secrets
+from array import array
+from collections.abc import Generator
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from pagewise_gateway.repeats.seen_keys import SeenKeys
+from pagewise_gateway.repeats.windows import WINDOW, Hashes, Positions, mixed, powers_of, sampled, window_hashes
+
+PIECE = 8192
+"""Tokens that are hashed at once: it takes about half a millisecond, and the arrays stay in the processor's caches."""
+
+_MODULUS = 1 << 64
+
+
+class Repeats(NamedTuple):
+    """What earlier prompts contain of one prompt.
+
+    Fields:
+        num_tokens: of the prompt.
+        prefix: tokens of the longest prefix, in whole blocks of ``WINDOW`` tokens, that an earlier prompt begins with.
+        repeated: tokens behind the prefix that lie in windows which an earlier prompt contains, at any place. It is a
+            lower bound: of a repeated text, up to ``WINDOW`` - 1 tokens at either end are not counted, and texts of
+            fewer than ``SURELY_FOUND`` tokens may be overlooked.
+        found, found_slots: positions of those windows, and their slots in ``RepeatFinder.seen``.
+        added, added_slots: the same for windows that were new.
+    """
+
+    num_tokens: int
+    prefix: int
+    repeated: int
+    found: Positions
+    found_slots: Positions
+    added: Positions
+    added_slots: Positions
+
+    @property
+    def new(self) -> int:
+        """Tokens that are neither."""
+        return self.num_tokens - self.prefix - self.repeated
+
+
+class RepeatFinder:
+    """Remembers windows and prefixes of prompts, in a fixed amount of memory, and finds them in later ones.
+
+    Prompts with different cache salts have nothing in common here. Hashes are keyed with a secret of this object, so
+    they cannot be compared with those of another one, and nobody can make prompts whose hashes collide.
+
+    Fields:
+        seen: hashes of windows in the sample, and of prefixes of whole blocks: about 3 for 16 tokens that are new.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """``num_slots``: keys to remember, a power of two; 8 bytes each."""
+        self.seen = SeenKeys(num_slots)
+        self._secret = secrets.token_bytes(32)
+        base, self._block_base = (secrets.randbits(64) | 1 for _ in range(2))
+        self._powers = powers_of(base)
+        self._block_powers: Hashes = np.cumprod(np.full(PIECE // WINDOW, self._block_base, np.uint64), dtype=np.uint64)
+
+    def examine(self, tokens: "array[int]", salt: str | None) -> Repeats:
+        """Return what earlier prompts with this salt contain of a prompt, and remember the prompt."""
+        steps = self.examining(tokens, salt)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                repeats: Repeats = end.value
+                return repeats
+
+    def examining(self, tokens: "array[int]", salt: str | None) -> Generator[None, None, Repeats]:
+        """The same in steps of at most ``PIECE`` tokens. One prompt has to be finished before the next one is begun."""
+        salted, prefixes = self._salted(salt)
+        pieces: list[_Piece] = []
+        num_windows = len(tokens) - WINDOW + 1
+        for start in range(0, num_windows, PIECE):
+            if start:
+                yield
+            pieces.append(self._piece(tokens, start, min(num_windows, start + PIECE), salted, prefixes))
+        prefix = max((piece.prefix for piece in pieces), default=0)
+        # Only now is anything taken in: a prompt that repeats itself does not repeat an earlier one. Of equal windows
+        # the last one would get the slot, so they are taken in from the end.
+        added, added_slots = [], []
+        for piece in reversed(pieces):
+            if len(pieces) > 1:
+                yield
+            new = np.flatnonzero(piece.slots < 0)[::-1]
+            slots = self.seen.add(piece.keys[new])
+            windows = new < len(piece.at)
+            added.append(piece.at[new[windows]])
+            added_slots.append(slots[windows])
+        behind = [(piece.slots[: len(piece.at)] >= 0) & (piece.at >= prefix) for piece in pieces]
+        found = _joined([piece.at[chosen] for piece, chosen in zip(pieces, behind, strict=True)])
+        slots = _joined([piece.slots[: len(piece.at)][chosen] for piece, chosen in zip(pieces, behind, strict=True)])
+        repeated = int(np.minimum(found[1:] - found[:-1], WINDOW).sum()) + WINDOW if len(found) else 0
+        return Repeats(len(tokens), prefix, repeated, found, slots, _joined(added), _joined(added_slots))
+
+    def _piece(self, tokens: "array[int]", start: int, stop: int, salted: np.uint64, prefixes: "_Prefixes") -> "_Piece":
+        """Look up the windows that begin at ``start`` to ``stop``, and the prefixes that end with a block of these."""
+        # Whether a window is in the sample depends on those around it, so a piece overlaps its neighbours.
+        first, last = max(0, start - WINDOW + 1), min(len(tokens) - WINDOW + 1, stop + WINDOW - 1)
+        hashes = window_hashes(np.frombuffer(tokens, np.int32)[first : last + WINDOW - 1], self._powers)
+        windows = mixed(hashes, salted)
+        at = sampled(windows)
+        if first < start or stop < last:
+            at = at[(at >= start - first) & (at < stop - first)]
+        blocks = prefixes.keys(hashes[start - first : stop - first : WINDOW], self._block_powers)
+        keys = np.concatenate((windows[at], blocks))
+        slots = self.seen.find(keys)
+        known = np.flatnonzero(slots[len(at) :] >= 0)
+        prefix = start + (int(known[-1]) + 1) * WINDOW if len(known) else 0
+        return _Piece(at + first, keys, slots, prefix)
+
+    def _salted(self, salt: str | None) -> "tuple[np.uint64, _Prefixes]":
+        """What tells the windows of a salt from those of others, and the same for its prefixes."""
+        name = b"" if salt is None else b"=" + salt.encode()
+        digest = blake2b(name, digest_size=16, key=self._secret).digest()
+        windows, prefixes = np.frombuffer(digest, np.uint64)
+        return windows, _Prefixes(self._block_base, prefixes)
+
+
+class _Piece(NamedTuple):
+    """A part of a prompt. ``keys``: of the windows in the sample, which begin ``at``, then of the prefixes."""
+
+    at: Positions
+    keys: Hashes
+    slots: Positions
+    prefix: int
+
+
+class _Prefixes:
+    """Hashes of all prefixes of whole blocks, made of the hashes of their blocks, in order."""
+
+    def __init__(self, base: int, domain: np.uint64) -> None:
+        self._base, self._domain = base, domain
+        self._sum, self._power = 0, 1
+
+    def keys(self, blocks: Hashes, powers: Hashes) -> Hashes:
+        """Return a key for each of the next blocks, of all tokens up to its end. ``powers``: of the base, from 1."""
+        terms = mixed(blocks, self._domain) * powers[: len(blocks)]
+        terms *= np.uint64(self._power)
+        sums = np.cumsum(terms)
+        sums += np.uint64(self._sum)
+        self._sum = int(sums[-1])
+        self._power = self._power * pow(self._base, len(blocks), _MODULUS) % _MODULUS
+        return mixed(sums, self._domain)
+
+
+def _joined(arrays: list[Positions]) -> Positions:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays) if arrays else np.empty(0, np.intp)
