@@ -186,7 +186,8 @@ class Request:
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
-    ``segments``: of its prompt, which are marked in ``prompt_token_ids``. ``computes_for``: the sequence for which it
+    ``segments``: of its prompt, which are marked in ``prompt_token_ids``; ``stored_originals``: what ``stored`` is, of
+    what they are moved from, by its tokens (int32 bytes). ``computes_for``: the sequence for which it
     computes a segment; then nobody is told of it, and it has no output.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
@@ -220,6 +221,7 @@ class Request:
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     segments: tuple[Segment, ...] = ()
+    stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
     computes_for: Sequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
 

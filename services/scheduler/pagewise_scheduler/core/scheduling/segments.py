@@ -198,6 +198,7 @@ class Segments:
             cache_salt=parent.cache_salt,
             arrival_time=parent.arrival_time - _EARLIER,
             key=parent.key,
+            stored=dict(parent.stored_originals.get(original.tokens.tobytes(), ())),
             computes_for=sequence,
         )
         self._begin(original.request)
