@@ -389,7 +389,7 @@ def test_a_request_goes_where_its_segments_are_cached() -> None:
     for order, expected in (([1, 0], 0), ([2, 1], 1), ([0], 0), ([2], 1)):
         query = PrefixQuery(asking(order, 60))
         matches = [view.find(query) for view in views]
-        assert matches[expected].spared == 40 * len(order)
+        assert matches[expected].reused == 8 + 40 * len(order)
         assert matches[expected].reused > matches[1 - expected].reused
         placed = place(make_routing("prefix"), asking(order, 61), views, now=0.0)
         assert placed.executor is views[expected]
