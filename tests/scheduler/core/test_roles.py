@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.recovery import prefetch as prefetch_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.remote_tier import Peer
-from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.moves import Moves
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place, place_decoding
@@ -219,6 +219,31 @@ def test_who_finds_no_room_stays_and_leaves_when_there_is_some() -> None:
     served.run()
     assert [len(request.sequences[0].output_token_ids) for request in requests] == [40] * 4
     assert all(request.sequences[0].output_token_ids.tolist() == expected_tokens(request) for request in requests)
+
+
+def test_who_stays_when_its_executor_is_reset_leaves_once_its_prompt_is_computed_again() -> None:
+    served = Fleet(["prefill", "decode"], max_num_seqs=1, max_num_batched_tokens=8)
+    first, second = (create_request(prompt=20, max_tokens=40) for _ in range(2))
+    served.add(first)
+    while served.node_of(first) == 0:
+        served.step(0)
+        served.step(1)
+        served.nodes[1].deliver()
+    served.add(second)
+    while served.moves[0].num_staying < 1:
+        served.step(0)
+    source = served.nodes[0]
+    source.scheduler.fail(source.scheduler.epoch + 1, blame_step=False)
+    source.results.clear()
+    source.executor.reset(source.scheduler.epoch)
+    while second.sequences[0].status is not SequenceStatus.DECODE:  # its last chunk is in flight
+        served.step(0)
+    served.nodes[1].scheduler.abort(first.request_id)
+    served.placements[first].end(0.0)
+    served.roles.ended(3)
+    served.run()
+    assert served.moved[second] == 1
+    assert second.sequences[0].output_token_ids.tolist() == expected_tokens(second)
 
 
 def test_all_outputs_of_a_request_move_together_before_the_others_begin() -> None:
