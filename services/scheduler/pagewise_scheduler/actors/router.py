@@ -14,6 +14,7 @@ from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.actors.placement import Placer
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.policies import RoutingName
+from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,17 @@ class Router:
         engine = self.placer.place(live, able)
         with self._guard(engine):
             engine.serve(live)
+
+    def stepped(self, engine: Engine, output: StepOutput) -> None:
+        """A step of an engine has come back: let those go on elsewhere whose prompts are computed."""
+        for request, view in self.placer.stepped(engine, output):
+            live = engine.let_go(request)
+            if view is None:
+                self.place([live])
+                continue
+            target = self.placer.place_decoding(live, view)
+            with self._guard(target):
+                target.serve(live)
 
     def abort(self, live: LiveRequest) -> None:
         """Nobody wants the request any more, wherever it is."""

@@ -108,6 +108,15 @@ class Sequence:
         # A tuple: there are thousands of sequences to which nothing has happened yet, and an empty one takes no memory.
         self.history = (*self.history[1 - _HISTORY :], event)
 
+    def came_back(self, num_computed: int) -> bool:
+        """A step has computed its leading tokens up to this one; False: it was preempted or has ended meanwhile."""
+        drains = self.status is SequenceStatus.DRAINING
+        if self.row < 0 and not drains:
+            return False
+        self.num_computed_tokens = num_computed
+        self.prefilled = (drains or self.status is SequenceStatus.DECODE) and num_computed == self.decode_base
+        return True
+
     def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
         """Let it take no more tokens. ``reason``: None if that was told before."""
         self.status, self.sink = SequenceStatus.FINISHED, None

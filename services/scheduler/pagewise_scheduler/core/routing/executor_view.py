@@ -3,12 +3,13 @@
 A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, exp
 from typing import NamedTuple
 
-from pagewise_shared.protocol import DEVICE
+from pagewise_shared.protocol import DEVICE, Role
 
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel
@@ -73,6 +74,8 @@ class Placement:
         start: tokens of its prompt that others have computed or will, here or where they are fetched from.
         seconds: computing the rest, without the fixed costs of steps, which are shared.
         num_blocks: blocks that it takes beside what is there or expected.
+        decoder: where it is to go on once its prompt is computed; None: it stays.
+        on_end: called once, with the request, when it is not the executor's any more.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
 
@@ -85,6 +88,8 @@ class Placement:
     start: int
     seconds: float
     num_blocks: int
+    decoder: "ExecutorView | None" = None
+    on_end: Callable[[Request], None] | None = None
     waits: bool = True
     ended: bool = False
 
@@ -100,6 +105,16 @@ class Placement:
         if not self.ended:
             self.ended = True
             self.executor.ended(self, now)
+            self.goes_on_at(None)
+            if self.on_end is not None:
+                self.on_end(self.request)
+
+    def goes_on_at(self, decoder: "ExecutorView | None") -> None:
+        """After its prompt it goes on there, where it counts from now on; None: it does not, or has left."""
+        for view, change in ((self.decoder, -1), (decoder, 1)):
+            if view is not None:
+                view.num_expected += change * self.query.num_sequences
+        self.decoder = decoder
 
 
 class _Lately:
@@ -118,19 +133,21 @@ class _Lately:
 
 
 class ExecutorView:
-    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there.
+    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
 
-    ``load``: sequences placed and unfinished. ``num_decoding``: those of them that have begun to answer: each takes a
-    token of every step.
+    ``load``: sequences placed and unfinished; ``num_expected``: those that are to go on here after their prompts, which
+    are computed elsewhere. ``num_decoding``: sequences placed that have begun to answer: each takes a token of every
+    step.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, role: Role = "both") -> None:
         self.scheduler = scheduler
+        self.role = role
         self.costs: CostModel = scheduler.costs
-        self.load = 0
+        self.load = self.num_expected = 0
         self.num_decoding = 0
         self._waiting: dict[Placement, None] = {}
         self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority

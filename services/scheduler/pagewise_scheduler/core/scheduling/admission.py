@@ -6,6 +6,7 @@ and one whose next block is being computed by somebody else waits for it instead
 
 from collections.abc import Hashable, Iterable
 
+from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence
@@ -32,11 +33,17 @@ class Admission:
 
     def computing_too(self, sequence: Sequence) -> None:
         """One more: its next full block is known by where it hangs in the tree, and its tokens."""
-        tip = sequence.table.tip
-        start = (tip.depth if tip is not None else 0) * self._kv.block_size
+        start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            self._busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
+            place = self._place(sequence.request.cache_salt, sequence.table.tip)
+            self._busy.add((place, sequence.tokens_between(start, stop)))
+
+    def coming(self, table: BlockTable, tokens: bytes) -> None:
+        """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
+        start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
+        if start + size <= len(tokens):
+            self._busy.add((self._place(table.cache_salt, table.tip), tokens[start : start + size]))
 
     def next(
         self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
@@ -115,12 +122,11 @@ class Admission:
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
             return False
-        place = self._place(sequence, found[-1] if found else None)
+        place = self._place(sequence.request.cache_salt, found[-1] if found else None)
         return (place, sequence.tokens_between(start, stop)) in self._busy
 
-    def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
+    def _place(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
         """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""
-        salt = sequence.request.cache_salt
         return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:

@@ -9,6 +9,7 @@ from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
@@ -165,6 +166,17 @@ class PrefillSet:
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
+    def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
+        """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
+        would compute it."""
+        loads: dict[TransferKey, Load] = {}
+        if self._recoveries.prefetches:
+            # What those who run have yet to take, and what stays free beside them.
+            reserved = self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+            copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
+            self._plan.copy(copies)
+        return loads
+
     def _blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
@@ -172,6 +184,9 @@ class PrefillSet:
     def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
         """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        for prefetch in self._recoveries.prefetches:
+            if prefetch.pieces:
+                self._admission.coming(prefetch.table, prefetch.tokens)
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""

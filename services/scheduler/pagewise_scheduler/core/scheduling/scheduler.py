@@ -168,14 +168,15 @@ class Scheduler:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
-            self._vacate(sequence)
+            self.vacate(sequence)
         sequence.end(reason, stop_reason)
         if sequence.request.finished:
-            self._forget(sequence.request)
+            self.forget(sequence.request)
 
-    def _forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """A request is not here any more; harmless the second time."""
         if self._requests.pop(request.request_id, None) is not None:
-            self.waiting.count_pending(request)
+            self.waiting.forget_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
 
@@ -185,7 +186,7 @@ class Scheduler:
         for request in requests:
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
-                    self._vacate(sequence)
+                    self.vacate(sequence)
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()
@@ -214,9 +215,10 @@ class Scheduler:
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
+        loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
-        loads = self.recoveries.request_loads(step)
+        self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self._writers:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
@@ -305,23 +307,18 @@ class Scheduler:
         self.steps_in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
-        if step.chunk_rows and result.elapsed_us:
-            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention, step.context)
+        step.took(result.elapsed_us * 1e-6, self.costs)
         begun = [sequence for sequence in step.completed if not sequence.finished]
-        output = StepOutput(begun, num_tokens=step.num_tokens)
+        output = StepOutput(begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
-            drains = sequence.status is SequenceStatus.DRAINING
-            if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached
-                sequence.num_computed_tokens = num_computed
-                decodes = drains or sequence.status is SequenceStatus.DECODE
-                sequence.prefilled = decodes and num_computed == sequence.decode_base
+            if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self._cache_full_blocks(sequence, num_computed)
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
         for sequence in output.finished:
             if sequence.request.chooses:
-                self._forget(sequence.request)
+                self.forget(sequence.request)
         return output
 
     def copied(self, message: Copied) -> None:
@@ -369,7 +366,7 @@ class Scheduler:
         sequence.row = -1
         sequence.last_step = self.last_step
 
-    def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
+    def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
         if sequence.status is SequenceStatus.DECODE:
@@ -393,7 +390,7 @@ class Scheduler:
         blocks, references = sequence.table.blocks, self.kv.pool.references
         freed = sum(1 for block in blocks if references(block) == 1)
         sequence.note(Preempted(self._now, reason, len(blocks), freed))
-        self._vacate(sequence, ends=False)
+        self.vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1

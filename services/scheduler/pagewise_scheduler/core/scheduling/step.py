@@ -17,6 +17,7 @@ from pagewise_shared.protocol.limits import SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
 
 from pagewise_scheduler.core.memory.tier import Copies
+from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 
@@ -73,6 +74,13 @@ class StepInFlight:
             context=context,
         )
 
+    def took(self, seconds: float, costs: CostModel) -> None:
+        """Let ``costs`` learn how long it took; 0: nobody knows."""
+        if seconds and self.chunk_rows:
+            costs.prefill.observe(seconds, 1, self.num_tokens, self.attention, self.context)
+        if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
+            costs.decoded(num_decoding, seconds)
+
     @property
     def requests(self) -> set[Request]:
         """Whose sequences it runs."""
@@ -90,12 +98,14 @@ class StepOutput:
 
     Fields:
         begun: sequences whose prefill has ended with a token.
+        computed: sequences of whose prompts a chunk has come back, and up to which token.
         logprobs: of the tokens of sequences that asked for them.
         finished: sequences that ended with this result, ``finish_reason`` set.
         num_tokens: tokens the step computed. num_told: tokens that were told.
     """
 
     begun: list[Sequence] = field(default_factory=list)
+    computed: Chunks = field(default_factory=list)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)

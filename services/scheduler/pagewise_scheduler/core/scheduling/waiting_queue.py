@@ -129,6 +129,27 @@ class WaitingQueue:
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
         created and waits from now on."""
+        request = sequence.request
+        self._remove(sequence)
+        sequence.status = status
+        if request.num_pending and sequence is request.sequences[-1]:
+            self.push(request.create_next())
+            self.count_pending(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Let none of a request's sequences wait here any more, nor those that are still to be created."""
+        for sequence in request.sequences:
+            if sequence in self._entries:
+                self._remove(sequence)
+        self.forget_pending(request)
+
+    def forget_pending(self, request: Request) -> None:
+        """Do not count the sequences of a request any more that are still to be created: it is not here any more."""
+        if pending := self._pending.pop(request, 0):
+            self._num_pending -= pending
+            self._virtual_tokens.leave(request.account, 0, pending)
+
+    def _remove(self, sequence: Sequence) -> None:
         entry, request = self._entries.pop(sequence), sequence.request
         lines = self._lines[request.priority]
         line = lines[request.account]
@@ -137,13 +158,9 @@ class WaitingQueue:
             del lines[request.account]
             if not lines:
                 del self._lines[request.priority]
-        sequence.status = status
         tokens = self._prompt_tokens(sequence, -1)
         self._virtual_tokens.leave(request.account, tokens)
         self.num_prompt_tokens -= tokens
-        if request.num_pending and sequence is request.sequences[-1]:
-            self.push(request.create_next())
-            self.count_pending(request)
 
     def clear(self) -> None:
         """Let nobody wait any more."""
