@@ -63,7 +63,8 @@ class Moves:
             request = sequence.request
             if (placement := self._placed.get(request)) is None or sequence is not request.sequences[0]:
                 continue
-            self._leaving.pop(request, None)  # else the executor has been reset, and it has begun again
+            if sequence.status is not SequenceStatus.DRAINING:  # the executor was reset, and it has begun again
+                self._leaving.pop(request, None)
             if sequence.prefilled:
                 self._staying[request] = None
                 self._num_ended = -1
@@ -78,8 +79,9 @@ class Moves:
     def _let_leave(self, executors: Collection[ExecutorView], now: float) -> None:
         """Those that came first go first."""
         for request in list(self._staying):
-            if request.sequences[0].status is not SequenceStatus.DECODE or not may_move(request):
-                del self._staying[request]
+            first = request.sequences[0]
+            if first.status is not SequenceStatus.DECODE or not first.prefilled or not may_move(request):
+                del self._staying[request]  # if it lost its blocks, it is noted again when they are computed
             elif (decoder := self._with_room(request, executors, now)) is not None:
                 del self._staying[request]
                 self._fetch(decoder, request, request.sequences[0].num_tokens - 1)
