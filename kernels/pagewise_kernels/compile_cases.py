@@ -26,6 +26,7 @@ from pagewise_kernels.penalties import penalise
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope import rope
 from pagewise_kernels.sampling import SamplingTensors, sample
+from pagewise_kernels.segment_move import move_tokens
 from pagewise_kernels.silu_mul import silu_mul
 
 _META = torch.device("meta")
@@ -105,6 +106,10 @@ def _add_others() -> None:
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
+    for dtype in (torch.bfloat16, torch.float32):
+        CASES[f"move_tokens {_name(dtype)}"] = partial(_move_tokens, dtype, 128)
+    CASES["move_tokens bf16 interleaved"] = partial(_move_tokens, torch.bfloat16, 64, interleaved=True)
+    CASES["move_tokens kv fp8"] = partial(_move_tokens, FP8, 128)
     CASES["cascade bf16 d128"] = partial(_cascade, torch.bfloat16, 32, 8, 128)
     CASES["cascade fp32 d64"] = partial(_cascade, torch.float32, 8, 8, 64)
     CASES["decode_inputs"] = _decode_inputs
@@ -126,6 +131,13 @@ def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: i
     pool = _empty(64, 16, heads, head_dim, dtype=kv_dtype)
     scale = _empty(64, 16, heads, dtype=torch.float32)
     write_kv(new, new, pool, pool, _empty(64, dtype=torch.int64), Scales(scale, scale) if kv_dtype == FP8 else None)
+
+
+def _move_tokens(kv_dtype: torch.dtype, rotary_dim: int, *, interleaved: bool = False) -> None:
+    pool, slots = _empty(64, 16, 8, 128, dtype=kv_dtype), _empty(64, dtype=torch.int64)
+    scale, angles = _empty(64, 16, 8, dtype=torch.float32), _empty(64, rotary_dim // 2, dtype=torch.float32)
+    scales = Scales(scale, scale) if kv_dtype == FP8 else None
+    move_tokens(pool, pool, slots, slots, angles, angles, interleaved=interleaved, scales=scales)
 
 
 def _rms_norm(dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
-_FP8_MOST = 448.0
+FP8_MOST = 448.0
 
 
 @triton.jit
@@ -134,6 +134,6 @@ def write_kv(
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         *(k_scales.stride() if scales is not None else (0, 0, 0)),
         BLOCK_SIZE=keys.shape[1], HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), IS_FP8=fp8, MOST=_FP8_MOST,
+        DIM=power_of_two(head_dim), IS_FP8=fp8, MOST=FP8_MOST,
         ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip

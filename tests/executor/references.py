@@ -2,7 +2,9 @@
 
 import torch
 import transformers
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.sampling import BeamParams
+from pagewise_shared.segments import TOKEN_ID
 
 
 def reference(
@@ -51,3 +53,54 @@ def beam_reference(
         stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         outputs.append(row[:stop])
     return outputs
+
+
+def segments_reference(model: transformers.PreTrainedModel, request: Request, device: str = "cpu") -> list[int]:
+    """What a model generates greedily for a prompt with segments.
+
+    Each segment is computed behind the root alone, at positions such that it comes out where it stands and the root as
+    far before it as at the canonical position. RoPE knows distances only, so nothing has to be rotated.
+    """
+    prompt = [token & TOKEN_ID for token in request.prompt_token_ids]
+    cache = transformers.DynamicCache()
+
+    def compute(start: int, stop: int) -> torch.Tensor | None:
+        if start == stop:
+            return None
+        assert cache.get_seq_length() == start
+        output = model(
+            torch.tensor([prompt[start:stop]], device=device),
+            position_ids=torch.arange(start, stop, device=device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    at = 0
+    for segment in request.segments:
+        compute(at, segment.moved)
+        at = segment.stop
+        if segment.moved == segment.stop:
+            continue
+        original = transformers.DynamicCache()
+        tokens = prompt[: segment.root] + prompt[segment.start : segment.stop]
+        positions = torch.arange(len(tokens), device=device) + segment.distance
+        model(
+            torch.tensor([tokens], device=device),
+            position_ids=positions[None],
+            past_key_values=original,
+            use_cache=True,
+        )
+        first = segment.root + segment.moved - segment.start
+        for number, layer in enumerate(original.layers):
+            cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], number)
+    logits = compute(at, len(prompt))
+    assert logits is not None
+    generated: list[int] = []
+    for _ in range(request.max_tokens):
+        generated.append(int(logits.argmax()))
+        prompt.append(generated[-1])
+        logits = compute(len(prompt) - 1, len(prompt))
+        assert logits is not None
+    return generated

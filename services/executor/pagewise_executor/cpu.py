@@ -14,6 +14,11 @@ def set_cpu_threads(threads: int | Literal["auto"]) -> int:
     return count
 
 
+def device_name(device: torch.device) -> str:
+    """Return what people call the device."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
 def computes_bfloat16() -> bool:
     """Return whether this processor has instructions for products of bfloat16: AVX-512 BF16, AMX, or Arm's BF16.
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.protocol import DEVICE, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, NewSequence, SegmentMove, StepPlan
 from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.segments import MOVED, TOKEN_ID
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.plan_checks import (
@@ -28,32 +29,38 @@ from pagewise_executor.plan_checks import (
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
+_NO_SEGMENTS: Int64s = np.zeros((0, 2), np.int64)
+
 
 @dataclass(slots=True)
 class SequenceState:
     """One sequence of the batch: the tokens that were known when it joined, and how it is sampled.
 
     ``root``: the hash at which its chain of block hashes begins; empty if its blocks are not to be hashed. ``sampled``:
-    the tokens that were sampled since it joined, as far as they have reached the host.
+    the tokens that were sampled since it joined, as far as they have reached the host. ``marked``: the tokens with the
+    marks of segments; ``segments`` are those of them whose K and V are moved: start and stop of each stretch [n, 2].
     """
 
     tokens: Int32s
     num_prompt_tokens: int
     sampling: SamplingParams
+    marked: Int32s
+    segments: Int64s
     root: bytes = b""
     sampled: "array[int]" = field(default_factory=lambda: array("i"))
 
     def known_tokens(self, start: int) -> bytes:
         """Return the tokens from ``start`` on, as int32 bytes."""
         known = len(self.tokens)
-        return self.tokens[start:].tobytes() + self.sampled[max(0, start - known) :].tobytes()
+        return self.marked[start:].tobytes() + self.sampled[max(0, start - known) :].tobytes()
 
 
 @dataclass(slots=True, frozen=True)
 class Chunk:
     """A prefill chunk: compute ``size`` known tokens of ``row`` from position ``start`` on.
 
-    ``completes``: these are the last known tokens, so the step samples the next token of the sequence.
+    A row has several in a step if segments come between them, in order. ``completes``: these are the last known tokens,
+    so the step samples the next token of the sequence.
     """
 
     row: int
@@ -68,7 +75,8 @@ class StepWork:
 
     ``decoding`` [num_decodes]: the rows that compute one token each, in order. ``changed``: these are not the rows that
     decoded in the step before. ``copies``: copies of blocks between tiers, in order. ``changed_tables``: the stretches
-    (row, start, stop) of block tables that are new in this step.
+    (row, start, stop) of block tables that are new in this step. ``moves``: of segments, before anything is computed.
+    ``reached``: how many tokens rows with chunks have computed, or had moved to them, after the step.
     """
 
     decoding: Int64s
@@ -78,6 +86,8 @@ class StepWork:
     left: list[int]
     copies: list[CopyJob]
     changed_tables: list[tuple[int, int, int]]
+    moves: tuple[SegmentMove, ...]
+    reached: list[tuple[int, int]]
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -149,12 +159,16 @@ class InputBatch:
         work = StepWork(
             decoding=order,
             changed=self._changed,
-            chunks=[self._chunk(row, size) for row, size in plan.chunks],
+            chunks=[chunk for row, size in plan.chunks for chunk in self._chunks(row, size)],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
             copies=checked_copies(plan, self._num_blocks_of, self._storages),
             changed_tables=self._changed_tables,
+            moves=plan.moves,
+            reached=[(row, int(self.num_computed[row]) + size) for row, size in plan.chunks],
         )
+        for move in plan.moves:
+            self._check_move(move)
         self._changed, self._changed_tables = False, []
         return work
 
@@ -169,8 +183,9 @@ class InputBatch:
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as computed. Rows whose prefill is complete decode from now on."""
         self.num_computed[work.decoding] += 1
+        for row, num_computed in work.reached:
+            self.num_computed[row] = num_computed
         for chunk in work.chunks:
-            self.num_computed[chunk.row] = chunk.start + chunk.size
             if chunk.completes:
                 self._decoding[chunk.row] = None
                 self._changed = True
@@ -217,7 +232,11 @@ class InputBatch:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
         if new.row in self.sequences:
             raise InvalidPlanError(f"row {new.row} is taken")
-        tokens = _int32s(new.tokens)
+        marked = _int32s(new.tokens)
+        tokens, segments = marked, _NO_SEGMENTS
+        if len(marked) and marked.max() >= MOVED:
+            tokens = marked & TOKEN_ID
+            segments = _stretches(marked & MOVED != 0)
         if not 0 <= new.num_computed_tokens < len(tokens) <= self.max_model_len:
             raise InvalidPlanError(
                 f"row {new.row} joins with {len(tokens)} tokens, {new.num_computed_tokens} of them computed; "
@@ -225,7 +244,9 @@ class InputBatch:
             )
         check_tokens(tokens, new.num_prompt_tokens, self.vocab_size)
         check_sampling(sampling, self.vocab_size)
-        self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, sampling, new.root)
+        if len(segments) and segments[-1, 1] >= new.num_prompt_tokens:
+            raise InvalidPlanError(f"row {new.row} joins with a segment that ends its prompt, or is not in it")
+        self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, sampling, marked, segments, new.root)
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)
@@ -258,7 +279,8 @@ class InputBatch:
         if len(blocks):
             self._changed_tables.append((row, held, held + len(blocks)))
 
-    def _chunk(self, row: int, size: int) -> Chunk:
+    def _chunks(self, row: int, size: int) -> list[Chunk]:
+        """What a row computes when it goes on by ``size`` tokens: one chunk, or several with segments in between."""
         held = self.sequences.get(row)
         if held is None or row in self._decoding:
             raise InvalidPlanError(f"row {row} has no known tokens left to compute")
@@ -267,7 +289,25 @@ class InputBatch:
             raise InvalidPlanError(f"row {row}: a chunk of {size} tokens from {start}, of {len(held.tokens)} known")
         if start + size > self.num_blocks[row] * self.block_size:
             raise InvalidPlanError(f"row {row}: {self.num_blocks[row]} blocks do not hold {start + size} tokens")
-        return Chunk(row, start, size, completes=start + size == len(held.tokens))
+        stop, whole = start + size, len(held.tokens)
+        if not len(held.segments):
+            return [Chunk(row, start, size, completes=stop == whole)]
+        edges = [start, *held.segments.clip(start, stop).ravel().tolist(), stop]
+        parts = [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
+        return [Chunk(row, first, last - first, completes=last == whole) for first, last in parts]
+
+    def _check_move(self, move: SegmentMove) -> None:
+        """Check a move of a segment, after the changes of its plan."""
+        if move.row not in self.sequences:
+            raise InvalidPlanError(f"row {move.row} gets a segment but holds no sequence")
+        size, blocks = self.block_size, _int32s(move.blocks)
+        first = move.first * size
+        if not 0 <= first <= move.start - move.distance < move.stop - move.distance <= first + len(blocks) * size:
+            raise InvalidPlanError(f"row {move.row}: the blocks of a segment do not hold its tokens")
+        if not 0 <= move.start < move.stop <= self.num_blocks[move.row] * size:
+            raise InvalidPlanError(f"row {move.row} has no slots for tokens {move.start} to {move.stop} of a segment")
+        if not (blocks.min() >= 0 and blocks.max() < self.pool_blocks):
+            raise InvalidPlanError(f"row {move.row} gets a segment from outside the pool of {self.pool_blocks}")
 
     def _check_slots(self, order: Int64s) -> None:
         short = self.num_computed[order] >= np.minimum(self.num_blocks[order] * self.block_size, self.max_model_len)
@@ -284,6 +324,11 @@ class InputBatch:
                 f"row {row} is to have computed {num_computed} tokens; it has {self.num_computed[row]}, at most {most}"
             )
         self.num_computed[row] = num_computed
+
+
+def _stretches(marks: npt.NDArray[np.bool_]) -> Int64s:
+    """Return start and stop of each stretch of marks that are set [n, 2]."""
+    return np.flatnonzero(np.diff(marks, prepend=False, append=False)).reshape(-1, 2)
 
 
 def _int32s(data: bytes) -> Int32s:

@@ -15,7 +15,7 @@ from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, Loo
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
-from pagewise_executor.cpu import set_cpu_threads
+from pagewise_executor.cpu import device_name, set_cpu_threads
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
@@ -25,6 +25,7 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
 from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.peers import MakePeers, Peers
+from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
@@ -82,9 +83,8 @@ class ModelRunner:
         self._peers: Peers | None = None
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        reserved = 0
-        if self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None:
-            reserved = self._measure_activations(config, loaded, kv_dtype)
+        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
+        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
         num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = loaded.block_format(kv_dtype, layout_of(config))
@@ -129,7 +129,8 @@ class ModelRunner:
         )
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
-        self._engine.attach(pool)
+        self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
+        self._engine.attach(pool, self._mover)
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
@@ -137,10 +138,11 @@ class ModelRunner:
             block_size=config.block_size,
             num_blocks=num_blocks,
             bytes_per_block=pool.bytes_per_block,
-            device=_device_name(self._device),
+            device=device_name(self._device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             kernels=loaded.kernels,
             fallback=loaded.fallback,
+            no_segments=loaded.no_segments,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -153,7 +155,7 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        del self._pool
+        del self._pool, self._mover
         self._engine.detach()
         if self._memory is not None:
             self._memory.free()
@@ -169,6 +171,7 @@ class ModelRunner:
 
         with torch.inference_mode():
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
+        self._mover.warm_up()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
@@ -258,6 +261,7 @@ class ModelRunner:
         self._copier.begin(plan.epoch, plan.step, work.copies)
         # After the copies, which report what leaves the device by its block hash.
         self._block_hashes.discard_overwritten(batch, work.changed_tables)
+        self._mover.move(work.moves, batch)
         tokens = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
@@ -378,7 +382,3 @@ class ModelRunner:
                 prompts.append((chunk.row, wanted))
             offset += count
         return prompts
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"

@@ -38,6 +38,7 @@ class RunnerInfo:
     kernels: str = ""
     fallback: bool = False
     storages: tuple[SharedStorage, ...] = ()
+    no_segments: str = ""
 
 
 class PendingStep(Protocol):

@@ -90,6 +90,7 @@ class ExecutorService:
             block_format=info.block_format,
             kernels=info.kernels,
             fallback=info.fallback,
+            no_segments=info.no_segments,
             storages=info.storages,
             role=role,
         )

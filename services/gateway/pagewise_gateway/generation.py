@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from msgspec import Struct
-from pagewise_shared.protocol import FinishReason, KeyLimits, TokenLogprobs
+from pagewise_shared.protocol import FinishReason, KeyLimits, PromptSegments, TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 RefusalKind = Literal["never_fits", "overloaded", "unavailable"]
@@ -42,11 +42,13 @@ class Prompt:
         max_tokens: maximum number of output tokens of each sequence; 0 only computes the prompt (for its
             log-probabilities).
         text: the whole prompt as the client sent it, if it sent text and wants it echoed.
+        segments: of the prompt, if it has any.
     """
 
     tokens: "array[int]"
     max_tokens: int
     text: str | None = None
+    segments: PromptSegments | None = None
 
 
 @dataclass(slots=True, frozen=True)

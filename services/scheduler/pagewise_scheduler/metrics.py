@@ -174,6 +174,10 @@ class Metrics:
         """The counter of tokens found in a cache: source is one of ``SOURCES``."""
         return self._cached_tokens.labels(self.model_name, source)
 
+    def segment_tokens(self, outcome: Literal["found", "computed"]) -> Counter:
+        """The counter of tokens of segments, by what became of them."""
+        return self._segment_tokens.labels(self.model_name, outcome)
+
     def block_events(self, event: str) -> Counter:
         """The counter of one of ``MEMORY_EVENTS``."""
         return self._block_events.labels(self.model_name, event)
@@ -236,6 +240,16 @@ class Metrics:
         )
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
+        )
+        self._segment_tokens = self._raw_counter(
+            "segment_tokens",
+            "Tokens of segments that sequences started with, by whether their KV was found or had to be computed.",
+            ("outcome",),
+        )
+        self.segment_tokens("found")
+        self.segment_tokens("computed")
+        self.segment_moved_tokens = self._counter(
+            "segment_moved_tokens", "Tokens of segments whose KV was moved to where they stand."
         )
         self._cached_tokens = self._raw_counter(
             "cached_tokens",

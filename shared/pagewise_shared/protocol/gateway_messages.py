@@ -22,6 +22,7 @@ from pagewise_shared.protocol.messages import (
 )
 from pagewise_shared.protocol.step_messages import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.segments import ALL_BEFORE
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -80,6 +81,18 @@ class StreamProgress(Piece, frozen=True, gc=False):
     finished: bool = False
 
 
+class PromptSegments(Piece, frozen=True):
+    """The segments of a prompt (see ``segments.py``).
+
+    ``ranges``: start and stop of each, int32 bytes. ``root``: how many first tokens of the prompt they attend to.
+    ``boundary``: so many first tokens of each are computed in their place, and attend to everything before them.
+    """
+
+    ranges: bytes
+    root: int = ALL_BEFORE
+    boundary: int = 0
+
+
 class PromptToGenerate(Piece, frozen=True):
     """One prompt of a request.
 
@@ -87,11 +100,13 @@ class PromptToGenerate(Piece, frozen=True):
         tokens: int32 bytes, at least one token.
         max_tokens: most output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
         progress: of each of its n outputs, if the request is resumed; else empty.
+        segments: of the prompt, if it has any.
     """
 
     tokens: bytes
     max_tokens: int
     progress: Annotated[tuple[StreamProgress, ...], Meta(max_length=MAX_PROMPTS)] = ()
+    segments: PromptSegments | None = None
 
 
 class Submit(Message, frozen=True):

@@ -12,6 +12,7 @@ from pagewise_shared.sampling import (
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
 )
+from pagewise_shared.segments import MAX_MOVED_TOKENS, MAX_SEGMENTS
 
 MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
 """Bytes of a frame from an executor or a gateway to the scheduler."""
@@ -37,6 +38,9 @@ MAX_DEVICE_BLOCKS = 1 << 22
 """Blocks in the device pool of one executor."""
 MAX_ROWS = 1 << 16
 """Sequences that run on one executor at a time."""
+MAX_MOVES = 1 << 12
+"""Once a plan moves parts of so many segments, or so many tokens (``MAX_MOVED_TOKENS``), no other sequence goes on that
+has segments."""
 
 SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
 """The most that a sequence takes beside its tokens, its blocks and its constraints."""
@@ -47,6 +51,7 @@ _TOKEN_BYTES = _BLOCK_BYTES = 4
 _TABLE_BYTES = 12
 _COPY_BYTES = 8
 _ROW_BYTES = 32
+_MOVE_BYTES = 40
 _NAMES_BYTES = 2 * 1024 * 64
 """Names of blocks in storage: at most 512 blocks are on their way from each of two, and less than that to each."""
 
@@ -62,7 +67,11 @@ def greatest_plan() -> int:
 
     A block of the device is added to at most one block table per plan, and gives way to another one in at most one. It
     is copied to at most once, and copied from once when what it held is kept in the tier below. A row leaves, has
-    computed something, and computes a chunk at most once.
+    computed something, and computes a chunk at most once. What segments move comes from at most as many blocks as it
+    has tokens, and one more at both ends of each part.
     """
+    moves = (MAX_MOVES + MAX_SEGMENTS) * (_MOVE_BYTES + 2 * _BLOCK_BYTES) + 2 * MAX_MOVED_TOKENS * _BLOCK_BYTES
     joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_CONSTRAINTS_BYTES
-    return joined + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES
+    return (
+        joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES
+    )

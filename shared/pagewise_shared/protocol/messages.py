@@ -101,6 +101,7 @@ class Hello(Message, frozen=True):
         storages: that it reads and writes.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
             but cannot compute this model, or have not been built for this processor.
+        no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
     """
 
@@ -126,6 +127,7 @@ class Hello(Message, frozen=True):
     kernels: str = ""
     fallback: bool = False
     storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
+    no_segments: str = ""
     role: str = "both"
 
 

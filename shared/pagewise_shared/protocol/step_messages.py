@@ -16,7 +16,7 @@ class NewSequence(Piece, frozen=True):
 
     Fields:
         row: 0 <= row < max_num_seqs; free until now, or freed by this plan's ``left``.
-        tokens: all known tokens, prompt then output (int32 bytes).
+        tokens: all known tokens, prompt then output (int32 bytes), in which segments are marked (``segments.py``).
         num_prompt_tokens: how many of them are the prompt's.
         num_computed_tokens: how many of them have their K and V in ``blocks`` already.
         blocks: the block table so far (int32 bytes).
@@ -67,6 +67,23 @@ class BlockCopies(Piece, frozen=True):
     names: bytes = b""
 
 
+class SegmentMove(Piece, frozen=True):
+    """K and V of a part of a segment, moved to where the segment stands in a sequence.
+
+    Tokens ``start`` to ``stop`` of ``row`` get the K and V that tokens ``start - distance`` to ``stop - distance`` have
+    in the block table ``blocks``; K is rotated by ``distance`` positions.
+
+    ``blocks``: int32 bytes, of the original from its block number ``first`` on.
+    """
+
+    row: int
+    start: int
+    stop: int
+    distance: int
+    first: int
+    blocks: bytes
+
+
 class StepPlan(Message, frozen=True):
     """Everything about one step, in order: changes to rows, block copies, forward, sampling.
 
@@ -86,8 +103,10 @@ class StepPlan(Message, frozen=True):
         tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
             the block is added, before it takes the place of one with the same content.
         computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
-        chunks: (row, n): compute the row's next n known tokens.
+        chunks: (row, n): go on by n known tokens in the row: compute those that no segment moves there.
         constraints: of the sequences in ``joined``, each once.
+        moves: of segments, after the copies and before anything is computed. Their blocks hold K and V that earlier
+            steps have computed.
     """
 
     epoch: int
@@ -99,6 +118,7 @@ class StepPlan(Message, frozen=True):
     computed: tuple[tuple[int, int], ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     constraints: tuple[TokenConstraints, ...] = ()
+    moves: tuple[SegmentMove, ...] = ()
 
 
 # ---- executor -> scheduler ----------------------------------------------------------------------------

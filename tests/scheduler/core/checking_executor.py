@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     STORAGE,
     BlockCopies,
     Copied,
+    SegmentMove,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -23,6 +24,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
+from pagewise_shared.segments import MOVED, TOKEN_ID
 
 Content = dict[int, tuple[bytes, tuple[int, ...]]]
 """By slot of a block: where the chain of block hashes begins, and all tokens up to this one."""
@@ -85,7 +87,9 @@ class CheckingExecutor:
         self.last_step = 0
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
         self.num_fetched = 0
-        self.num_computed = self.num_stored = self.num_loaded = self.num_written = self.num_recalled = 0
+        self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
+            self.num_recalled
+        ) = 0
 
     @property
     def blocks(self) -> dict[int, Content]:
@@ -129,6 +133,8 @@ class CheckingExecutor:
             assert computed >= self.rows[row].computed
             self.rows[row].computed = computed
             self._check(self.rows[row])
+        for move in plan.moves:
+            self._move(move)
         rows = [*self.decoding]
         sampled = [self._compute(self.rows[row], 1) for row in self.decoding]
         for row, size in plan.chunks:
@@ -281,11 +287,35 @@ class CheckingExecutor:
             self.num_stored += 1
         self.tiers[copies.target] |= dict(taken)
 
+    def _move(self, move: SegmentMove) -> None:
+        """Move a part of a segment: its original has to lie where the plan says, and where it comes to is the row's."""
+        row, blocks = self.rows[move.row], unpack_int32s(move.blocks)
+        arriving, size = self.arriving, self.block_size
+        begin = move.start
+        while row.tokens[begin] & TOKEN_ID == row.tokens[begin] - (row.tokens[begin] & MOVED):
+            begin -= 1  # to the first token of the segment, which has a mark of its own
+        root = begin - move.distance
+        plain = [token & TOKEN_ID for token in row.tokens]
+        for position in range(move.start, move.stop):
+            assert row.tokens[position] & MOVED
+            at = position - move.distance
+            source = self.blocks[blocks[at // size - move.first]]
+            assert blocks[at // size - move.first] not in arriving
+            expected = (row.root, (*plain[:root], *plain[begin : position + 1]))
+            assert source.get(at % size) == expected, f"no original: {source.get(at % size)} instead of {expected}"
+            block = row.blocks[position // size]
+            assert self.holders[block] == 1, "a shared block is written"
+            assert block not in arriving, "a block is written that is being loaded"
+            self.blocks.setdefault(block, {})[position % size] = (row.root, tuple(row.tokens[: position + 1]))
+            self.num_moved += 1
+
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
         assert row.computed + size <= len(row.tokens)
         arriving = self.arriving
-        self.num_computed += size
         for position in range(row.computed, row.computed + size):
+            if row.tokens[position] & MOVED:
+                continue  # what is there is checked below
+            self.num_computed += 1
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             assert self.holders[block] == 1, "a shared block is written"
             assert block not in arriving, "a block is written that is being loaded"

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
+from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
@@ -34,6 +35,8 @@ from tests.scheduler.core.driving import (
     expected_tokens,
     run,
 )
+
+DOCUMENTS = [[1, 2, 1, 1, 2], [2, 2], [1, 1, 1, 2, 2, 1, 2, 2, 1]]
 
 
 class MemoryRules(RuleBasedStateMachine):
@@ -95,6 +98,10 @@ class MemoryRules(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "beam", "best_of"]),
         wider=st.integers(0, 2),
         ends=st.booleans(),
+        documents=st.lists(st.sampled_from(DOCUMENTS), max_size=3),
+        gap=st.integers(0, 2),
+        root=st.sampled_from([ALL_BEFORE, ALL_BEFORE, 0, 2]),
+        boundary=st.sampled_from([0, 0, 1, 4]),
     )
     def admit(
         self,
@@ -107,8 +114,19 @@ class MemoryRules(RuleBasedStateMachine):
         kind: str,
         wider: int,
         ends: bool,
+        documents: list[list[int]],
+        gap: int,
+        root: int,
+        boundary: int,
     ) -> None:
-        request = create_request(prompt=[*range(head), *tail], max_tokens=max_tokens, n=n, priority=priority)
+        prompt, ranges = [*range(head)], []
+        for document in documents:
+            ranges.append((len(prompt), len(prompt) + len(document)))
+            prompt += [*document, *[1] * gap]
+        request = create_request(prompt=[*prompt, *tail], max_tokens=max_tokens, n=n, priority=priority)
+        root = min(root, ranges[0][0] if ranges else 0)
+        request.segments = make_segments(len(request.prompt_token_ids), ranges, root=root, boundary=boundary)
+        mark_segments(request.prompt_token_ids, request.segments)
         request.cache_salt = salt
         if kind == "beam" and max_tokens:
             request.beam = BeamParams(n + wider, float(wider % 2))
@@ -116,7 +134,7 @@ class MemoryRules(RuleBasedStateMachine):
             request.sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(stops))
         elif kind == "best_of" and max_tokens:
             request.best_of = n + 1
-        if self.scheduler.fits(len(request.prompt_token_ids), max_tokens):
+        if self.scheduler.fits(len(request.prompt_token_ids), max_tokens, request.segments):
             self.scheduler.add(request)
             self.requests.append(request)
 
@@ -195,10 +213,15 @@ class MemoryRules(RuleBasedStateMachine):
     def memory_adds_up(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         check_states(pool)
-        sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
+        sequences = [
+            sequence
+            for request in (*scheduler.requests, *scheduler.segments.requests)
+            for sequence in request.sequences
+        ]
         tables = sum(len(sequence.table.blocks) for sequence in sequences)
         references = sum(pool.references(block) for block in range(pool.num_blocks))
-        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading
+        held = scheduler.segments.num_held
+        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + held
         for sequence in sequences:
             coming = sequence.num_tokens + scheduler.num_in_flight  # tokens known, and those that steps are drawing
             assert sequence.table.num_slots - coming < scheduler.kv.block_size, "more than a block is empty"

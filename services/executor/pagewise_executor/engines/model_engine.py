@@ -6,13 +6,18 @@ import torch
 
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.segment_mover import SegmentMover
 
 
 class ModelEngine(Protocol):
     """Computes the logits of steps. It reads and writes the KV pool, whose blocks the input batch's tables name."""
 
-    def attach(self, pool: KVPool) -> None:
-        """Use the K and V of ``pool`` from now on."""
+    def attach(self, pool: KVPool, mover: SegmentMover) -> None:
+        """Use the K and V of ``pool`` from now on.
+
+        ``mover``: has made the moves of a step before it is computed. If computing a chunk disturbs what lies behind
+        it, the engine has to make them again.
+        """
         ...
 
     def detach(self) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.segment_mover import SegmentMover
 
 
 class OpenVINOEngine:
@@ -17,8 +18,9 @@ class OpenVINOEngine:
     def __init__(self, compiled: ov.CompiledModel) -> None:
         self._request = compiled.create_infer_request()
 
-    def attach(self, pool: KVPool) -> None:
+    def attach(self, pool: KVPool, mover: SegmentMover) -> None:
         """See ``ModelEngine``."""
+        self._mover = mover
         for layer, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
             for name, tensor in ((f"keys.{layer}", keys), (f"values.{layer}", values)):
                 heads_first = tensor.transpose(1, 2)
@@ -37,10 +39,35 @@ class OpenVINOEngine:
 
     def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
         """See ``ModelEngine``. Each decode and each chunk is one subsequence of the flat batch."""
-        batch = self._batch
         rows = np.concatenate([work.decoding, np.array([chunk.row for chunk in work.chunks], np.int64)])
         sizes = np.array([1] * len(work.decoding) + [chunk.size for chunk in work.chunks])
-        past = batch.num_computed[rows]
+        chunk_starts = np.array([chunk.start for chunk in work.chunks], np.int64)
+        past = np.concatenate([self._batch.num_computed[work.decoding], chunk_starts])
+        turns = _turns(rows)
+        if not turns.any():
+            return self._infer(rows, past, sizes, ids, positions, kept)
+        # A subsequence does not see K and V of another one of the same row that are computed by the same call, and what
+        # lies behind a subsequence in its last block is lost: what was moved there is moved again.
+        turn_of = np.repeat(turns, sizes)
+        logits: torch.Tensor | None = None
+        for turn in range(turns.max() + 1):
+            if turn:
+                self._mover.move(work.moves, self._batch)
+            parts, own = turns == turn, np.flatnonzero(turn_of == turn)
+            wanted = np.flatnonzero(turn_of[kept] == turn)
+            index = np.searchsorted(own, kept[wanted])
+            found = self._infer(rows[parts], past[parts], sizes[parts], ids[own], positions[own], index)
+            if logits is None:
+                logits = found.new_empty(len(kept), found.shape[-1])
+            logits[wanted] = found
+        assert logits is not None
+        return logits
+
+    def _infer(
+        self, rows: Int64s, past: Int64s, sizes: Int64s, ids: torch.Tensor, positions: Int64s, kept: Int64s
+    ) -> torch.Tensor:
+        """Compute subsequences: of each its row, how many tokens come before it, and its size."""
+        batch = self._batch
         blocks = -(-(past + sizes) // batch.block_size)
         block_begins = _begins(blocks)
         index = np.arange(block_begins[-1]) - np.repeat(block_begins[:-1], blocks)
@@ -59,6 +86,16 @@ class OpenVINOEngine:
             self._request.set_tensor(name, ov.Tensor(array))
         self._request.infer(share_outputs=True)  # without copying the logits
         return torch.from_numpy(self._request.get_output_tensor(0).data)[: len(kept)]
+
+
+def _turns(rows: Int64s) -> Int64s:
+    """Return how many of the subsequences before each one have the same row [n]."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.searchsorted(ordered, ordered)
+    turns = np.empty(len(rows), np.int64)
+    turns[order] = np.arange(len(rows)) - first
+    return turns
 
 
 def _begins(sizes: Int64s) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -5,6 +5,7 @@ import torch
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.uploads import Uploads
 
@@ -17,7 +18,7 @@ class TorchEngine:
         self.forward_context = ForwardContext()
         self._upload = Uploads(loaded.device)
 
-    def attach(self, pool: KVPool) -> None:
+    def attach(self, pool: KVPool, mover: SegmentMover) -> None:
         """See ``ModelEngine``."""
         self._pool = pool
         tensors = zip(self._layers, pool.keys, pool.values, pool.scales, strict=True)

@@ -9,7 +9,7 @@ import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from pagewise_shared.model_files import resolve_model
 from safetensors import SafetensorError
 
 from pagewise_executor.cpu import computes_bfloat16
+from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
+from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.preparation import prepare
@@ -41,7 +43,8 @@ class LoadedModel:
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
     computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
-    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from.
+    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
+    layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
     """
 
     model: torch.nn.Module
@@ -56,6 +59,8 @@ class LoadedModel:
     kernels: Kernels
     compiled: "openvino.CompiledModel | None" = None
     fallback: bool = False
+    rotations: list[KeyRotation] = field(default_factory=list)
+    no_segments: str = ""
 
     @property
     def heads_first(self) -> bool:
@@ -97,6 +102,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
             model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
+    rotations, no_segments = _key_rotations(config.model, model, attention, device, checkpoint)
     kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
@@ -118,7 +124,26 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         kernels=kernels,
         compiled=compiled,
         fallback=fallback,
+        rotations=rotations,
+        no_segments=no_segments,
     )
+
+
+def _key_rotations(
+    name: str,
+    model: torch.nn.Module,
+    attention: list[torch.nn.Module],
+    device: torch.device,
+    checkpoint: LlamaCheckpoint | None,
+) -> tuple[list[KeyRotation], str]:
+    """Return the rotation of each layer's keys, or none and why segments cannot be moved."""
+    if checkpoint is not None:
+        return [KeyRotation(checkpoint.model.model.rotary_emb.inv_freq)] * len(attention), ""
+    try:
+        return find_key_rotations(model, attention, device), ""
+    except UnknownRotationError as error:
+        log.info("requests to %s cannot have segments: %s", name, error)
+        return [], str(error)
 
 
 @contextmanager

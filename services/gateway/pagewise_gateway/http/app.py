@@ -43,6 +43,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagewise_gateway.http.segments import Piece
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
@@ -236,10 +237,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequestError("give a prompt or messages", "prompt")
     capacity = service.link.capacity()
     if body.prompt is None:
-        tokens = await encode_chat(service, body, capacity, key)
+        encoded = await encode_chat(service, body, capacity, key)
     else:
         check_tokenizable(body.prompt, capacity, "prompt")
-        tokens = await service.encode(body.prompt, body.add_special_tokens is not False, key)
+        encoded = await service.encode([Piece(body.prompt)], body.add_special_tokens is not False, key)
+    tokens = encoded.tokens
     strings: list[str] | None = None
     if body.return_token_strs:
         name = service.tokenizer.token

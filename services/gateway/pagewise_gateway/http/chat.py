@@ -32,6 +32,7 @@ from pagewise_gateway.http.responses import (
     ChatResponse,
 )
 from pagewise_gateway.http.schema import ChatRequest, strip
+from pagewise_gateway.http.segments import check_segments, prompt_segments
 from pagewise_gateway.http.sse import EventTemplate, event
 
 
@@ -48,6 +49,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     check_priority(body, request[CLIENT])
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_segments(body)
     capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,
@@ -61,11 +63,12 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     wanted: int | None = getattr(body, given)
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"{given} must be at least 1", given)
-    tokens = truncated(await encode_chat(service, body, capacity, request[CLIENT].name), body, wanted, capacity)
+    encoded = await encode_chat(service, body, capacity, request[CLIENT].name)
+    tokens = truncated(encoded.tokens, body, wanted, capacity)
     size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
     default = size.default_tokens(len(tokens))
     budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
-    prompt = Prompt(tokens, budget)
+    prompt = Prompt(tokens, budget, segments=prompt_segments(body, encoded))
     strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer)

@@ -27,6 +27,7 @@ from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encod
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest, strip
+from pagewise_gateway.http.segments import check_segments, prompt_segments
 from pagewise_gateway.http.sse import EventTemplate, encode, event
 
 DEFAULT_MAX_TOKENS = 16
@@ -45,6 +46,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     check_priority(body, request[CLIENT])
     given = check_prompts(body)
     check_num_sequences(len(given), body, n)
+    check_segments(body, len(given))
     capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,
@@ -83,11 +85,11 @@ async def _encoded(
     for one in given:
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
-        whole = await encode_prompt(service, one, body, capacity, key)
-        tokens = truncated(whole, body, body.max_tokens, capacity)
+        encoded = await encode_prompt(service, one, body, capacity, key)
+        tokens = truncated(encoded.tokens, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
-        text = one if body.echo and isinstance(one, str) and tokens is whole else None
-        prompts.append(Prompt(tokens, budget, text))
+        text = one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None
+        prompts.append(Prompt(tokens, budget, text, prompt_segments(body, encoded)))
     return prompts
 
 

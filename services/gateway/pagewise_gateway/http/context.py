@@ -1,6 +1,6 @@
 """What every request handler needs; it is kept in the application."""
 
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
+from pagewise_gateway.http.segments import Encoded, Piece, encode_pieces
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -62,18 +63,19 @@ class Service:
     slices: Slices
     turns: LoopTurns
 
-    async def encode(self, text: str, add_special_tokens: bool, key: str) -> "array[int]":
-        """Return the token ids (int32) of a text. A long text is tokenized on another thread.
+    async def encode(self, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
+        """Return the tokens of a text, and its segments. A long text is tokenized on another thread.
 
         ``key``: name of the API key for which this is done.
         """
 
-        def encoded() -> "array[int]":
-            return array("i", self.tokenizer.encode(text, add_special_tokens))
+        def encoded() -> Encoded:
+            return encode_pieces(self.tokenizer, pieces, add_special_tokens)
 
-        if len(text) <= SHORT_CHARACTERS:
+        characters = sum(len(piece.text) for piece in pieces)
+        if characters <= SHORT_CHARACTERS:
             return await self.turns.call(key, encoded)
-        return await self.tokenizer.off_loop(encoded, key, len(text))
+        return await self.tokenizer.off_loop(encoded, key, characters)
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

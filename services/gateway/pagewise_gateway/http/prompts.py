@@ -21,6 +21,7 @@ from pagewise_gateway.http.schema import (
     CompletionRequest,
     TokenizeRequest,
 )
+from pagewise_gateway.http.segments import Encoded, cut, encode_pieces, mark_parts, unmark
 from pagewise_gateway.text.errors import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -52,8 +53,8 @@ def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 async def encode_prompt(
     service: Service, prompt: str | list[int], body: CompletionRequest, capacity: Capacity, key: str
-) -> "array[int]":
-    """Return the token ids (int32) of one of the request's prompts. ``key``: name of the API key.
+) -> Encoded:
+    """Return the tokens of one of the request's prompts, and its segments. ``key``: name of the API key.
 
     Raises:
         InvalidRequestError: the prompt has no tokens, or ids outside the vocabulary.
@@ -64,10 +65,10 @@ async def encode_prompt(
             check_text_length(service, prompt, capacity, "prompt")
         else:
             check_tokenizable(prompt, capacity, "prompt")
-        tokens = await service.encode(prompt, body.add_special_tokens is not False, key)
-        if not tokens:
+        encoded = await service.encode(cut(prompt, body.segments), body.add_special_tokens is not False, key)
+        if not encoded.tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
-        return tokens
+        return encoded
     if body.truncate_prompt_tokens is None and len(prompt) > capacity.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {capacity.max_model_len} tokens. However, your prompt resulted in "
@@ -78,13 +79,13 @@ async def encode_prompt(
         raise InvalidRequestError(
             f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
         )
-    return array("i", prompt)
+    return Encoded(array("i", prompt), list((body.segments and body.segments.ranges) or ()))
 
 
 async def encode_chat(
     service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None, key: str
-) -> "array[int]":
-    """Return the token ids (int32) of a conversation, rendered with the model's chat template.
+) -> Encoded:
+    """Return the tokens of a conversation, rendered with the model's chat template, and its segments.
 
     ``key``: name of the API key. A long conversation is rendered and tokenized on another thread.
 
@@ -95,25 +96,28 @@ async def encode_chat(
     check_chat(body)
     characters, pieces = _size(body.messages or ())
 
-    def encoded() -> "array[int]":
-        text = render_chat(service.tokenizer, body)
+    def encode() -> Encoded:
+        messages, marked = mark_parts(body.messages or ())
+        text = render_chat(service.tokenizer, body, messages)
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
             check_text_length(service, text, capacity, "messages")
+        segments = None if isinstance(body, TokenizeRequest) else body.segments
+        pieces = unmark(text, marked) if marked else cut(text, segments)
         # Chat templates contain the special tokens.
-        return array("i", service.tokenizer.encode(text, bool(body.add_special_tokens)))
+        return encode_pieces(service.tokenizer, pieces, bool(body.add_special_tokens))
 
     try:
         if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:
-            tokens = await service.turns.call(key, encoded)
+            encoded = await service.turns.call(key, encode)
         else:
-            tokens = await service.tokenizer.off_loop(encoded, key, characters)
+            encoded = await service.tokenizer.off_loop(encode, key, characters)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
-    if not tokens:
+    if not encoded.tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
-    return tokens
+    return encoded
 
 
 def check_chat(body: ChatRequest | TokenizeRequest) -> None:
@@ -129,15 +133,17 @@ def check_chat(body: ChatRequest | TokenizeRequest) -> None:
     _check_kwargs(body.chat_template_kwargs)
 
 
-def render_chat(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> str:
-    """Return the text that the chat template makes of a conversation.
+def render_chat(
+    tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage] | None = None
+) -> str:
+    """Return the text that the chat template makes of a conversation. ``messages``: in the place of the body's own.
 
     Raises:
         ChatTemplateError: the template refuses it, or there is none.
     """
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return tokenizer.render_chat(
-        [_message(message) for message in body.messages or ()],
+        [_message(message) for message in (body.messages if messages is None else messages) or ()],
         add_generation_prompt=add_prompt,
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=body.chat_template_kwargs,

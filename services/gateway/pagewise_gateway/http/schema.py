@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from pagewise_shared.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
+from pagewise_shared.segments import MAX_SEGMENTS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -41,6 +42,10 @@ PromptType = Annotated[
         description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
     ),
 ]
+_SEGMENT_TEXTS = (
+    "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
+    "conversations, parts of messages can be marked as segments instead."
+)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
@@ -58,6 +63,39 @@ class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
     """The only response format that is supported."""
 
     type: Literal["text"]
+
+
+class Segments(Struct, forbid_unknown_fields=True, frozen=True):
+    """Stretches of the prompt whose KV is computed apart from what is before them, and reused wherever they stand."""
+
+    texts: (
+        Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_SEGMENTS, description=_SEGMENT_TEXTS)]
+        | None
+    ) = None
+    ranges: (
+        Annotated[
+            list[tuple[TokenId, TokenId]],
+            Meta(max_length=MAX_SEGMENTS, description="Of a prompt of token ids: first token, and first one behind."),
+        ]
+        | None
+    ) = None
+    root: (
+        Annotated[
+            bool | Annotated[int, Meta(ge=0, le=2**31 - 1)] | str,
+            Meta(
+                description="The beginning of the prompt that they attend to as well: true for all that is before the "
+                "first of them, which is the default; false for none; a text; or a number of tokens, with ranges."
+            ),
+        ]
+        | None
+    ) = None
+    boundary: (
+        Annotated[
+            int,
+            Meta(ge=0, le=2**20, description="So many first tokens of each attend to everything before them."),
+        ]
+        | None
+    ) = None
 
 
 class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -118,6 +156,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         ]
         | None
     ) = None
+    segments: Segments | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
@@ -150,6 +189,7 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
+    segment: Annotated[bool, Meta(description="Whether its text is a segment of the prompt.")] | None = None
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
@@ -189,7 +229,7 @@ def strip(body: CompletionRequest | ChatRequest) -> None:
     its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
     """
     body.logit_bias = body.bad_words = body.allowed_token_ids = None
-    body.user = body.safety_identifier = body.prompt_cache_key = None
+    body.user = body.safety_identifier = body.prompt_cache_key = body.segments = None
     if isinstance(body, CompletionRequest):
         body.prompt = ""
     else:

@@ -42,4 +42,4 @@ def _prompt(live: LiveRequest, prompt: LivePrompt, again: bool) -> PromptToGener
     indices = range(prompt.index, prompt.index + live.request.n) if again else ()
     outputs = (live.outputs.get(index) for index in indices)
     progress = tuple(_NO_PROGRESS if output is None else output.progress() for output in outputs)
-    return PromptToGenerate(prompt.given.tokens.tobytes(), prompt.given.max_tokens, progress)
+    return PromptToGenerate(prompt.given.tokens.tobytes(), prompt.given.max_tokens, progress, prompt.given.segments)

@@ -86,7 +86,7 @@ class Draining:
             return True
         others = [other.scheduler for other in self._others(drain.engine)]
         for request in drain.engine.scheduler.requests if others else ():
-            if not any(one.fits(len(request.prompt_token_ids), request.max_tokens) for one in others):
+            if not any(one.fits(len(request.prompt_token_ids), request.max_tokens, request.segments) for one in others):
                 return False
         return now >= drain.room_deadline or self._others_have_room(drain.engine)
 

@@ -119,6 +119,7 @@ class Router:
             self._backlog.count(new)
             return
         for request in requests:
+            self._check_segments(request)
             length, most = len(request.prompt_token_ids) + request.max_tokens, self.capacity.max_model_len
             if most and length > most:
                 raise AdmissionError(
@@ -193,6 +194,20 @@ class Router:
         if self.unplaced.discard(live, clock()):  # else it has been placed, or has ended
             self._place_guarded(live)
 
+    def _check_segments(self, request: Request) -> None:
+        """Refuse a request with segments that no executor could ever serve.
+
+        Raises:
+            AdmissionError: their model has none, or they have too little memory.
+        """
+        engines = self._engines if request.segments else ()
+        reasons = [engine.hello.no_segments for engine in engines]
+        if reasons and all(reasons):
+            raise AdmissionError("never_fits", f"the model cannot have segments: {reasons[0]}")
+        size = len(request.prompt_token_ids), request.max_tokens
+        if reasons and not any(engine.scheduler.fits(*size, request.segments) for engine in engines):
+            raise AdmissionError("never_fits", "the request does not fit beside what its segments are moved from")
+
     def _place(self, live: LiveRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
         if live.done:
@@ -200,9 +215,14 @@ class Router:
         if live.deaths > MAX_DEATHS:
             live.fail("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
-        prompt, output = len(live.request.prompt_token_ids), live.request.max_tokens
+        request = live.request
+        size = len(request.prompt_token_ids), request.max_tokens, request.segments
         able = [
-            engine for engine in self._engines if engine.life is Life.SERVING and engine.scheduler.fits(prompt, output)
+            engine
+            for engine in self._engines
+            if engine.life is Life.SERVING
+            and engine.scheduler.fits(*size)
+            and not (request.segments and engine.hello.no_segments)
         ]
         if not able or self._expected_engines:
             live.engine = None

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import KeyLimits, PromptToGenerate, Submit, unpack_int32s
+from pagewise_shared.protocol import KeyLimits, PromptSegments, PromptToGenerate, Submit, unpack_int32s
+from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.key_limits import KeyUsage
@@ -99,8 +100,19 @@ def _check_prompt(prompt: PromptToGenerate, n: int, vocab_size: int) -> None:
             raise ImpossibleError(f"{len(packed)} bytes of tokens") from error
         if tokens and not (min(tokens) >= 0 and (not vocab_size or max(tokens) < vocab_size)):
             raise ImpossibleError(f"a token outside the vocabulary of {vocab_size}")
+        if packed is prompt.tokens and prompt.segments is not None:
+            _segments_of(len(tokens), prompt.segments)
         if packed is not prompt.tokens and len(tokens) > prompt.max_tokens:
             raise ImpossibleError(f"{len(tokens)} output tokens of at most {prompt.max_tokens}")
+
+
+def _segments_of(num_tokens: int, given: PromptSegments) -> tuple[Segment, ...]:
+    try:
+        edges = unpack_int32s(given.ranges)
+        ranges = list(zip(edges[::2], edges[1::2], strict=True))
+        return make_segments(num_tokens, ranges, root=given.root, boundary=given.boundary)
+    except (ProtocolError, ValueError) as error:
+        raise ImpossibleError(f"segments that cannot be: {error}") from error
 
 
 def _width(submit: Submit) -> int:
@@ -137,6 +149,9 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
                 sequence.output_token_ids = unpack_int32s(progress.tokens)
                 if progress.finished:
                     sequence.end(None)
+        if prompt.segments is not None:
+            request.segments = _segments_of(len(request.prompt_token_ids), prompt.segments)
+            mark_segments(request.prompt_token_ids, request.segments)
         requests.append(request)
     return requests
 

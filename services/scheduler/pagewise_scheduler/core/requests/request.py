@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 from pagewise_shared.protocol import ReuseHints
 from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
@@ -150,6 +151,11 @@ class Sequence:
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
         return request.ending(self.output_token_ids) if last and not request.chooses else None
 
+    def num_to_compute(self, size: int) -> int:
+        """Of the last ``size`` scheduled tokens, how many are computed and not moved."""
+        segments, stop = self.request.segments, self.num_scheduled_tokens
+        return num_computed(segments, stop - size, stop) if segments else size
+
     def token_bytes(self) -> bytes:
         """All known tokens as int32 bytes."""
         prompt = self.request.prompt_token_ids.tobytes()
@@ -180,6 +186,9 @@ class Request:
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
+    ``segments``: of its prompt, which are marked in ``prompt_token_ids``; ``stored_originals``: what ``stored`` is, of
+    what they are moved from, by its tokens (int32 bytes). ``computes_for``: the sequence for which it
+    computes a segment; then nobody is told of it, and it has no output.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
     which it was placed, and when, the last few.
@@ -211,6 +220,9 @@ class Request:
     stored: dict[str, int] = field(default_factory=dict)
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
+    segments: tuple[Segment, ...] = ()
+    stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
+    computes_for: Sequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
 
     def placed(self, executor_id: str, now: float) -> None:
@@ -286,6 +298,11 @@ class Request:
             tool_call=any(token in output_token_ids for token in reuse.tool_call_ids),
             priority=self.priority,
         )
+
+    @property
+    def owner(self) -> "Request":
+        """Itself, or the request for a segment of which it computes."""
+        return self if self.computes_for is None else self.computes_for.request
 
     def num_loaded_tokens(self, origin: str) -> int:
         """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""

@@ -3,7 +3,7 @@
 A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, exp
@@ -30,13 +30,20 @@ class Match(NamedTuple):
     """Leading tokens of a prompt: ``device`` of them lie on the device, ``lower`` more in tiers below it.
 
     ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
-    ``lowest``: the number of the lowest tier that has some of them.
+    ``lowest``: the number of the lowest tier that has some of them. ``spared``: further tokens that need not be
+    computed, because the originals of segments are cached, or will be.
     """
 
     device: int
     lower: int
     expected: int
     lowest: int = DEVICE
+    spared: int = 0
+
+    @property
+    def reused(self) -> int:
+        """Tokens that need not be computed."""
+        return self.expected + self.spared
 
 
 _NO_MATCH = Match(0, 0, 0)
@@ -173,7 +180,8 @@ class ExecutorView:
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
         path = tree.walk(tree.root_of(query.cache_salt), keys)
         if not path and not self._waiting:
-            return _NO_MATCH
+            spared = self._spared(query, 0)
+            return _NO_MATCH._replace(spared=spared) if spared else _NO_MATCH
         device = there = len(path)
         lowest = DEVICE
         while device and path[device - 1].block < 0:
@@ -185,7 +193,23 @@ class ExecutorView:
         expected = there * size
         if self._waiting and there < len(keys):
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
-        return Match(device * size, (there - device) * size, expected, lowest)
+        return Match(device * size, (there - device) * size, expected, lowest, self._spared(query, expected))
+
+    def _spared(self, query: PrefixQuery, expected: int) -> int:
+        """Of the tokens behind the first ``expected`` ones of a prompt, how many fewer are computed than without
+        segments."""
+        kv, spared = self.scheduler.kv, 0
+        for original in query.originals(kv.block_size):
+            moved = sum(max(0, one.stop - max(one.moved, expected)) for one in original.segments)
+            if not moved:
+                continue
+            kv.restore(query.cache_salt, lambda tokens=original.tokens: tokens)  # type: ignore[misc]
+            path = kv.pool.tree.walk(kv.pool.tree.root_of(query.cache_salt), original.keys)
+            found = len(path) * kv.block_size
+            if self._waiting:
+                found = self._pending.shared(query.cache_salt, original.tokens, found, kv.block_size)
+            spared += moved - max(0, original.num_tokens - found)
+        return max(0, spared)
 
     # ---- what it would take --------------------------------------------------------------------------
 
@@ -277,8 +301,14 @@ class ExecutorView:
         others = self._work.get(query.priority, (0, 0.0))
         self._work[query.priority] = others[0] + num_tokens, others[1] + seconds
         if query.uses_cache:
-            self._pending.add(query.cache_salt, query.tokens)
+            for tokens in self._cached_later(query):
+                self._pending.add(query.cache_salt, tokens)
         return placement
+
+    def _cached_later(self, query: PrefixQuery) -> Iterator[bytes]:
+        """What of a prompt will be cached: its tokens, and the originals of its segments (int32 bytes)."""
+        yield query.tokens
+        yield from (original.tokens for original in query.originals(self.scheduler.kv.block_size))
 
     def answered(self, placement: Placement, now: float) -> None:
         """A placement does not wait any more."""
@@ -292,7 +322,8 @@ class ExecutorView:
         if tokens:  # else nobody waits any more: what is left of the seconds is rounding
             self._work[query.priority] = tokens, seconds - placement.seconds
         if query.uses_cache:
-            self._pending.remove(query.cache_salt, query.tokens)
+            for cached in self._cached_later(query):
+                self._pending.remove(query.cache_salt, cached)
 
     def ended(self, placement: Placement, now: float) -> None:
         """A placement is not the executor's any more."""

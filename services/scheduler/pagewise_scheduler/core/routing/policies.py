@@ -29,7 +29,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 _MOST_PREDICTED = 8
-_expected = attrgetter("match.expected")
+_reused = attrgetter("match.reused")
 """Of a candidate: what it holds of the prompt, or will."""
 
 
@@ -117,8 +117,8 @@ class LongestPrefix:
     ) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
         candidates = [look_up(executor, query) for executor in executors]
-        best = max(candidates, key=lambda candidate: (candidate.match.expected, -candidate.executor.load))
-        return Choice(best, "cached" if best.match.expected else "load")
+        best = max(candidates, key=lambda candidate: (candidate.match.reused, -candidate.executor.load))
+        return Choice(best, "cached" if best.match.reused else "load")
 
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
@@ -130,8 +130,8 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
         link, num_loading = costs.tiers[match.lowest].load, executor.scheduler.recoveries.num_loading
         estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
-    seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
-    best = PredictedRecovery(seconds, match.expected)
+    seconds += costs.compute_seconds(match.reused, candidate.query.num_tokens - match.reused, share)
+    best = PredictedRecovery(seconds, match.reused)
     for link, end in _sources(candidate, holder):
         if end > match.device:
             fetched = _fetched(candidate, link, end)
@@ -184,7 +184,7 @@ def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     time."""
     if len(candidates) <= 2 * _MOST_PREDICTED:
         return candidates
-    held = nlargest(_MOST_PREDICTED, candidates, key=_expected)
+    held = nlargest(_MOST_PREDICTED, candidates, key=_reused)
     others = [candidate for candidate in candidates if candidate not in held]
     return held + nsmallest(_MOST_PREDICTED, others, key=attrgetter("executor.load"))
 
@@ -205,7 +205,7 @@ class LeastTimeToFirstToken:
     ) -> Choice:
         """The one whose first token is predicted to cost the least."""
         candidates = [look_up(executor, query) for executor in executors]
-        holder = max(candidates, key=_expected)
+        holder = max(candidates, key=_reused)
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
@@ -215,9 +215,9 @@ class LeastTimeToFirstToken:
             cost = seconds, candidate.executor.load
             if cost < least:
                 best, least = Choice(candidate, "load", estimate), cost
-        if not holder.match.expected:
+        if not holder.match.reused:
             return best
-        held = best.candidate.match.expected == holder.match.expected
+        held = best.candidate.match.reused == holder.match.reused
         return best._replace(reason="cached" if held else "elsewhere")
 
     def cost(self, estimate: CostEstimate) -> float:

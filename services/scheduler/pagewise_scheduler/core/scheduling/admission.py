@@ -9,7 +9,8 @@ from collections.abc import Hashable, Iterable
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
-from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 _WINDOW = 16
@@ -20,9 +21,10 @@ _MOST_PASSED = 32
 class Admission:
     """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over."""
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
+    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments) -> None:
         self._kv = kv
         self._waiting = waiting
+        self._segments = segments
         self._busy: set[tuple[Hashable, bytes]] = set()
 
     def computing(self, sequences: Iterable[Sequence]) -> None:
@@ -55,32 +57,44 @@ class Admission:
         """
         if room <= (watermark if favoured is None else 0):
             return None
+        num_requests = self._segments.num_requests
         for head in self._waiting.heads(_WINDOW):
-            best = self._best(head, oldest_step)
+            own_room = room if head is favoured else room - watermark
+            best = self._best(head, oldest_step, own_room)
             if best is not None:
-                return self._start(head, best, room if head is favoured else room - watermark)
-        return None
+                return self._start(head, best, own_room)
+        if self._segments.num_requests == num_requests:
+            return None
+        return self.next(room, oldest_step, watermark, favoured)  # what computes originals waits since a moment ago
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
         if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
             return None
-        if self._is_computed_elsewhere(sequence, self._find(sequence)):
+        found = self._find(sequence)
+        if self._is_computed_elsewhere(sequence, found) or not self._has_segments(sequence, found):
             return None
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
-    def _best(self, head: Sequence, oldest_step: int | None) -> Sequence | None:
+    def _best(self, head: Sequence, oldest_step: int | None, room: int) -> Sequence | None:
         """Of the window of ``head``, who can start with the longest prefix; None: they all wait for something, and it
-        is the next key's turn."""
+        is the next key's turn. ``room``: blocks that they may take."""
         best, longest = None, -1
         if _is_in_flight(head, oldest_step):
             return None
         for sequence in self._candidates(head):
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
+            if sequence.status is not SequenceStatus.WAITING:
+                continue  # it was to compute a segment that has turned up meanwhile
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
-                best, longest = sequence, len(found)
+                if self._has_segments(sequence, found) or self._prepare(sequence, found, room):
+                    best, longest = sequence, len(found)
+                elif sequence is head and not self._segments.is_preparing(head):
+                    return None  # it is next: what comes after it does not take the room that it waits for
+        if best is not None and best.status is not SequenceStatus.WAITING:
+            return self._best(head, oldest_step, room)  # likewise
         return best
 
     def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
@@ -90,13 +104,33 @@ class Admission:
         if prefix is None and best is not head:
             best = head
             found = self._find(head)
-            if _may_start(head) and not self._is_computed_elsewhere(head, found):
+            ready = head.status is SequenceStatus.WAITING and _may_start(head) and self._has_segments(head, found)
+            if ready and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
             return None
         if best is not head:
             head.num_passed += 1
         return best, prefix
+
+    def _has_segments(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
+        """Whether it could be computed behind the blocks ``found`` of its prefix, with all segments that it needs."""
+        if not sequence.request.segments or self._shares_with_first(sequence):
+            return True
+        return self._segments.is_ready(sequence, self._num_cached(found))
+
+    def _prepare(self, sequence: Sequence, found: list[CachedBlock], room: int) -> bool:
+        """Have the segments computed that a sequence lacks, if there is room; returns whether it lacks none now."""
+        if self._segments.is_preparing(sequence):
+            return False
+        return self._segments.prepare(sequence, self._num_cached(found), room)
+
+    def _num_cached(self, found: list[CachedBlock]) -> int:
+        """Tokens of a prefix that need no segments: those in lower tiers too, if nothing between them is lacking."""
+        size = self._kv.block_size
+        if all(node.num_places for node in found):
+            return len(found) * size
+        return size * next(number for number, node in enumerate(found) if node.block < 0)
 
     def _candidates(self, head: Sequence) -> list[Sequence]:
         if head.num_passed >= _MOST_PASSED:
@@ -140,16 +174,21 @@ class Admission:
         return prefix if kv.num_taken(prefix, num_tokens) <= room else None
 
     def _longest_prefix(self, sequence: Sequence) -> CachedPrefix:
-        first = sequence.request.sequences[0]
         if sequence.sampling.prompt_logprobs is not None:
             return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
-        if sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids:
-            return self._kv.fork(first.table, sequence.num_tokens - 1)
+        if self._shares_with_first(sequence):
+            return self._kv.fork(sequence.request.sequences[0].table, sequence.num_tokens - 1)
         start = len(sequence.path) * self._kv.block_size
         stop = min(start + self._kv.block_size, sequence.num_tokens - 1)
         return self._kv.begin_with(
             sequence.request.cache_salt, list(sequence.path), sequence.tokens_between(start, stop)
         )
+
+    @staticmethod
+    def _shares_with_first(sequence: Sequence) -> bool:
+        """Whether it begins with all of its prompt, which the first output of its request holds."""
+        first = sequence.request.sequences[0]
+        return sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids
 
 
 def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:

@@ -6,6 +6,7 @@ from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
+from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
@@ -13,7 +14,8 @@ from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
-from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepInFlight
+from pagewise_scheduler.core.scheduling.segments import Segments
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
@@ -23,7 +25,7 @@ _WATERMARK = 0.01
 
 class PrefillSet:
     """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
-    shares of rows and blocks that keys have.
+    shares of rows and blocks that keys have. ``segments``: of those that wait and of members.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
@@ -41,11 +43,12 @@ class PrefillSet:
         self.num_hits = 0
         self._kv = kv
         self._waiting = waiting
-        self._admission = Admission(kv, waiting)
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
         self.shares = FairShares(kv, waiting, limits, recoveries.costs)
+        self.segments = Segments(kv, waiting, self.shares, plan)
+        self._admission = Admission(kv, waiting, self.segments)
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -55,6 +58,15 @@ class PrefillSet:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members)
+
+    def clear(self) -> None:
+        """All requests leave; those on rows have left them."""
+        self.segments.clear()
+        self.shares.clear()
+
+    def make_room(self) -> bool:
+        """Let sequences that wait give up what they hold, because nothing can go on; whether they held anything."""
+        return self.segments.make_room(None if self._members else self._waiting.peek())
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""
@@ -114,9 +126,9 @@ class PrefillSet:
         if head is not None and members and queue_time(members[-1]) > queue_time(head):
             first = next(number for number, member in enumerate(members) if queue_time(member) > queue_time(head))
         chunks = self._continued(members[:first], budget)
-        budget -= sum(size for _, size in chunks)
+        budget -= _num_computed(chunks)
         started = self._started(budget, num_decoding, in_flight, now)
-        budget -= sum(size for _, size in started)
+        budget -= _num_computed(started)
         return chunks + self._continued(members[first:], budget) + started
 
     def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
@@ -133,8 +145,8 @@ class PrefillSet:
             added, copies = self._kv.grow(table, sequence.num_scheduled_tokens)
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
-            chunks.append((sequence, size))
-            budget -= size
+            chunks.append(self._chunk(sequence, size))
+            budget -= sequence.num_to_compute(size)
         return chunks
 
     def _started(
@@ -160,11 +172,18 @@ class PrefillSet:
                 break
             sequence, prefix = start
             if size := self._start(sequence, prefix, budget, share, now):
-                chunks.append((sequence, size))
-                budget -= size
+                chunks.append(self._chunk(sequence, size))
+                budget -= sequence.num_to_compute(size)
             self._admission.computing_too(sequence)
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
+
+    def _chunk(self, sequence: Sequence, size: int) -> tuple[Sequence, int]:
+        """A chunk of the last ``size`` tokens that were booked, with what segments move there."""
+        if sequence.request.segments:
+            stop = sequence.num_scheduled_tokens
+            self.segments.plan_moves(sequence, stop - size, stop)
+        return sequence, size
 
     def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
         """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
@@ -196,6 +215,8 @@ class PrefillSet:
         plan = self._recoveries.choose(prefix, share, sequence)
         if plan.nodes:
             prefix = kv.without_copy(prefix)
+            if not self.segments.holds(sequence, prefix.num_tokens):
+                plan.method = "load"  # it was to come with what is loaded
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
@@ -219,7 +240,10 @@ class PrefillSet:
         return self._kv.pool.tree.root_hash(sequence.request.cache_salt)
 
     def _size(self, sequence: Sequence, budget: int) -> int:
-        size = min(sequence.num_tokens - sequence.num_scheduled_tokens, budget)
+        start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
+        size = min(whole - start, budget)
+        if segments := sequence.request.segments:
+            size = 0 if self._plan.moves_enough else furthest(segments, start, whole, budget) - start
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 
@@ -232,6 +256,10 @@ class PrefillSet:
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
-            request.num_cached_tokens = prefix.num_tokens
+            request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens
+
+
+def _num_computed(chunks: Chunks) -> int:
+    return sum(sequence.num_to_compute(size) for sequence, size in chunks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
+from pagewise_shared.segments import Segment
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -77,7 +78,7 @@ class Scheduler:
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
-        self._shares = self._prefilling.shares
+        self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
@@ -117,12 +118,12 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not finished."""
+        """Requests that have not finished, without those that compute segments of others."""
         return list(self._requests.values())
 
-    def fits(self, num_prompt_tokens: int, max_tokens: int) -> bool:
+    def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
-        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1)
+        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) + self.segments.num_slots(segments)
         return slots <= self.kv.capacity_tokens and num_prompt_tokens + max_tokens <= self.max_model_len
 
     def add(self, request: Request) -> None:
@@ -131,7 +132,7 @@ class Scheduler:
         Raises:
             ValueError: it could never fit, or its id is taken.
         """
-        if not self.fits(len(request.prompt_token_ids), request.max_tokens):
+        if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
             most = self.kv.capacity_tokens
             raise ValueError(f"request {request.request_id} needs more than the {most} tokens of the pool")
         if request.request_id in self._requests:
@@ -165,6 +166,7 @@ class Scheduler:
         """End a sequence; tokens of it that are in flight are dropped when they come back."""
         if sequence.finished:
             return
+        self.segments.ended(sequence, reason)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
@@ -183,14 +185,14 @@ class Scheduler:
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
         requests = self.requests
-        for request in requests:
+        for request in (*requests, *self.segments.requests):
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self.vacate(sequence)
+        self._prefilling.clear()
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()
-        self._shares.clear()
         self._requests.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -261,7 +263,7 @@ class Scheduler:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
         if self.steps_in_flight or self.recoveries.num_loading:
             return None
-        if self._beam_groups.make_room():
+        if self._beam_groups.make_room() or self._prefilling.make_room():
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
@@ -281,6 +283,7 @@ class Scheduler:
                 if sequence.request.beam is None:
                     self._decoding.add(sequence, first_step=step + 1)
         self.last_step = step
+        self.segments.planned(step)
         # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
@@ -308,8 +311,7 @@ class Scheduler:
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
         step.took(result.elapsed_us * 1e-6, self.costs)
-        begun = [sequence for sequence in step.completed if not sequence.finished]
-        output = StepOutput(begun, step.computed, num_tokens=step.num_tokens)
+        output = StepOutput(step.begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self._cache_full_blocks(sequence, num_computed)
@@ -343,7 +345,7 @@ class Scheduler:
         failed: list[Request] = []
         if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
-                failed.append(step.owner.request)
+                failed.append(step.owner.request.owner)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()
@@ -374,6 +376,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.PREFILL:
             self._prefilling.remove(sequence)
         self.recoveries.abandon(sequence)
+        self.segments.release(sequence)
         self._cache_full_blocks(
             sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
         )

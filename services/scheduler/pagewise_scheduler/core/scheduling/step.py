@@ -8,13 +8,15 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import (
     BlockCopies,
     NewSequence,
+    SegmentMove,
     StepPlan,
     TokenLogprobs,
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.protocol.limits import SEQUENCE_OVERHEAD_BYTES
+from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
+from pagewise_shared.segments import MAX_MOVED_TOKENS
 
 from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.recovery.cost_model import CostModel
@@ -58,8 +60,9 @@ class StepInFlight:
         ``ending``: whose last token it samples."""
         num_tokens, attention, context = len(decoding), 0.0, 0
         for sequence, size in chunks:
-            num_tokens += size
-            attention += size * (sequence.num_scheduled_tokens - size / 2)
+            computed = sequence.num_to_compute(size)
+            num_tokens += computed
+            attention += computed * (sequence.num_scheduled_tokens - size / 2)
             context += sequence.num_scheduled_tokens
         return cls(
             step=step,
@@ -82,9 +85,14 @@ class StepInFlight:
             costs.decoded(num_decoding, seconds)
 
     @property
+    def begun(self) -> list[Sequence]:
+        """Whose prefill it has ended; not those of segments, of which nobody is told."""
+        return [one for one in self.completed if not one.finished and one.request.computes_for is None]
+
+    @property
     def requests(self) -> set[Request]:
-        """Whose sequences it runs."""
-        return {sequence.request for sequence in chain(self.sampled, self.chunk_rows.values())}
+        """Whose sequences it runs, or segments it computes."""
+        return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     @property
     def owner(self) -> Sequence:
@@ -120,7 +128,9 @@ class PlanBuilder:
     their constraints.
     """
 
-    __slots__ = ("_chunks", "_computed", "_constraints", "_joined", "_left", "_tables", "copies", "joined_bytes")
+    __slots__ = (
+        "_chunks", "_computed", "_constraints", "_joined", "_left", "_moves", "_tables", "copies", "joined_bytes"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.copies = PendingCopies()
@@ -134,6 +144,7 @@ class PlanBuilder:
         self._tables: list[tuple[int, int, int]] = []
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
+        self._moves: list[SegmentMove] = []
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
 
@@ -153,6 +164,8 @@ class PlanBuilder:
             self._tables = [change for change in self._tables if change[0] != row]
         if self._computed:
             self._computed = [told for told in self._computed if told[0] != row]
+        if self._moves:
+            self._moves = [move for move in self._moves if move.row != row]
 
     def copy(self, copies: Copies) -> None:
         """Make these copies before anything is written that they read."""
@@ -192,8 +205,17 @@ class PlanBuilder:
         """The row's first tokens have their K and V now: what it did not compute has been loaded."""
         self._computed.append((row, num_computed_tokens))
 
+    def move(self, move: SegmentMove) -> None:
+        """Move a part of a segment before anything is computed."""
+        self._moves.append(move)
+
+    @property
+    def moves_enough(self) -> bool:
+        """Whether no other sequence with segments goes on in this plan."""
+        return len(self._moves) >= MAX_MOVES or sum(one.stop - one.start for one in self._moves) >= MAX_MOVED_TOKENS
+
     def chunk(self, row: int, num_tokens: int) -> None:
-        """Compute the row's next known tokens."""
+        """Go on by the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
     def build(self, epoch: int, step: int, loads: list[BlockCopies], writes: list[BlockCopies]) -> StepPlan:
@@ -213,6 +235,7 @@ class PlanBuilder:
             computed=tuple(self._computed),
             chunks=tuple(self._chunks),
             constraints=tuple(self._constraints),
+            moves=tuple(self._moves),
         )
         self.clear()
         return plan

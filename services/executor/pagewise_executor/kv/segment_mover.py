@@ -1,0 +1,92 @@
+"""Moves the KV of segments from their canonical position to where they stand in a sequence."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from pagewise_shared.protocol import SegmentMove, unpack_int32s
+
+from pagewise_executor.input_batch import InputBatch, Int64s
+from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.kv_pool import KVPool, KVScales
+
+_TOKENS_AT_ONCE = 8192
+"""The most tokens that are moved at once: their keys of one layer take memory in float32 meanwhile."""
+
+
+class SegmentMover:
+    """Moves tokens between blocks of ``pool``. ``rotations``: of each layer's keys."""
+
+    def __init__(self, pool: KVPool, rotations: Sequence[KeyRotation], *, triton: bool) -> None:
+        self._pool, self._rotations, self._triton = pool, rotations, triton
+
+    def warm_up(self) -> None:
+        """Compile what moves tokens, by moving one; nothing of use lies in the pool yet."""
+        if self._rotations and self._pool.num_blocks * self._pool.block_size > 1:
+            self._move(*(torch.tensor([number], device=self._pool.device) for number in (0, 1, 1)))
+
+    def move(self, moves: Sequence[SegmentMove], batch: InputBatch) -> None:
+        """Carry out the moves of a step, which the batch has applied. No target is a source."""
+        if not moves:
+            return
+        sources, targets, distances = _slots(moves, batch)
+        for start in range(0, len(sources), _TOKENS_AT_ONCE):
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            self._move(*(self._upload(one[part]) for one in (sources, targets, distances)))
+
+    def _move(self, sources: torch.Tensor, targets: torch.Tensor, distances: torch.Tensor) -> None:
+        pool, size = self._pool, self._pool.block_size
+        source, target = (sources // size, sources % size), (targets // size, targets % size)
+        angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for keys, values, scales, rotation in zip(pool.keys, pool.values, pool.scales, self._rotations, strict=True):
+            number = rotation.frequencies.data_ptr()
+            if number not in angles:
+                angles[number] = rotation.angles(distances)
+            cos, sin = angles[number]
+            if self._triton:
+                self._launch(keys, values, sources, targets, cos, sin, rotation, scales)
+            else:  # float8 needs the Triton kernels
+                keys[target] = rotation.rotate(keys[source].float(), cos, sin).to(keys.dtype)
+                values[target] = values[source]
+
+    @staticmethod
+    def _launch(
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotation: KeyRotation,
+        scales: KVScales | None,
+    ) -> None:
+        from pagewise_kernels.attention import Scales
+        from pagewise_kernels.segment_move import move_tokens
+
+        move_tokens(
+            keys,
+            values,
+            sources,
+            targets,
+            cos,
+            sin,
+            interleaved=rotation.interleaved,
+            scales=Scales(*scales) if scales is not None else None,
+        )
+
+    def _upload(self, numbers: Int64s) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._pool.device, non_blocking=True)
+
+
+def _slots(moves: Sequence[SegmentMove], batch: InputBatch) -> tuple[Int64s, Int64s, Int64s]:
+    """Return source slot, target slot and distance of each token that is moved [n]."""
+    size = batch.block_size
+    sources, targets, distances = [], [], []
+    for move in moves:
+        positions = np.arange(move.start, move.stop)
+        blocks = np.array(unpack_int32s(move.blocks), np.int64)
+        canonical = positions - move.distance
+        sources.append(blocks[canonical // size - move.first] * size + canonical % size)
+        targets.append(batch.slot_mapping(np.full(len(positions), move.row), positions))
+        distances.append(np.full(len(positions), move.distance))
+    return np.concatenate(sources), np.concatenate(targets), np.concatenate(distances)

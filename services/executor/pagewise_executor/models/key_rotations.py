@@ -1,0 +1,90 @@
+"""By what the keys of each layer are rotated as their position changes.
+
+It is found out by trial, because transformers' models differ in it (frequencies by layer, parts of a head that are not
+rotated, pairs that lie side by side or half a head apart, layers without RoPE): the keys that a model makes of one
+token at two positions tell. The hidden states are the same at both of them, because the token attends to itself alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pagewise_shared.errors import PagewiseError
+
+from pagewise_executor.kv.key_rotation import KeyRotation
+
+_POSITIONS = (1, 98)
+_TOKEN = 1
+_MOST_ERROR, _MOST_ROUNDED_ERROR = 1e-3, 0.03
+"""Relative error up to which a rotation fits keys in float32, and in types of fewer bits."""
+
+
+class UnknownRotationError(PagewiseError):
+    """The keys of a model change with their position in a way that is not known; the text says what was found."""
+
+
+class _Recorder:
+    """Stands for the paged attention of a layer while a model is tried: keeps the keys, and attends to nothing else."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+        self.keys = k
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+@torch.inference_mode()
+def find_key_rotations(
+    model: torch.nn.Module, attention: Sequence[torch.nn.Module], device: torch.device
+) -> list[KeyRotation]:
+    """Return the rotation of each layer's keys. ``attention``: the modules that call ``paged_attention``.
+
+    Raises:
+        UnknownRotationError: a layer's keys change with their position in another way, or the model cannot be tried.
+    """
+    recorders = [_Recorder() for _ in attention]
+    for module, recorder in zip(attention, recorders, strict=True):
+        module.paged_layer = recorder  # type: ignore[assignment]
+    ids = torch.full((1, len(_POSITIONS)), _TOKEN, device=device)
+    try:
+        model(input_ids=ids, position_ids=torch.tensor([_POSITIONS], device=device), use_cache=False, logits_to_keep=1)
+    except Exception as error:  # whatever a model written by others may raise
+        raise UnknownRotationError(f"what positions do to its keys cannot be tried: {error}") from error
+    finally:
+        for module in attention:
+            del module.paged_layer
+    known = _candidates(model)
+    return [_fitting(layer, recorder.keys, known) for layer, recorder in enumerate(recorders)]
+
+
+def _candidates(model: torch.nn.Module) -> list[KeyRotation]:
+    """No rotation, and every one by frequencies that are somewhere in the model."""
+    found: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1:
+            frequencies = buffer.float()
+            if not any(torch.equal(frequencies, other) for other in found):
+                found.append(frequencies)
+    return [KeyRotation(torch.zeros(0, device=next(model.parameters()).device))] + [
+        KeyRotation(one, interleaved) for one in found for interleaved in (False, True)
+    ]
+
+
+def _fitting(layer: int, keys: Any, known: Sequence[KeyRotation]) -> KeyRotation:
+    if keys is None:
+        raise UnknownRotationError(f"its layer {layer} does not tell its keys")
+    most = _MOST_ERROR if keys.dtype == torch.float32 else _MOST_ROUNDED_ERROR
+    before, after = keys[:1].float(), keys[1:].float()
+    distance = torch.tensor([_POSITIONS[1] - _POSITIONS[0]], device=keys.device)
+    errors = []
+    for rotation in known:
+        if 2 * len(rotation.frequencies) > keys.shape[-1]:
+            errors.append(float("inf"))
+            continue
+        error = (rotation.rotate(before, *rotation.angles(distance)) - after).norm() / after.norm()
+        errors.append(float(error))
+    best = min(range(len(known)), key=errors.__getitem__)
+    if not errors[best] <= most:
+        raise UnknownRotationError(f"the keys of its layer {layer} are not rotated by their position (RoPE)")
+    return known[best]

@@ -1,0 +1,333 @@
+"""The KV of segments: kept in blocks of its own, the *original*, and moved from there to wherever a segment stands.
+
+An original is an ordinary prefix: the tokens of the root and of the segment, and padding to the end of a block. So it
+lies in the prefix tree, is shared, evicted, demoted, fetched and stored like any other. What a sequence lacks of it is
+computed by a request of its own, which nobody is told of, before the sequence starts; until its moves have been planned
+the sequence holds references on the blocks. That is the same whether an original was found or computed.
+"""
+
+from array import array
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass
+
+from pagewise_shared.protocol import SegmentMove, pack_int32s
+from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.segments import Segment, original_tokens
+
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.fair_shares import FairShares
+from pagewise_scheduler.core.scheduling.step import PlanBuilder
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+
+_EARLIER = 1e-4
+"""Seconds by which requests that compute originals go before the sequences that wait for them."""
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Original:
+    """The original of some segments of one sequence that have the same tokens.
+
+    Fields:
+        tokens: int32, whole blocks. keys: of each of them.
+        blocks: that hold it, referenced for the sequence; empty until it is there.
+        request: that computes it. found: nothing had to be computed.
+    """
+
+    tokens: "array[int]"
+    keys: list[bytes]
+    blocks: list[int]
+    request: Request | None = None
+    found: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """The originals of a sequence, by its segments, as far as it needs them. ``moves_left``: segments that are still to
+    be moved, in order."""
+
+    originals: dict[Segment, _Original]
+    moves_left: list[Segment]
+
+    @property
+    def distinct(self) -> list[_Original]:
+        return list(dict.fromkeys(self.originals.values()))
+
+
+class Segments:
+    """The originals of all sequences of one executor that wait for them or hold them.
+
+    ``requests``: those that compute originals, waiting and running. ``num_moved``: tokens whose KV was moved;
+    ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose original was
+    there. ``num_requests``: that computed originals.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        shares: FairShares,
+        plan: PlanBuilder,
+    ) -> None:
+        self.requests: dict[Request, None] = {}
+        self.num_moved = self.num_wanted = self.num_found = self.num_requests = 0
+        self._kv = kv
+        self._waiting = waiting
+        self._shares = shares
+        self._plan = plan
+        self._prepared: dict[Sequence, _Prepared] = {}
+        self._moved: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        """References on blocks of originals."""
+        return sum(len(original.blocks) for prepared in self._prepared.values() for original in prepared.distinct)
+
+    def num_slots(self, segments: ReadOnlyList[Segment]) -> int:
+        """The most slots that the originals of a prompt's segments take beside the prompt itself, all at once."""
+        size, blocks = self._kv.block_size, 0
+        for segment in segments:
+            if segment.moved < segment.stop:
+                # The root's blocks are shared; whatever computes an original computes one token more.
+                blocks += self._kv.blocks_for(segment.num_original_tokens) - segment.root // size + 1
+        return (blocks + segments[0].root // size) * size if segments else 0
+
+    # ---- before a sequence starts --------------------------------------------------------------------
+
+    def is_preparing(self, sequence: Sequence) -> bool:
+        """Whether originals are held or computed for it."""
+        return sequence in self._prepared
+
+    def is_ready(self, sequence: Sequence, start: int) -> bool:
+        """Whether a sequence whose first ``start`` tokens are cached holds the originals of all segments behind them.
+
+        Those that have come meanwhile are held from now on.
+        """
+        needed = _needed(sequence, start)
+        if not needed:
+            return True
+        if (prepared := self._prepared.get(sequence)) is None:
+            return False
+        if any(segment not in prepared.originals for segment in needed):
+            self.release(sequence)  # what was cached of it is not there any more: it has to be prepared anew
+            return False
+        for original in prepared.distinct:
+            if not original.blocks and not self._hold(sequence, original) and original.request is None:
+                self._compute(sequence, original)  # anew: what computed it was preempted, and its blocks taken
+        return all(prepared.originals[segment].blocks for segment in needed)
+
+    def prepare(self, sequence: Sequence, start: int, room: int) -> bool:
+        """Hold the originals of the segments that end behind token ``start``, and have the others computed.
+
+        ``room``: free blocks; if the sequence with all of them takes more, nothing is done. Returns whether all are
+        there.
+        """
+        needed = _needed(sequence, start)
+        made: dict[bytes, _Original] = {}
+        originals = {segment: self._original(sequence, segment, made) for segment in needed}
+        root = needed[0].root // self._kv.block_size
+        more = root + sum(self._num_taken(sequence, original, root) for original in made.values())
+        if self._kv.blocks_for(sequence.num_tokens) + more > room - self._reserved():
+            return False
+        self._prepared[sequence] = prepared = _Prepared(originals, needed)
+        for original in prepared.distinct:
+            original.found = self._hold(sequence, original)
+        for original in prepared.distinct:
+            if not original.found:
+                self._compute(sequence, original)
+        return all(original.found for original in prepared.distinct)
+
+    def _original(self, sequence: Sequence, segment: Segment, made: dict[bytes, _Original]) -> _Original:
+        size = self._kv.block_size
+        tokens = original_tokens(sequence.request.prompt_token_ids, segment, size)
+        content = tokens.tobytes()
+        if content not in made:
+            made[content] = _Original(tokens, list(block_keys(content, size)), [])
+        return made[content]
+
+    def _num_taken(self, sequence: Sequence, original: _Original, root: int) -> int:
+        """By how much the number of available blocks falls if a sequence has an original held or computed, without the
+        blocks of the ``root``."""
+        if original.blocks:
+            return 0
+        if (path := self._on_device(sequence, original)) is None:
+            return len(original.keys) - root + 1  # whatever computes it computes one token more
+        return sum(self._kv.pool.references(node.block) == 0 for node in path[root:])
+
+    def _on_device(self, sequence: Sequence, original: _Original) -> list[CachedBlock] | None:
+        tree = self._kv.pool.tree
+        path = tree.walk(tree.root_of(sequence.request.cache_salt), original.keys)
+        return path if len(path) == len(original.keys) and path[-1].block >= 0 else None
+
+    def _hold(self, sequence: Sequence, original: _Original) -> bool:
+        """Reference the blocks of an original for a sequence, if it is there."""
+        path = self._on_device(sequence, original)
+        if path is None:
+            return False
+        original.blocks = [node.block for node in path]
+        self._kv.pool.pin(original.blocks)
+        self._need_no_more(original)
+        return True
+
+    def _need_no_more(self, original: _Original) -> None:
+        """An original need not be computed any more. What runs goes on: the plan that is being made may have it."""
+        request, original.request = original.request, None
+        if request is not None and request.sequences[0].status is SequenceStatus.WAITING:
+            self._waiting.take(request.sequences[0], SequenceStatus.FINISHED)
+            request.sequences[0].end("abort")
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.requests.pop(request, None)
+        self._shares.leave(request)
+
+    def _compute(self, sequence: Sequence, original: _Original) -> None:
+        """Let a request wait that computes an original."""
+        self.num_requests += 1
+        parent = sequence.request
+        tokens = original.tokens[:]
+        tokens.append(0)  # the last token of a prompt is always computed, and not cached
+        original.request = Request(
+            request_id=f"{parent.request_id}/segment-{self.num_requests}",
+            prompt_token_ids=tokens,
+            max_tokens=0,
+            sampling=_GREEDY,
+            priority=parent.priority,
+            cache_salt=parent.cache_salt,
+            arrival_time=parent.arrival_time - _EARLIER,
+            key=parent.key,
+            stored=dict(parent.stored_originals.get(original.tokens.tobytes(), ())),
+            computes_for=sequence,
+        )
+        self._begin(original.request)
+
+    def _begin(self, request: Request) -> None:
+        request.create_sequences()
+        self._waiting.arrive(request)
+        self._shares.arrive(request)
+        self.requests[request] = None
+        sequence = request.sequences[0]
+        self._kv.restore(request.cache_salt, sequence.token_bytes)
+        sequence.table = self._kv.new_table(request.cache_salt)
+        self._waiting.push(sequence)
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sequence ends: it needs no originals any more, or has computed one, which is held from now on."""
+        self.release(sequence)
+        request, owner = sequence.request, sequence.request.computes_for
+        if owner is None:
+            return
+        self._forget(request)
+        prepared = self._prepared.get(owner) if reason == "length" else None
+        for original in prepared.distinct if prepared is not None else ():
+            if original.request is request:
+                original.request = None
+                self._hold(owner, original)
+
+    def _reserved(self) -> int:
+        """Blocks that the waiting sequences have yet to take whose originals are held or computed."""
+        reserved = 0
+        for sequence, prepared in self._prepared.items():
+            if sequence.status is SequenceStatus.WAITING:
+                root = prepared.moves_left[0].root // self._kv.block_size
+                missing = sum(self._num_taken(sequence, original, root) for original in prepared.distinct)
+                reserved += self._kv.blocks_for(sequence.num_tokens) + missing + (root if missing else 0)
+        return reserved
+
+    def make_room(self, head: Sequence | None) -> bool:
+        """Let go of what waiting sequences hold, because nothing can go on otherwise; they ask again later.
+
+        ``head``: who is next, which keeps what it holds; None: what runs is to go on. Returns whether anything was let
+        go.
+        """
+        kept = None if head is None else head.request.computes_for or head
+        waiting = [one for one in self._prepared if one.status is SequenceStatus.WAITING and one is not kept]
+        for sequence in waiting:
+            self.release(sequence)
+        return bool(waiting)
+
+    # ---- while it is computed ------------------------------------------------------------------------
+
+    def start(self, sequence: Sequence, num_cached: int) -> int:
+        """A sequence starts whose first ``num_cached`` tokens are cached.
+
+        Returns how many more come from segments whose originals were found.
+        """
+        prepared = self._prepared.get(sequence)
+        if prepared is None:
+            return 0
+        prepared.moves_left = [one for one in prepared.moves_left if one.stop > num_cached]
+        found = 0
+        for segment in prepared.moves_left:
+            wanted = segment.stop - max(segment.moved, num_cached)
+            self.num_wanted += wanted
+            found += wanted if prepared.originals[segment].found else 0
+        self.num_found += found
+        self._let_go(sequence, prepared)
+        return found
+
+    def holds(self, sequence: Sequence, start: int) -> bool:
+        """Whether it holds the originals of all segments that end behind token ``start``."""
+        prepared = self._prepared.get(sequence)
+        held = prepared.originals if prepared is not None else {}
+        return all(segment in held and held[segment].blocks for segment in _needed(sequence, start))
+
+    def plan_moves(self, sequence: Sequence, start: int, stop: int) -> None:
+        """A running sequence goes on from token ``start`` to ``stop``: the next plan moves what segments have there."""
+        prepared = self._prepared.get(sequence)
+        if prepared is None:
+            return
+        size = self._kv.block_size
+        for segment in prepared.moves_left:
+            first, last = max(segment.moved, start), min(segment.stop, stop)
+            if first >= last:
+                continue
+            blocks = prepared.originals[segment].blocks
+            begin = (first - segment.distance) // size
+            end = self._kv.blocks_for(last - segment.distance)
+            packed = pack_int32s(blocks[begin:end])
+            self._plan.move(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
+            self.num_moved += last - first
+        prepared.moves_left = [one for one in prepared.moves_left if one.stop > stop]
+        self._let_go(sequence, prepared)
+
+    def _let_go(self, sequence: Sequence, prepared: _Prepared) -> None:
+        """Let go of the originals that no move is left for, once the step that makes the last move has returned."""
+        kept = {prepared.originals[segment] for segment in prepared.moves_left}
+        for original in prepared.distinct:
+            if original not in kept:
+                self._moved += original.blocks
+        prepared.originals = {segment: prepared.originals[segment] for segment in prepared.moves_left}
+        if not prepared.originals:
+            del self._prepared[sequence]
+
+    def planned(self, step: int) -> None:
+        """The plan of ``step`` makes the moves: until it has returned, nobody overwrites what they read.
+
+        Not even a copy of the same plan may, because copies come before moves.
+        """
+        blocks, self._moved = self._moved, []
+        self._kv.drop(blocks, step)
+
+    def _drop(self, original: _Original) -> None:
+        self._need_no_more(original)
+        self._kv.drop(original.blocks, None)
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence ends, or loses its blocks; harmless for one that holds nothing."""
+        prepared = self._prepared.pop(sequence, None)
+        for original in prepared.distinct if prepared is not None else ():
+            self._drop(original)
+
+    def clear(self) -> None:
+        """The executor is gone or reset."""
+        for sequence in list(self._prepared):
+            self.release(sequence)
+        self.requests.clear()
+
+
+def _needed(sequence: Sequence, start: int) -> list[Segment]:
+    """The segments of a sequence from which tokens behind ``start`` are moved."""
+    return [one for one in sequence.request.segments if one.moved < one.stop and one.stop > start]
