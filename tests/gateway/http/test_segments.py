@@ -133,9 +133,6 @@ async def test_marked_parts_and_texts_are_not_mixed() -> None:
         )
 
 
-# What a review found wrong: these tests fail as long as their flaw is there.
-
-
 async def test_ranges_of_a_text_in_a_list_are_refused_too() -> None:
     async with serving() as server:
         fields: Any = {"model": MODEL, "prompt": ["abcdef"], "segments": {"ranges": [[0, 1]], "root": 7}}

