@@ -1,17 +1,18 @@
 """Segments in the scheduler: what once went wrong, or would be easy to get wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 
 import pytest
 from pagewise_scheduler.actors.draining import _copy_request
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.hottest_prefixes import hottest_prefixes
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import HOST
+from pagewise_shared.protocol import HOST, pack_int32s
 from pagewise_shared.segments import make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
@@ -187,3 +188,27 @@ def test_what_waits_for_a_request_is_about_its_prompt() -> None:
     scheduler.schedule(0.0)
     assert scheduler.waiting.num_prompt_tokens <= 2 * len(request.prompt_token_ids)
     assert len(scheduler.waiting) <= 2
+
+
+def test_eviction_learns_that_segments_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = create_scheduler(eviction="cost")
+    executor = executor_for(scheduler)
+    policy, uses = scheduler.kv.pool.policy, 0
+    told = policy.used
+
+    def used(blocks: Iterable[CachedBlock], ending: int) -> None:
+        nonlocal uses
+        blocks = list(blocks)
+        uses += any(pack_int32s(SECOND[4:8]) == block.tokens for block in blocks)
+        told(blocks, ending)
+
+    monkeypatch.setattr(policy, "used", used)
+    for number in range(5):
+        serve(scheduler, executor, segmented([*ROOT, 900 + number, 9, 9, 9, *SECOND, 9], [(12, 52)]))
+    assert uses == 5, "titles that stand before the first segment are part of the root: each has its own"
+    for number in range(5):
+        request = create_request(prompt=[*ROOT, 900 + number, 9, 9, 9, *SECOND, 9], max_tokens=3)
+        request.segments = make_segments(len(request.prompt_token_ids), [(12, 52)], root=8)
+        mark_segments(request.prompt_token_ids, request.segments)
+        serve(scheduler, executor, request)
+    assert uses == 5 + 5

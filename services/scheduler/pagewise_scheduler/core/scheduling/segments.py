@@ -238,6 +238,7 @@ class Segments:
             cache_salt=parent.cache_salt,
             arrival_time=parent.arrival_time - _EARLIER,
             key=parent.key,
+            reuse=parent.reuse,
             stored=dict(stored),
             computes_for=sequence,
         )
@@ -337,6 +338,9 @@ class Segments:
         for original in prepared.distinct:
             if original not in kept:
                 self._moved += original.blocks
+                if original.found and (pool := self._kv.pool).policy.learns:  # else what computed it has told
+                    nodes = filter(None, map(pool.node, original.blocks))
+                    pool.policy.used(nodes, sequence.request.ending(()))
         prepared.originals = {segment: prepared.originals[segment] for segment in prepared.moves_left}
         if not prepared.originals:
             self._moved += prepared.root_blocks
