@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.schema import ChatMessage, ContentPart
+from pagewise_gateway.http.segments import mark_parts, unmark
 from pagewise_shared.protocol import PromptSegments, unpack_int32s
 from pagewise_shared.segments import ALL_BEFORE
 
@@ -128,3 +131,31 @@ async def test_marked_parts_and_texts_are_not_mixed() -> None:
             400,
             "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways",
         )
+
+
+async def test_ranges_of_a_text_in_a_list_are_refused_too() -> None:
+    async with serving() as server:
+        fields: Any = {"model": MODEL, "prompt": ["abcdef"], "segments": {"ranges": [[0, 1]], "root": 7}}
+        status, _ = await server.post(COMPLETION, fields)
+        assert status == 400
+
+
+async def test_a_marked_text_is_not_tokenized_only_to_be_refused() -> None:
+    """Its length is that of the name in its place when the length of the conversation is checked."""
+    async with serving() as server:
+        parts = [{"type": "text", "text": "x y " * 60_000, "segment": True}, {"type": "text", "text": "q"}]
+        status, answer = await server.post(CHAT, {"model": MODEL, "messages": [{"role": "user", "content": parts}]})
+        error: Any = answer["error"]
+        assert status == 400
+        assert "characters has more" in error["message"]
+
+
+def test_a_conversation_of_many_marked_parts_is_cut_in_one_pass() -> None:
+    messages = [ChatMessage("user", [ContentPart("text", "a", True) for _ in range(512)]) for _ in range(2)]
+    marked, texts = mark_parts(messages)
+    rendered = "".join(part.text for message in marked for part in message.content if not isinstance(part, str))
+    pieces = unmark(rendered + 1000 * "x", texts)
+    assert "".join(piece.text for piece in pieces) == 1024 * "a" + 1000 * "x"
+    assert sum(piece.kind == "segment" for piece in pieces) == 1024
+    with pytest.raises(InvalidRequestError, match="leaves out, repeats or reorders"):
+        unmark(rendered[40:], texts)

@@ -200,13 +200,17 @@ class Router:
         Raises:
             AdmissionError: their model has none, or they have too little memory.
         """
-        engines = self._engines if request.segments else ()
-        reasons = [engine.hello.no_segments for engine in engines]
-        if reasons and all(reasons):
-            raise AdmissionError("never_fits", f"the model cannot have segments: {reasons[0]}")
+        engines = list(self._engines) if request.segments else []
+        able = [engine for engine in engines if not engine.hello.no_segments]
+        if engines and not able:
+            raise AdmissionError("never_fits", f"the model cannot have segments: {engines[0].hello.no_segments}")
         size = len(request.prompt_token_ids), request.max_tokens
-        if reasons and not any(engine.scheduler.fits(*size, request.segments) for engine in engines):
-            raise AdmissionError("never_fits", "the request does not fit beside what its segments are moved from")
+        if able and not any(engine.scheduler.fits(*size, request.segments) for engine in able):
+            raise AdmissionError(
+                "never_fits",
+                "the request does not fit beside what its segments are moved from, or one of them with the root and "
+                "the rest of a block is longer than the model allows",
+            )
 
     def _place(self, live: LiveRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""

@@ -361,7 +361,7 @@ class Recoveries:
             request = sequence.request
             if recovery.first_start:
                 request.loaded_tokens = {recovery.origin: recovery.loaded_tokens} if recovery.loaded_tokens else {}
-                request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
+                request.num_cached_tokens += recovery.loaded_tokens
             self._close(recovery)
         for sequence, (recovery, end) in list(self._recomputing.items()):
             if sequence.num_computed_tokens >= end:

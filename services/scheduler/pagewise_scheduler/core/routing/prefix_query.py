@@ -8,6 +8,8 @@ from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 
 _BYTES_PER_TOKEN = 4
+_MOST_TOKENS = 1 << 17
+"""Tokens of the originals of a prompt's segments that are looked at: each has the root once more."""
 
 
 class OriginalQuery(NamedTuple):
@@ -58,15 +60,22 @@ class PrefixQuery:
         return keys
 
     def originals(self, block_size: int) -> list[OriginalQuery]:
-        """What the segments of the prompt are moved from, each content once."""
+        """What the segments of the prompt are moved from, each content once.
+
+        Of a prompt whose segments have very many tokens together with their roots, only the first ones.
+        """
         if not self._request.segments:
             return []
         if (found := self._originals.get(block_size)) is None:
             found = self._originals[block_size] = []
             by_content: dict[bytes, OriginalQuery] = {}
+            num_tokens = 0
             for segment in self._request.segments:
+                num_tokens += segment.num_original_tokens
                 if segment.moved == segment.stop:
                     continue
+                if num_tokens > _MOST_TOKENS:
+                    break
                 tokens = original_tokens(self._request.prompt_token_ids, segment, block_size).tobytes()
                 if tokens not in by_content:
                     keys = list(block_keys(tokens, block_size))

@@ -57,15 +57,17 @@ class Admission:
         """
         if room <= (watermark if favoured is None else 0):
             return None
-        num_requests = self._segments.num_requests
+        changes = self._segments.num_requests, self._segments.num_withdrawn
         for head in self._waiting.heads(_WINDOW):
+            if head.status is not SequenceStatus.WAITING:
+                break  # it was to compute a segment that has turned up meanwhile
             own_room = room if head is favoured else room - watermark
             best = self._best(head, oldest_step, own_room)
             if best is not None:
                 return self._start(head, best, own_room)
-        if self._segments.num_requests == num_requests:
+        if changes == (self._segments.num_requests, self._segments.num_withdrawn):
             return None
-        return self.next(room, oldest_step, watermark, favoured)  # what computes originals waits since a moment ago
+        return self.next(room, oldest_step, watermark, favoured)  # others wait than did a moment ago
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
@@ -86,16 +88,14 @@ class Admission:
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             if sequence.status is not SequenceStatus.WAITING:
-                continue  # it was to compute a segment that has turned up meanwhile
+                continue  # likewise
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 if self._has_segments(sequence, found) or self._prepare(sequence, found, room):
                     best, longest = sequence, len(found)
                 elif sequence is head and not self._segments.is_preparing(head):
                     return None  # it is next: what comes after it does not take the room that it waits for
-        if best is not None and best.status is not SequenceStatus.WAITING:
-            return self._best(head, oldest_step, room)  # likewise
-        return best
+        return best if best is not None and best.status is SequenceStatus.WAITING else None
 
     def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
         """``best`` if there is room for it, else ``head`` if there is, else nobody: what is next is not passed over

@@ -216,7 +216,9 @@ class PrefillSet:
         if plan.nodes:
             prefix = kv.without_copy(prefix)
             if not self.segments.holds(sequence, prefix.num_tokens):
-                plan.method = "load"  # it was to come with what is loaded
+                # What lies in tiers of this executor was to be loaded, segments and all.
+                plan = self._recoveries.choose(prefix, share)
+                plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
@@ -255,6 +257,9 @@ class PrefillSet:
         request = sequence.request
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
+            if request.computes_for is not None:  # its root is paid for
+                request.account.served += PROMPT_WEIGHT * (sequence.num_tokens - prefix.num_tokens)
+                return
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
             request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
             self.num_queries += sequence.num_tokens

@@ -124,7 +124,8 @@ class Scheduler:
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
         slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) + self.segments.num_slots(segments)
-        return slots <= self.kv.capacity_tokens and num_prompt_tokens + max_tokens <= self.max_model_len
+        longest = max(num_prompt_tokens + max_tokens, self.segments.longest_original(segments))
+        return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
@@ -242,7 +243,7 @@ class Scheduler:
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
-            if needed > self.kv.num_available + self.kv.num_retiring:
+            if needed > self.kv.num_available + self.kv.num_retiring and not self.segments.make_room(None):
                 self._preempt(self._shares.victim(self.running), "decoding sequences need blocks")
             elif self.steps_in_flight:
                 return False
@@ -357,7 +358,7 @@ class Scheduler:
                 request.fail()
             else:
                 self.add(request)
-        return failed
+        return [request for request in failed if request in requests]
 
     # ---- rows and blocks -----------------------------------------------------------------------------
 
