@@ -97,3 +97,27 @@ def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
     rows = json.loads(record.read_text())["rows"]
     # With so few prompts round robin may hit as much: what it fetches from other executors counts too.
     assert rows["ttft"]["hit_rate"] >= 0.9 * rows["round-robin"]["hit_rate"] > 0
+
+
+@pytest.mark.timeout(180)
+def test_the_benchmark_of_segments_runs(tmp_path: Path) -> None:
+    record = tmp_path / "segments.json"
+    command = [sys.executable, "-m", "benchmarks.segments.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(record.read_text())["results"]
+    rows = {row["asked"]: row for row in result["rows"]}
+    assert rows["boundary 0"]["computed"] < rows["boundary 32"]["computed"] < rows["cold"]["computed"]
+
+
+@pytest.mark.timeout(180)
+def test_the_experiment_on_the_quality_of_segments_runs(tmp_path: Path) -> None:
+    record = tmp_path / "segments-quality.json"
+    command = [sys.executable, "-m", "benchmarks.segments.quality", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(record.read_text())
+    assert [one["trained"] for one in numbers["questions"]] == ["full attention", "both"]
+    for result in numbers["demo_model"]["results"]:
+        ways = result["ways"]
+        assert 0 == ways["whole prompt"]["kl"] < ways["boundary 0"]["kl"] < ways["copied"]["kl"]

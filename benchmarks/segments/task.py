@@ -1,0 +1,199 @@
+"""A task that needs what several documents say, and small models that are trained for it here.
+
+Four documents of sentences between words that mean nothing; then questions, each with one answer:
+
+- *one hop*: "anna paris", in one document. Where is anna?
+- *two hops*: "anna paris" and "paris europe", in two documents, in either order. In what is anna?
+- *reference*: "berta speaks", and in the next document "she rome". Where is berta? *She* is whoever spoke last.
+
+A model can follow two hops when it is asked, from documents that know nothing of each other. Who *she* is it can hardly
+find out then: the document has to have been read behind the one before it.
+"""
+
+import itertools
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from pagewise_shared.segments import Segment, make_segments
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.segments.attention import Expanded, expand, logits
+
+Kind = Literal["one hop", "two hops", "early reference", "late reference"]
+KINDS: tuple[Kind, ...] = ("one hop", "two hops", "early reference", "late reference")
+EARLY = 8
+"""References are early if they are among so many first tokens of their document."""
+DOCUMENTS = 4
+_MORE = (2, 2, 1)
+"""By how much there are more of the short prompts."""
+BOUNDARIES = (0, 8, 16, 32)
+
+_BEGIN, _READ, _SPEAKS, _SHE = range(4)
+_ASKS = {"one hop": 4, "two hops": 5, "early reference": 4, "late reference": 4}
+_WORDS = range(6, 14)
+_PEOPLE, _PLACES, _REGIONS = range(14, 34), range(34, 54), range(54, 64)
+VOCABULARY = 64
+_ROOT = (_BEGIN, _READ)
+_QUESTION = 3
+"""Tokens of a question: what is asked, of whom, the answer."""
+
+
+class Shape(NamedTuple):
+    """``lengths``: tokens of a document, from and to. ``one``, ``two``: people of whom one hop or two are asked; of the
+    places of the former, one hop is asked too. ``references``: whether there are any, one less than documents."""
+
+    lengths: tuple[int, int] = (32, 48)
+    one: int = 5
+    two: int = 5
+    references: bool = True
+
+
+FULL = Shape()
+LESSONS = (Shape((8, 10), 6, 0, references=False), Shape((14, 18), 3, 3), FULL)
+"""What models are trained with, one after the other: matching names is learned much faster if nothing else is asked."""
+
+
+class Prompts(NamedTuple):
+    """Prompts of the same shape.
+
+    ``tokens`` int64 [rows, tokens]: they end with the questions and their answers. ``segments``: the documents, with
+    boundary 0. ``kinds`` [rows][questions].
+    """
+
+    tokens: torch.Tensor
+    segments: tuple[Segment, ...]
+    kinds: list[list[Kind]]
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens of all questions of a prompt."""
+        return len(self.kinds[0]) * _QUESTION
+
+    def with_boundary(self, boundary: int) -> tuple[Segment, ...]:
+        return tuple(one._replace(moved=min(one.stop, one.start + boundary)) for one in self.segments)
+
+
+def make_prompts(rows: int, rng: random.Random, shape: Shape = FULL) -> Prompts:
+    lengths = [rng.randint(*shape.lengths) for _ in range(DOCUMENTS)]
+    made = [_prompt(lengths, shape, rng) for _ in range(rows)]
+    ends = list(itertools.accumulate(lengths, initial=len(_ROOT)))
+    tokens = torch.tensor([prompt for prompt, _ in made])
+    segments = make_segments(tokens.shape[1], itertools.pairwise(ends))
+    return Prompts(tokens, segments, [kinds for _, kinds in made])
+
+
+def _prompt(lengths: Sequence[int], shape: Shape, rng: random.Random) -> tuple[list[int], list[Kind]]:
+    known, speaking = shape.one + shape.two, (DOCUMENTS - 1) * shape.references
+    people, places = rng.sample(_PEOPLE, known + speaking), rng.sample(_PLACES, known + speaking)
+    sentences: list[list[list[int]]] = [[] for _ in lengths]
+    questions: list[tuple[Kind, int, int]] = []  # kind, whom, answer
+    for number, (who, where) in enumerate(zip(people[:known], places, strict=False)):
+        # Where there is most room, so that no document has more sentences than fit.
+        order = sorted(range(DOCUMENTS), key=lambda one: (len(sentences[one]), rng.random()))
+        first, second = rng.sample(order[:3], 2)
+        region = rng.choice(_REGIONS)
+        sentences[first].append([who, where])
+        sentences[second].append([where, region])
+        if number < shape.one:
+            questions += [("one hop", who, where), ("one hop", where, region)]
+        else:
+            questions.append(("two hops", who, region))
+    for one in sentences:
+        rng.shuffle(one)
+    # Each document but the last ends with a speaker, and each but the first says where the one before's speaker is.
+    speakers = list(zip(people[known:], places[known:], strict=True))
+    for number, (who, where) in enumerate(speakers):
+        sentences[number].append([who, _SPEAKS])
+        after = sentences[number + 1]
+        after.insert(rng.randint(0, len(after)), [_SHE, where])
+    prompt = list(_ROOT)
+    for number, (one, length) in enumerate(zip(sentences, lengths, strict=True)):
+        document = _fill(one, length, rng)
+        if number and speakers:
+            is_early = document.index(_SHE) + 2 <= EARLY
+            questions.append(("early reference" if is_early else "late reference", *speakers[number - 1]))
+        prompt += document
+    rng.shuffle(questions)
+    for kind, who, answer in questions:
+        prompt += [_ASKS[kind], who, answer]
+    return prompt, [kind for kind, _, _ in questions]
+
+
+def _fill(sentences: list[list[int]], length: int, rng: random.Random) -> list[int]:
+    """Put words that mean nothing between sentences."""
+    room = length - sum(map(len, sentences))
+    gaps = [0] * (len(sentences) + 1)
+    for _ in range(room):
+        gaps[rng.randrange(len(gaps))] += 1
+    document = []
+    for gap, sentence in zip(gaps, [*sentences, []], strict=True):
+        document += [rng.choice(_WORDS) for _ in range(gap)] + sentence
+    return document
+
+
+def build_model(seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def answers(prompts: Prompts) -> torch.Tensor:
+    """The right answers [rows, questions]."""
+    return prompts.tokens[:, -prompts.num_asked :][:, _QUESTION - 1 :: _QUESTION]
+
+
+def answer_logits(model: LlamaForCausalLM, prompts: Prompts, expanded: Expanded, tokens: torch.Tensor) -> torch.Tensor:
+    """What a model answers [rows, questions, vocabulary]. ``tokens``: of the prompts, and what else is computed."""
+    found = logits(model, tokens, expanded, prompts.num_asked)
+    return found[:, _QUESTION - 2 :: _QUESTION]
+
+
+def train(model: LlamaForCausalLM, steps: int, seed: int, *, mixed: bool, rows: int = 16, peak: float = 2e-3) -> float:
+    """Train with full attention; ``mixed``: two of three times as segments, with any boundary. Returns seconds."""
+    rng = random.Random(seed)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    began, shown = time.monotonic(), dict.fromkeys(KINDS, 0.0)
+    for step in range(steps):
+        lesson = min(len(LESSONS) - 1, int(4 * step / steps))
+        prompts = make_prompts(rows * _MORE[lesson], rng, LESSONS[lesson])
+        segments = prompts.with_boundary(rng.choice(BOUNDARIES)) if mixed and rng.random() < 2 / 3 else ()
+        expanded = expand(prompts.tokens.shape[1], segments, "segments")
+        found = answer_logits(model, prompts, expanded, prompts.tokens)
+        wanted = answers(prompts)
+        loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), wanted.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = peak * min(1.0, step / 50, (1 - step / steps) * 3)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        right = found.detach().argmax(-1) == wanted
+        for kind in KINDS:
+            of_kind = torch.tensor([[one == kind for one in row] for row in prompts.kinds])
+            shown[kind] = 0.95 * shown[kind] + 0.05 * (right[of_kind].float().mean().item() if of_kind.any() else 0.0)
+        if step % 50 == 49:
+            shares = ", ".join(f"{kind} {share / (1 - 0.95 ** (step + 1)):.0%}" for kind, share in shown.items())
+            line = f"step {step + 1:5d} {time.monotonic() - began:5.0f} s  loss {loss.item():.3f}  {shares}"
+            print(line, file=sys.stderr, flush=True)
+    return time.monotonic() - began
