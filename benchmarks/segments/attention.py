@@ -74,6 +74,37 @@ def expand(num_tokens: int, segments: Sequence[Segment], reuse: Reuse, others: S
     return Expanded(torch.tensor(sources), torch.tensor(positions), mask[None, None])
 
 
+def with_boundary(segments: Sequence[Segment], boundary: int) -> list[Segment]:
+    return [one._replace(moved=min(one.stop, one.start + boundary)) for one in segments]
+
+
+WHOLE = "whole prompt"
+
+
+class Way(NamedTuple):
+    """How the KV of documents is come by."""
+
+    name: str
+    reuse: Reuse | None
+    boundary: int = 0
+
+
+def ways(boundaries: tuple[int, ...]) -> list[Way]:
+    reused: list[Reuse] = ["rotated", "copied", "left out"]
+    return [
+        Way(WHOLE, None),
+        *(Way(f"boundary {size}", "segments", size) for size in boundaries),
+        *(Way(reuse, reuse) for reuse in reused),
+    ]
+
+
+def expand_by(num_tokens: int, segments: Sequence[Segment], way: Way, others: Sequence[range]) -> Expanded:
+    """``segments``: with boundary 0. ``others``: what their KV was computed behind, unless as segments."""
+    if way.reuse is None:
+        return expand(num_tokens, (), "segments")
+    return expand(num_tokens, with_boundary(segments, way.boundary), way.reuse, others)
+
+
 def logits(model: transformers.PreTrainedModel, tokens: torch.Tensor, expanded: Expanded, last: int) -> torch.Tensor:
     """Return the logits [rows, last, vocabulary] of the last tokens of prompts [rows, tokens]."""
     output = model(

@@ -21,15 +21,13 @@ import torch
 from pagewise_shared.segments import Segment, make_segments
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.segments.attention import Expanded, expand, logits
+from benchmarks.segments.attention import Expanded, expand, logits, with_boundary
 
 Kind = Literal["one hop", "two hops", "early reference", "late reference"]
 KINDS: tuple[Kind, ...] = ("one hop", "two hops", "early reference", "late reference")
 EARLY = 8
 """References are early if they are among so many first tokens of their document."""
 DOCUMENTS = 4
-_MORE = (2, 2, 1)
-"""By how much there are more of the short prompts."""
 BOUNDARIES = (0, 8, 16, 32)
 
 _BEGIN, _READ, _SPEAKS, _SHE = range(4)
@@ -55,6 +53,10 @@ class Shape(NamedTuple):
 FULL = Shape()
 LESSONS = (Shape((8, 10), 6, 0, references=False), Shape((14, 18), 3, 3), FULL)
 """What models are trained with, one after the other: matching names is learned much faster if nothing else is asked."""
+ROWS = (32, 32, 16)
+"""Prompts of a step of each lesson."""
+LEARNED = 0.9
+"""The share of right answers with which the next lesson comes."""
 
 
 class Prompts(NamedTuple):
@@ -72,9 +74,6 @@ class Prompts(NamedTuple):
     def num_asked(self) -> int:
         """Tokens of all questions of a prompt."""
         return len(self.kinds[0]) * _QUESTION
-
-    def with_boundary(self, boundary: int) -> tuple[Segment, ...]:
-        return tuple(one._replace(moved=min(one.stop, one.start + boundary)) for one in self.segments)
 
 
 def make_prompts(rows: int, rng: random.Random, shape: Shape = FULL) -> Prompts:
@@ -162,38 +161,73 @@ def answer_logits(model: LlamaForCausalLM, prompts: Prompts, expanded: Expanded,
     return found[:, _QUESTION - 2 :: _QUESTION]
 
 
-def train(model: LlamaForCausalLM, steps: int, seed: int, *, mixed: bool, rows: int = 16, peak: float = 2e-3) -> float:
-    """Train with full attention; ``mixed``: two of three times as segments, with any boundary. Returns seconds."""
-    rng = random.Random(seed)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    began, shown = time.monotonic(), dict.fromkeys(KINDS, 0.0)
+def train(model: LlamaForCausalLM, steps: int, seed: int, *, peak: float = 3e-3) -> float:
+    """Train with full attention, lesson after lesson. Returns seconds."""
+    training, began = _Training(model, random.Random(seed)), time.monotonic()
+    lesson, since = 0, 0
     for step in range(steps):
-        lesson = min(len(LESSONS) - 1, int(4 * step / steps))
-        prompts = make_prompts(rows * _MORE[lesson], rng, LESSONS[lesson])
-        segments = prompts.with_boundary(rng.choice(BOUNDARIES)) if mixed and rng.random() < 2 / 3 else ()
+        # The next lesson comes as soon as this one is learned, and the last one for a third of the time at least.
+        is_learned = step - since > 50 and all(share > LEARNED for share in training.right.values())
+        if lesson + 1 < len(LESSONS) and (is_learned or 3 * (step - since) > steps):
+            lesson, since = lesson + 1, step
+            training.right.clear()
+        training.step(ROWS[lesson], LESSONS[lesson], None, peak * min(1.0, step / 50))
+        if step % 50 == 49:
+            _report(f"lesson {lesson + 1}, step {step + 1:5d} {time.monotonic() - began:5.0f} s", training)
+    return time.monotonic() - began
+
+
+def go_on(model: LlamaForCausalLM, steps: int, seed: int, *, mixed: bool, peak: float = 3e-3) -> float:
+    """Train on, ever slower, with full attention; ``mixed``: two of three times as segments, with any boundary. Returns
+    seconds."""
+    rng = random.Random(seed)
+    training, began = _Training(model, rng), time.monotonic()
+    for step in range(steps):
+        boundary = rng.choice(BOUNDARIES) if mixed and rng.random() < 2 / 3 else None
+        training.step(ROWS[-1], FULL, boundary, peak * min(1.0, step / 50, 1 - step / steps))
+        if step % 50 == 49:
+            _report(f"going on, step {step + 1:5d} {time.monotonic() - began:5.0f} s", training)
+    return time.monotonic() - began
+
+
+class _Training:
+    """``right``: running shares of right answers, by kind; those of the first questions count less and less."""
+
+    def __init__(self, model: LlamaForCausalLM, rng: random.Random) -> None:
+        self._model, self._rng = model, rng
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed" in name]
+        # As for the demo model: Muon for the layers' matrices learns faster per token than AdamW.
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        self.right: dict[str, float] = {}
+
+    def step(self, rows: int, shape: Shape, boundary: int | None, rate: float) -> None:
+        """Learn from some prompts. ``boundary``: of the documents as segments; None: full attention."""
+        prompts = make_prompts(rows, self._rng, shape)
+        segments = () if boundary is None else with_boundary(prompts.segments, boundary)
         expanded = expand(prompts.tokens.shape[1], segments, "segments")
-        found = answer_logits(model, prompts, expanded, prompts.tokens)
+        found = answer_logits(self._model, prompts, expanded, prompts.tokens)
         wanted = answers(prompts)
         loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), wanted.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = peak * min(1.0, step / 50, (1 - step / steps) * 3)
-        for optimizer in optimizers:
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        right = found.detach().argmax(-1) == wanted
-        for kind in KINDS:
-            of_kind = torch.tensor([[one == kind for one in row] for row in prompts.kinds])
-            shown[kind] = 0.95 * shown[kind] + 0.05 * (right[of_kind].float().mean().item() if of_kind.any() else 0.0)
-        if step % 50 == 49:
-            shares = ", ".join(f"{kind} {share / (1 - 0.95 ** (step + 1)):.0%}" for kind, share in shown.items())
-            line = f"step {step + 1:5d} {time.monotonic() - began:5.0f} s  loss {loss.item():.3f}  {shares}"
-            print(line, file=sys.stderr, flush=True)
-    return time.monotonic() - began
+        hits: dict[str, list[bool]] = {}
+        rights = (found.argmax(-1) == wanted).flatten().tolist()
+        for kind, is_right in zip(itertools.chain(*prompts.kinds), rights, strict=True):
+            hits.setdefault(kind, []).append(is_right)
+        for name, values in hits.items():
+            share = sum(values) / len(values)
+            self.right[name] = share + 0.95 * (self.right.get(name, share) - share)
+
+
+def _report(text: str, training: _Training) -> None:
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in sorted(training.right.items()))
+    print(f"{text}  {shares}", file=sys.stderr, flush=True)

@@ -111,13 +111,15 @@ def test_the_benchmark_of_segments_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_the_experiment_on_the_quality_of_segments_runs(tmp_path: Path) -> None:
-    record = tmp_path / "segments-quality.json"
-    command = [sys.executable, "-m", "benchmarks.segments.quality", "--smoke", "--json", str(record)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    numbers = json.loads(record.read_text())
-    assert [one["trained"] for one in numbers["questions"]] == ["full attention", "both"]
-    for result in numbers["demo_model"]["results"]:
+def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
+    found = {}
+    for name in ("quality", "questions"):
+        record = tmp_path / f"{name}.json"
+        command = [sys.executable, "-m", f"benchmarks.segments.{name}", "--smoke", "--json", str(record)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(record.read_text())["results"]
+    for result in found["quality"]:
         ways = result["ways"]
         assert 0 == ways["whole prompt"]["kl"] < ways["boundary 0"]["kl"] < ways["copied"]["kl"]
+    assert [one["trained"] for one in found["questions"]] == ["full attention", "both"]
