@@ -113,6 +113,8 @@ def measure(shape: Shape, folder: Path, rounds: int, seed: int) -> dict[str, lis
                 else:
                     found = declared(prompt, shape.answer, int(name.split()[1]))
                 answers[name].append(found)
+    if any(a.tokens != b.tokens for a, b in zip(answers[COLD], answers["boundary 0"], strict=True)):
+        raise RuntimeError("what is found gave other tokens than what was computed")
     return answers
 
 
