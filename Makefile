@@ -97,7 +97,7 @@ bench-gpu: setup ## Measure on a GPU: kernels beside their peers, the engine bes
 	$(PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
 	$(PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 
-experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about 40 minutes)
+experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about an hour)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
@@ -107,6 +107,9 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
 	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
 	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json
+	$(PY) -m benchmarks.segments.run --json benchmarks/results/segments.json
+	$(PY) -m benchmarks.segments.quality --json benchmarks/results/segments-quality.json
+	$(PY) -m benchmarks.segments.questions --json benchmarks/results/segments-questions.json
 
 docs: setup ## Make the tables of options and metrics anew; check that documents point at what exists
 	$(PY) -m docs.tables

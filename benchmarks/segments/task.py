@@ -25,10 +25,10 @@ from benchmarks.segments.attention import Expanded, expand, logits, with_boundar
 
 Kind = Literal["one hop", "two hops", "early reference", "late reference"]
 KINDS: tuple[Kind, ...] = ("one hop", "two hops", "early reference", "late reference")
-EARLY = 8
+EARLY = 4
 """References are early if they are among so many first tokens of their document."""
 DOCUMENTS = 4
-BOUNDARIES = (0, 8, 16, 32)
+BOUNDARIES = (0, 4, 8, 16)
 
 _BEGIN, _READ, _SPEAKS, _SHE = range(4)
 _ASKS = {"one hop": 4, "two hops": 5, "early reference": 4, "late reference": 4}
@@ -44,16 +44,16 @@ class Shape(NamedTuple):
     """``lengths``: tokens of a document, from and to. ``one``, ``two``: people of whom one hop or two are asked; of the
     places of the former, one hop is asked too. ``references``: whether there are any, one less than documents."""
 
-    lengths: tuple[int, int] = (32, 48)
-    one: int = 5
-    two: int = 5
+    lengths: tuple[int, int] = (16, 24)
+    one: int = 3
+    two: int = 3
     references: bool = True
 
 
 FULL = Shape()
-LESSONS = (Shape((8, 10), 6, 0, references=False), Shape((14, 18), 3, 3), FULL)
+LESSONS = (Shape((8, 10), 6, 0, references=False), FULL)
 """What models are trained with, one after the other: matching names is learned much faster if nothing else is asked."""
-ROWS = (32, 24, 16)
+ROWS = (24, 24)
 """Prompts of a step of each lesson."""
 LEARNED = 0.85
 """The share of right answers with which the next lesson comes."""
@@ -166,9 +166,9 @@ def train(model: LlamaForCausalLM, steps: int, seed: int, *, peak: float = 3e-3)
     training, began = _Training(model, random.Random(seed)), time.monotonic()
     lesson, since = 0, 0
     for step in range(steps):
-        # The next lesson comes as soon as this one is learned, and the last one for a third of the steps at least.
+        # The next lesson comes as soon as this one is learned, and the last one for half of the steps at least.
         is_learned = step - since > 50 and all(share > LEARNED for share in training.right.values())
-        if lesson + 1 < len(LESSONS) and (is_learned or 3 * (step - since) > steps):
+        if lesson + 1 < len(LESSONS) and (is_learned or 2 * (step - since) > steps):
             lesson, since = lesson + 1, step
             training.right.clear()
         training.step(ROWS[lesson], LESSONS[lesson], None, peak * min(1.0, step / 50))
