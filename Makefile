@@ -110,6 +110,8 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.segments.run --json benchmarks/results/segments.json
 	$(PY) -m benchmarks.segments.quality --json benchmarks/results/segments-quality.json
 	$(PY) -m benchmarks.segments.questions --json benchmarks/results/segments-questions.json
+	$(PY) -m benchmarks.roles.run --jobs 2 --json benchmarks/results/roles.json
+	$(PY) -m benchmarks.roles.processes --json benchmarks/results/roles-cpu.json
 
 docs: setup ## Make the tables of options and metrics anew; check that documents point at what exists
 	$(PY) -m docs.tables

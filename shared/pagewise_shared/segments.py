@@ -27,6 +27,8 @@ TOKEN_ID = MOVED - 1
 
 MAX_SEGMENTS = 1024
 """Segments of one prompt."""
+MAX_MOVED_TOKENS = 1 << 18
+"""Tokens that a step moves for one sequence."""
 
 
 ALL_BEFORE = -1
@@ -97,12 +99,42 @@ def mark_segments(tokens: "array[int]", segments: Sequence[Segment]) -> None:
         tokens[segments[0].root] |= _BEHIND_ROOT
 
 
-def original_tokens(tokens: "array[int]", segment: Segment, block_size: int) -> "array[int]":
+def original_tokens(tokens: "array[int]", segment: Segment, block_size: int, first: int = 0) -> "array[int]":
     """Return the tokens of a segment at its canonical position: of the root, of the segment, and as many more (0) as
-    fill the last block. ``tokens``: of its prompt, marked."""
-    own = tokens[: segment.root] + _each(int.__and__, tokens[segment.start : segment.stop], TOKEN_ID)
+    fill the last block.
+
+    ``tokens``: of its prompt, marked. ``first``: only those from there on, which is a token of the root or its end, and
+    begins a block.
+    """
+    own = tokens[first : segment.root] + _each(int.__and__, tokens[segment.start : segment.stop], TOKEN_ID)
     own.extend([0] * (-len(own) % block_size))
     return own
+
+
+def find_segments(tokens: "array[int]") -> tuple[Segment, ...]:
+    """Return the segments that are marked in the beginning of a prompt, which may end in the middle of one."""
+    found: list[Segment] = []
+    root, start, moved = -1, -1, -1
+
+    def end(stop: int) -> None:
+        if moved >= 0:
+            found.append(Segment(start, moved, stop, root))
+
+    for index, token in enumerate(tokens):
+        mark = token & _BEHIND_ROOT
+        if moved >= 0 and (mark or not token & MOVED):
+            end(index)
+            moved = -1
+        if mark == _BEHIND_ROOT and root < 0 and not token & MOVED and start < 0:
+            root = index
+        elif mark:
+            start, moved = index, -1
+            if root < 0:
+                root = index if mark == _FIRST else 0
+        if token & MOVED and moved < 0:
+            moved = index
+    end(len(tokens))
+    return tuple(found)
 
 
 def num_computed(segments: Sequence[Segment], start: int, stop: int) -> int:
@@ -112,11 +144,11 @@ def num_computed(segments: Sequence[Segment], start: int, stop: int) -> int:
 
 def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) -> int:
     """How far a sequence gets from token ``start``, at most to ``stop``, where no segment is, by computing ``budget``
-    tokens.
+    tokens and moving at most ``MAX_MOVED_TOKENS``.
 
     That is behind the last token that is computed: what a segment moves comes with what is computed after it.
     """
-    at = start
+    at, moved = start, 0
     for segment in segments:
         if segment.stop <= at:
             continue
@@ -126,6 +158,10 @@ def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) ->
         if budget <= before:
             return at + budget
         budget -= before
+        begin = max(at, segment.moved)
+        moved += segment.stop - begin
+        if moved > MAX_MOVED_TOKENS:  # rare: the rest of this segment comes next
+            return max(begin, segment.stop - (moved - MAX_MOVED_TOKENS))
         at = segment.stop
     return min(stop, at + budget)
 

@@ -123,3 +123,24 @@ def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
         ways = result["ways"]
         assert 0 == ways["whole prompt"]["kl"] < ways["boundary 0"]["kl"] < ways["copied"]["kl"]
     assert [one["trained"] for one in found["questions"]] == ["full attention", "both"]
+
+
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
+    record = tmp_path / "roles.json"
+    command = [sys.executable, "-m", "benchmarks.roles.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert all((row["moved"] > 0) == (row["layout"] != "both") for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_benchmark_of_roles_by_real_processes_runs(tmp_path: Path) -> None:
+    record = tmp_path / "roles.json"
+    command = [sys.executable, "-m", "benchmarks.roles.processes", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert rows["both"]["moved"] == 0 < rows["1:1"]["moved"]

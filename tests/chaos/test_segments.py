@@ -47,7 +47,7 @@ async def test_executors_die_and_the_tokens_stay_the_same(tmp_path: Path) -> Non
         async with client_of(cluster.url) as client:
             found = [asyncio.create_task(ask(client, *one)) for one in asked]
             for number, victim in enumerate(list(cluster.executors)):
-                await asyncio.wait(found, timeout=1.5)
+                await asyncio.wait(found, timeout=0.4)
                 victim.signal(signal.SIGKILL)
                 victim.wait()
                 cluster.start_executor(f"late-{number}")

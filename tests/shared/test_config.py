@@ -24,7 +24,7 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.version import package_version
 
 COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
-SET_BY_SERVE = {"scheduler", "executor_id", "gateway_id", "key_name", "reuse_port"}
+SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port"}
 """What ``pagewise serve`` decides for the services it starts."""
 
 
@@ -219,3 +219,10 @@ def test_every_command_tells_its_version(command: type[Struct], capsys: pytest.C
         parse_config(command, ["--version"], prog="a program", description="", environ={})
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"a program {package_version()}\n"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_role_needs_blocks_that_are_lent(role: str) -> None:
+    assert build_config(ExecutorConfig, {"role": role}, {}).role == role
+    with pytest.raises(ConfigError, match=f"--role {role} needs --lend-blocks"):
+        build_config(ExecutorConfig, {"role": role, "lend_blocks": False}, {})

@@ -6,6 +6,7 @@ the sampler and the plans know it. This module does not import torch, because th
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
@@ -167,8 +168,7 @@ class InputBatch:
             moves=plan.moves,
             reached=[(row, int(self.num_computed[row]) + size) for row, size in plan.chunks],
         )
-        for move in plan.moves:
-            self._check_move(move)
+        self._check_moves(plan)
         self._changed, self._changed_tables = False, []
         return work
 
@@ -295,6 +295,20 @@ class InputBatch:
         edges = [start, *held.segments.clip(start, stop).ravel().tolist(), stop]
         parts = [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
         return [Chunk(row, first, last - first, completes=last == whole) for first, last in parts]
+
+    def _check_moves(self, plan: StepPlan) -> None:
+        """Check the moves of a plan: rows that go on past moved tokens get all of them."""
+        moved = Counter[int]()
+        for move in plan.moves:
+            self._check_move(move)
+            moved[move.row] += move.stop - move.start
+        for row, size in plan.chunks:
+            start = int(self.num_computed[row])
+            stretches = self.sequences[row].segments.clip(start, start + size)
+            if (passed := int((stretches[:, 1] - stretches[:, 0]).sum())) != moved[row]:
+                raise InvalidPlanError(
+                    f"row {row} goes on past {passed} tokens of segments, of which {moved[row]} move"
+                )
 
     def _check_move(self, move: SegmentMove) -> None:
         """Check a move of a segment, after the changes of its plan."""

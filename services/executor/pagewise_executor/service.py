@@ -29,6 +29,7 @@ from pagewise_shared.protocol import (
     Message,
     Refused,
     Rejoin,
+    Role,
     StepError,
     StepPlan,
     StepResult,
@@ -64,6 +65,7 @@ class ExecutorService:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        role: Role = "both",
         drain_timeout: float = 30.0,
         keys: Keys | None = None,
     ) -> None:
@@ -90,6 +92,7 @@ class ExecutorService:
             fallback=info.fallback,
             no_segments=info.no_segments,
             storages=info.storages,
+            role=role,
         )
         self._worker = worker
         self._endpoint = endpoint

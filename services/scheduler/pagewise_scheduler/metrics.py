@@ -114,11 +114,17 @@ class Metrics:
             self.connections_closed(peer)
         self._request_moves = self._raw_counter(
             "request_moves",
-            "Requests that continued on another executor, by what became of the first one.",
+            "Requests that continued on another executor: the first one left, was lost, or was for the prompt only "
+            "(decode).",
             ("reason",),
         )
-        for reason in ("left", "lost"):
+        for reason in ("left", "lost", "decode"):
             self.request_moves(reason)
+        self._requests_without_role = self._raw_counter(
+            "requests_without_role", "Requests placed while no executor was left for this role.", ("role",)
+        )
+        for role in ("prefill", "decode"):
+            self.requests_without_role(role)
         build = Gauge(
             "pagewise_build_info",
             "The version of Pagewise, as a label; always 1.",
@@ -130,8 +136,13 @@ class Metrics:
         GCCollector(registry=self.registry)
 
     def request_moves(self, reason: str) -> Counter:
-        """The counter of requests that continued elsewhere because their executor "left" or was "lost"."""
+        """The counter of requests that continued elsewhere because their executor "left" or was "lost", or was only for
+        their prompts ("decode")."""
         return self._request_moves.labels(self.model_name, reason)
+
+    def requests_without_role(self, role: str) -> Counter:
+        """The counter of requests placed while no executor was left for "prefill" or "decode"."""
+        return self._requests_without_role.labels(self.model_name, role)
 
     def frames_dropped(self, reason: Drop) -> Counter:
         """The counter of wire frames that were dropped for this reason."""
@@ -162,6 +173,10 @@ class Metrics:
     def cached_tokens(self, source: str) -> Counter:
         """The counter of tokens found in a cache: source is one of ``SOURCES``."""
         return self._cached_tokens.labels(self.model_name, source)
+
+    def segment_tokens(self, outcome: Literal["found", "computed"]) -> Counter:
+        """The counter of tokens of segments, by what became of them."""
+        return self._segment_tokens.labels(self.model_name, outcome)
 
     def block_events(self, event: str) -> Counter:
         """The counter of one of ``MEMORY_EVENTS``."""
@@ -198,6 +213,10 @@ class Metrics:
         self.num_prompt_tokens_waiting = self._gauge(
             "num_prompt_tokens_waiting", "Prompt tokens of the sequences that wait to run."
         )
+        self.num_requests_staying = self._gauge(
+            "num_requests_staying",
+            "Requests that decode where their prompt was computed, because no decode executor has room for them.",
+        )
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
@@ -221,6 +240,16 @@ class Metrics:
         )
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
+        )
+        self._segment_tokens = self._raw_counter(
+            "segment_tokens",
+            "Tokens of segments that sequences started with, by whether their KV was found or had to be computed.",
+            ("outcome",),
+        )
+        self.segment_tokens("found")
+        self.segment_tokens("computed")
+        self.segment_moved_tokens = self._counter(
+            "segment_moved_tokens", "Tokens of segments whose KV was moved to where they stand."
         )
         self._cached_tokens = self._raw_counter(
             "cached_tokens",

@@ -32,7 +32,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
-    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name")] = ExecutorConfig()
+    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name", "role")] = ExecutorConfig()
     gateways: Gateways = 1
     executors: Executors = 1
     listen: ExecutorsEndpoint = None

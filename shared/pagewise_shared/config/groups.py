@@ -31,6 +31,7 @@ GROUPS = {
         "store_expire",
         "host_bandwidth",
         "verify_copies",
+        "role",
         "lend_blocks",
         "block_listen",
         "advertise",

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
 DEMO_MODEL = "pagewise-demo"
@@ -364,6 +365,13 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[bool, _help("run Python code that comes with the model")] = False
     simulate: Annotated[bool, _help("invent tokens instead of running a model: for tests and benchmarks")] = False
     simulate_step: Annotated[float, Meta(ge=0), _help("seconds that a step takes with --simulate", "S")] = 0.0
+    role: Annotated[
+        Role,
+        _help(
+            "what this executor is for: prompts, which go on elsewhere; decoding what was prefilled elsewhere; or both",
+            more="[operations.md](operations.md#prefill-and-decode-apart) says when that pays.",
+        ),
+    ] = "both"
     lend_blocks: Annotated[bool, _help("let other executors fetch blocks from this one, and fetch from them")] = True
     drain_timeout: Annotated[
         Seconds, _help("seconds that moving requests and cached blocks to other executors may take after SIGTERM", "S")

@@ -111,6 +111,8 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
+    if values.get("role", "both") != "both" and values.get("lend_blocks") is False:
+        raise ConfigError(f"--role {values['role']} needs --lend-blocks: requests move, and their blocks are fetched")
     config = _compose(config_type, values)
     for part in (config, getattr(config, "gateway", None)):
         if isinstance(part, GatewayConfig) and part.max_body_bytes > part.max_body_memory:

@@ -12,7 +12,7 @@ from pagewise_shared.sampling import (
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
 )
-from pagewise_shared.segments import MAX_SEGMENTS
+from pagewise_shared.segments import MAX_MOVED_TOKENS, MAX_SEGMENTS
 
 MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
 """Bytes of a frame from an executor or a gateway to the scheduler."""
@@ -39,7 +39,8 @@ MAX_DEVICE_BLOCKS = 1 << 22
 MAX_ROWS = 1 << 16
 """Sequences that run on one executor at a time."""
 MAX_MOVES = 1 << 12
-"""Once a plan moves parts of so many segments, no other sequence with segments goes on in it."""
+"""Once a plan moves parts of so many segments, or so many tokens (``MAX_MOVED_TOKENS``), no other sequence goes on that
+has segments."""
 
 SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
 """The most that a sequence takes beside its tokens, its blocks and its constraints."""
@@ -66,10 +67,10 @@ def greatest_plan() -> int:
 
     A block of the device is added to at most one block table per plan, and gives way to another one in at most one. It
     is copied to at most once, and copied from once when what it held is kept in the tier below. A row leaves, has
-    computed something, and computes a chunk at most once. What segments move comes to as many blocks as it comes from,
-    apart from both ends of each part.
+    computed something, and computes a chunk at most once. What segments move comes from at most as many blocks as it
+    has tokens, and one more at both ends of each part.
     """
-    moves = (MAX_MOVES + MAX_SEGMENTS) * (_MOVE_BYTES + 2 * _BLOCK_BYTES) + MAX_DEVICE_BLOCKS * _BLOCK_BYTES
+    moves = (MAX_MOVES + MAX_SEGMENTS) * (_MOVE_BYTES + 2 * _BLOCK_BYTES) + 2 * MAX_MOVED_TOKENS * _BLOCK_BYTES
     joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_CONSTRAINTS_BYTES
     return (
         joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES

@@ -3,7 +3,7 @@
 Steps are in ``step_messages.py``; ``base.py`` has the rules that all messages follow.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -26,6 +26,10 @@ SOURCES = (*TIER_NAMES, "peer", *STORAGE_NAMES)
 """Where KV may come from: tiers, another executor, storage."""
 STORAGE = 127
 """Stands for storage where copies name a tier: it lies below all tiers, and blocks have names there instead of ids."""
+
+Role = Literal["prefill", "decode", "both"]
+"""What an executor is for: computing prompts, which go on elsewhere; decoding what was computed elsewhere; or both."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 # ---- executor -> scheduler ----------------------------------------------------------------------------
@@ -98,6 +102,7 @@ class Hello(Message, frozen=True):
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
             but cannot compute this model, or have not been built for this processor.
         no_segments: why requests cannot have segments; empty: they can.
+        role: one of ``ROLES``: what the executor is for.
     """
 
     protocol_major: int
@@ -123,6 +128,7 @@ class Hello(Message, frozen=True):
     fallback: bool = False
     storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     no_segments: str = ""
+    role: str = "both"
 
 
 class NamedBlocks(Piece, frozen=True):

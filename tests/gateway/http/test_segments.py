@@ -1,8 +1,11 @@
 """Segments that requests declare: where they land in the tokens that are submitted, and what is refused."""
 
+from time import perf_counter
 from typing import Any
 
 import pytest
+from pagewise_gateway.http.schema import ChatMessage, ContentPart
+from pagewise_gateway.http.segments import mark_parts, unmark
 from pagewise_shared.protocol import PromptSegments, unpack_int32s
 from pagewise_shared.segments import ALL_BEFORE
 
@@ -128,3 +131,29 @@ async def test_marked_parts_and_texts_are_not_mixed() -> None:
             400,
             "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways",
         )
+
+
+async def test_ranges_of_a_text_in_a_list_are_refused_too() -> None:
+    async with serving() as server:
+        fields: Any = {"model": MODEL, "prompt": ["abcdef"], "segments": {"ranges": [[0, 1]], "root": 7}}
+        status, _ = await server.post(COMPLETION, fields)
+        assert status == 400
+
+
+async def test_a_marked_text_is_not_tokenized_only_to_be_refused() -> None:
+    """Its length is that of the name in its place when the length of the conversation is checked."""
+    async with serving() as server:
+        parts = [{"type": "text", "text": "x y " * 60_000, "segment": True}, {"type": "text", "text": "q"}]
+        status, answer = await server.post(CHAT, {"model": MODEL, "messages": [{"role": "user", "content": parts}]})
+        error: Any = answer["error"]
+        assert status == 400
+        assert "characters has more" in error["message"]
+
+
+def test_cutting_a_conversation_takes_no_longer_than_reading_it() -> None:
+    messages = [ChatMessage("user", [ContentPart("text", "a", True) for _ in range(1024)]) for _ in range(2)]
+    marked, texts = mark_parts(messages)
+    rendered = "".join(part.text for message in marked for part in message.content if not isinstance(part, str))
+    began = perf_counter()
+    unmark(rendered + 4_000_000 * "x", texts)
+    assert perf_counter() - began < 1.0

@@ -25,6 +25,7 @@ from pagewise_shared.protocol import (
     GatewayWelcome,
     Hello,
     Message,
+    Role,
     Welcome,
     decode_from_scheduler,
     encode,
@@ -158,11 +159,18 @@ async def executor(
     keys: Keys | None = None,
     *,
     runner: SimulatedRunner | None = None,
+    role: Role = "both",
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """An executor that invents tokens."""
     runner = runner or SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
     service = ExecutorService(
-        Worker(lambda: runner), executors_of(path), name, max_num_seqs=4, max_num_batched_tokens=64, keys=keys
+        Worker(lambda: runner),
+        executors_of(path),
+        name,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        role=role,
+        keys=keys,
     )
     task = asyncio.create_task(service.run())
     try:

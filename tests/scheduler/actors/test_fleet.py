@@ -278,6 +278,7 @@ async def test_one_that_leaves_after_it_was_given_up_is_no_reason_for_a_warning(
     [
         ({"protocol_major": PROTOCOL_MAJOR + 1}, "speaks protocol"),
         ({"num_blocks": 0}, "offers no blocks"),
+        ({"role": "cook"}, "nobody knows a role 'cook', only prefill, decode, both"),
         ({"model_fingerprint": "other"}, "is not the fleet's model"),
     ],
 )

@@ -23,6 +23,7 @@ from pagewise_shared.protocol import (
     MetricFamily,
     MetricSample,
     MetricsSnapshot,
+    PromptSegments,
     PromptToGenerate,
     Query,
     Refused,
@@ -58,6 +59,19 @@ IMPOSSIBLE = [
     changed(prompts=(PromptToGenerate(int32s(1), 4, (StreamProgress(b"abc"),)),)),
     changed(prompts=(PromptToGenerate(int32s(1), 4, (StreamProgress(int32s(-1)),)),)),
     changed(prompts=(PromptToGenerate(int32s(1), 1, (StreamProgress(int32s(1, 2)),)),)),
+    *(
+        changed(prompts=(PromptToGenerate(int32s(1, 2, 3, 4), 4, segments=segments),))
+        for segments in (
+            PromptSegments(b"abc"),
+            PromptSegments(int32s(0)),
+            PromptSegments(int32s(0, 4)),
+            PromptSegments(int32s(2, 1)),
+            PromptSegments(int32s(0, 2, 1, 3)),
+            PromptSegments(int32s(-1, 2)),
+            PromptSegments(int32s(1, 2), root=2),
+            PromptSegments(int32s(1, 2), boundary=-1),
+        )
+    ),
     changed(best_of=-1),
     changed(best_of=2**40),
     changed(beam=BeamParams(0)),

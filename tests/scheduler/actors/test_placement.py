@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.scheduler.actors.stack import Stack, executor, running
 
 
@@ -36,3 +38,32 @@ async def test_requests_that_move_are_placed_anew_and_leave_nothing_behind(tmp_p
             (engine,) = stack.engines
             assert stack.router.placer.load(engine) == 0
         assert count(stack, "only") == 6
+
+
+async def test_if_nobody_is_left_for_a_role_the_others_do_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "p", role="prefill"):
+        async with executor(tmp_path, "d", role="decode"):
+            await stack.ready(2)
+            assert len(await stack.generate([1, 2, 3])) == 8
+            assert stack.metric("requests_without_role_total", role="decode") == 0
+        await stack.ready(1)
+        for first in range(3):
+            assert len(await stack.generate([first, 2, 3])) == 8
+        assert stack.metric("requests_without_role_total", role="decode") == 3
+        assert stack.metric("requests_without_role_total", role="prefill") == 0
+    # It joined first, when there was nobody else either.
+    assert caplog.text.count("no executor is there for decode: the others do both") == 2
+
+
+async def test_what_cannot_be_fetched_stays_where_its_prompt_was_computed(tmp_path: Path) -> None:
+    """Executors that invent tokens lend no blocks."""
+    async with (
+        running(tmp_path) as stack,
+        executor(tmp_path, "p", role="prefill"),
+        executor(tmp_path, "d", role="decode"),
+    ):
+        await stack.ready(2)
+        assert len(await stack.generate(list(range(50)))) == 8
+        assert stack.metric("request_moves_total", reason="decode") == 0

@@ -1,7 +1,5 @@
 """The memory rules of a fleet: executors that fetch each other's blocks, are reset and vanish, in any order."""
 
-from collections import deque
-from collections.abc import Hashable, Sequence
 from itertools import chain
 
 import pytest
@@ -15,72 +13,19 @@ from pagewise_scheduler.core.recovery import recovery as recovery_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.recovery.remote_tier import PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import DEVICE, HOST, StepResult
+from pagewise_shared.protocol import DEVICE, HOST
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.driving import (
     assert_all_free,
     check_states,
     every_node,
-    executor_for,
     expected_tokens,
     run,
 )
-
-
-class Node:
-    """A scheduler, its executor, and the results that are on their way."""
-
-    def __init__(
-        self, name: str, directory: PrefixDirectory, scheduler: Scheduler, block_format: Hashable = ""
-    ) -> None:
-        self.name, self.scheduler = name, scheduler
-        self.executor = executor_for(scheduler)
-        self.results: deque[StepResult] = deque()
-        scheduler.recoveries.join(directory, Peer(name, block_format, scheduler, lambda: None))
-
-    def deliver(self, count: int = 1_000_000) -> None:
-        for message in self.executor.finish_copies(count):
-            self.scheduler.copied(message)
-
-
-def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> list[Node]:
-    directory = PrefixDirectory()
-    nodes = [
-        Node(f"node {number}", directory, create_scheduler(recovery=recovery, **options))  # type: ignore[arg-type]
-        for number in range(count)
-    ]
-    for node in nodes:
-        node.executor.peers = {other.name: other.executor for other in nodes}
-    return nodes
-
-
-def mixed_fleet(
-    sizes: Sequence[int], recovery: RecoveryMode, num_tokens: int, num_host_tokens: int, costs: Costs
-) -> list[Node]:
-    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size."""
-    directory = PrefixDirectory()
-    nodes = [
-        Node(
-            f"node {number}",
-            directory,
-            create_scheduler(
-                recovery=recovery,
-                block_size=size,
-                num_blocks=-(-num_tokens // size),
-                num_host_blocks=-(-num_host_tokens // size),
-                costs=costs,
-            ),
-            block_format=size,
-        )
-        for number, size in enumerate(sizes)
-    ]
-    for node in nodes:
-        node.executor.peers = {other.name: other.executor for other in nodes}
-    return nodes
+from tests.scheduler.core.fleets import Node, fleet, mixed_fleet
 
 
 def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
@@ -171,7 +116,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     fetcher.executor.peers = {}
     del fetcher.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
     fetcher.scheduler.peer_lost("node 0")
-    assert fetcher.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
+    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0")]
     fetcher.scheduler.update(result)
     run(fetcher.scheduler, fetcher.executor)
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
@@ -200,7 +145,7 @@ def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
     plan = fetcher.scheduler.schedule(0.0)
     assert plan is not None
     fetcher.scheduler.abort(request.request_id)
-    assert fetcher.scheduler.recoveries.take_cancelled() == [(plan.step, "node 0")]
+    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0")]
     assert holder.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
     fetcher.scheduler.update(fetcher.executor.execute(plan))
     fetcher.deliver()

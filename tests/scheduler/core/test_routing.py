@@ -23,6 +23,7 @@ from pagewise_scheduler.core.routing.policies import (
     place,
 )
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_shared.segments import make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
@@ -362,3 +363,34 @@ def test_a_cost_model_that_started_far_off_learns_from_few_kinds_of_steps() -> N
         model.prefill.observe(sum(map(mul, truth, features)), *features)
     for span in spans[1:]:
         assert model.compute_seconds(*span) == pytest.approx(sum(map(mul, truth, model.features(*span))), rel=0.1)
+
+
+def test_a_request_goes_where_its_segments_are_cached() -> None:
+    """Its own prompt is cached nowhere; the documents in it are, behind the same root, wherever they stood."""
+    documents = [[100 + i for i in range(40)], [200 + i for i in range(40)], [300 + i for i in range(40)]]
+    root = list(range(8))
+
+    def asking(order: list[int], question: int) -> Request:
+        prompt, ranges = [*root], []
+        for number in order:
+            ranges.append((len(prompt), len(prompt) + 40))
+            prompt += documents[number]
+        request = create_request(prompt=[*prompt, question, 1, 2], max_tokens=1)
+        request.segments = make_segments(len(request.prompt_token_ids), ranges)
+        mark_segments(request.prompt_token_ids, request.segments)
+        return request
+
+    views = []
+    for order in ([0, 1], [1, 2]):
+        scheduler = create_scheduler(num_blocks=128)
+        scheduler.add(asking(order, 50))
+        run(scheduler, executor_for(scheduler))
+        views.append(ExecutorView(scheduler))
+    for order, expected in (([1, 0], 0), ([2, 1], 1), ([0], 0), ([2], 1)):
+        query = PrefixQuery(asking(order, 60))
+        matches = [view.find(query) for view in views]
+        assert matches[expected].reused == 8 + 40 * len(order)
+        assert matches[expected].reused > matches[1 - expected].reused
+        placed = place(make_routing("prefix"), asking(order, 61), views, now=0.0)
+        assert placed.executor is views[expected]
+        assert placed.reason == "cached"

@@ -44,7 +44,7 @@ class OpenVINOEngine:
         chunk_starts = np.array([chunk.start for chunk in work.chunks], np.int64)
         past = np.concatenate([self._batch.num_computed[work.decoding], chunk_starts])
         turns = _turns(rows)
-        if not turns.any():
+        if not work.moves:
             return self._infer(rows, past, sizes, ids, positions, kept)
         # A subsequence does not see K and V of another one of the same row that are computed by the same call, and what
         # lies behind a subsequence in its last block is lost: what was moved there is moved again.
@@ -60,6 +60,7 @@ class OpenVINOEngine:
             if logits is None:
                 logits = found.new_empty(len(kept), found.shape[-1])
             logits[wanted] = found
+        self._mover.move(work.moves, self._batch)
         assert logits is not None
         return logits
 

@@ -46,7 +46,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     check_priority(body, request[CLIENT])
     given = check_prompts(body)
     check_num_sequences(len(given), body, n)
-    check_segments(body, len(given))
+    check_segments(body, given)
     capacity = await service.link.wait_for_capacity()
     sampling = sampling_params(
         body,

@@ -98,15 +98,16 @@ async def encode_chat(
 
     def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
-        text = render_chat(service.tokenizer, body, messages)
+        rendered = render_chat(service.tokenizer, body, messages)
+        segments = None if isinstance(body, TokenizeRequest) else body.segments
+        parts = unmark(rendered, marked) if marked else cut(rendered, segments)
+        text = "".join(part.text for part in parts) if marked else rendered
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
             check_text_length(service, text, capacity, "messages")
-        segments = None if isinstance(body, TokenizeRequest) else body.segments
-        pieces = unmark(text, marked) if marked else cut(text, segments)
         # Chat templates contain the special tokens.
-        return encode_pieces(service.tokenizer, pieces, bool(body.add_special_tokens))
+        return encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
 
     try:
         if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:

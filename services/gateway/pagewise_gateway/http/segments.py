@@ -4,17 +4,21 @@ A segment has to have the same tokens wherever it stands, so a prompt with segme
 before a segment, the segment, and what follows it.
 """
 
+import re
 import secrets
 from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pagewise_shared.protocol import PromptSegments, pack_int32s
-from pagewise_shared.segments import ALL_BEFORE, make_segments
+from pagewise_shared.segments import ALL_BEFORE, MAX_SEGMENTS, make_segments
 
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, CompletionRequest, GenerationFields, Segments
 from pagewise_gateway.text.tokenizer import Tokenizer
+
+_NAME = re.compile("(\ue000[0-9a-f]{24}\ue001)")
+"""What stands for a marked part while the chat template is rendered."""
 
 
 class Piece(NamedTuple):
@@ -35,16 +39,18 @@ class Encoded(NamedTuple):
     root: int = ALL_BEFORE
 
 
-def check_segments(body: CompletionRequest | ChatRequest, num_prompts: int = 1) -> None:
-    """Check what a request with segments may not ask for besides.
+def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ()) -> None:
+    """Check what a request with segments may not ask for besides. ``prompts``: of a completion.
 
     Raises:
         InvalidRequestError: it does.
     """
     asked = body.segments
-    marked = isinstance(body, ChatRequest) and any(map(_is_marked, body.messages))
+    marked = num_marked(body.messages) if isinstance(body, ChatRequest) else 0
     if asked is None and not marked:
         return
+    if marked > MAX_SEGMENTS:
+        raise InvalidRequestError(f"{marked} marked parts are too many: at most {MAX_SEGMENTS}", "messages")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequestError("segments and truncate_prompt_tokens cannot be used together", "segments")
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
@@ -52,16 +58,17 @@ def check_segments(body: CompletionRequest | ChatRequest, num_prompts: int = 1) 
             "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
         )
     texts, ranges = (asked.texts, asked.ranges) if asked is not None else (None, None)
-    if sum((texts is not None, ranges is not None, marked)) != 1:
+    if sum((texts is not None, ranges is not None, marked > 0)) != 1:
         raise InvalidRequestError(
             "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways", "segments"
         )
-    if ranges is not None and (isinstance(body, ChatRequest) or num_prompts > 1 or isinstance(body.prompt, str)):
+    given = prompts[0] if len(prompts) == 1 else None
+    if ranges is not None and not isinstance(given, list):
         raise InvalidRequestError("segments.ranges are of one prompt of token ids", "segments")
     root = asked.root if asked is not None else None
     if (isinstance(root, str) and texts is None) or (type(root) is int and ranges is None):
         raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
-    if texts is not None and isinstance(body, CompletionRequest) and not isinstance(body.prompt, str):
+    if texts is not None and isinstance(body, CompletionRequest) and not isinstance(given, str):
         raise InvalidRequestError("segments.texts are of one prompt that is a text", "segments")
 
 
@@ -73,7 +80,7 @@ def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict
     texts: dict[str, str] = {}
     marked = []
     for message in messages:
-        if _is_marked(message) and not isinstance(message.content, str):
+        if not isinstance(message.content, str) and any(part.segment for part in message.content):
             parts = []
             for part in message.content:
                 if part.segment:
@@ -91,13 +98,11 @@ def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
     Raises:
         InvalidRequestError: the chat template leaves a part out, or repeats it.
     """
-    pieces = []
-    for name, text in texts.items():
-        before, found, rendered = rendered.partition(name)
-        if not found or name in rendered:
-            raise InvalidRequestError("the chat template leaves out, repeats or reorders a marked part", "messages")
-        pieces += [Piece(before), Piece(text, "segment")]
-    return [*pieces, Piece(rendered)]
+    between = _NAME.split(rendered)
+    if between[1::2] != list(texts):
+        raise InvalidRequestError("the chat template leaves out, repeats or reorders a marked part", "messages")
+    kinds: tuple[Literal["", "segment"], ...] = ("", "segment")
+    return [Piece(texts.get(part, part), kinds[number % 2]) for number, part in enumerate(between)]
 
 
 def cut(text: str, segments: Segments | None) -> list[Piece]:
@@ -156,5 +161,7 @@ def prompt_segments(body: GenerationFields, prompt: Encoded) -> PromptSegments |
     return PromptSegments(pack_int32s([index for one in prompt.ranges for index in one]), root, boundary)
 
 
-def _is_marked(message: ChatMessage) -> bool:
-    return not isinstance(message.content, str) and any(part.segment for part in message.content)
+def num_marked(messages: Sequence[ChatMessage]) -> int:
+    """Return how many parts of some messages are marked as segments."""
+    parts = (message.content for message in messages if not isinstance(message.content, str))
+    return sum(bool(part.segment) for content in parts for part in content)

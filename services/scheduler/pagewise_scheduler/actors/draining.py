@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.segments import find_segments
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
@@ -128,10 +129,12 @@ class Draining:
         copies: list[LiveRequest] = []
         for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
             target = max(room, key=lambda other: room[other])
-            if room[target] < prefix.num_blocks + 1 or not target.scheduler.fits(len(prefix.tokens) // 4 + 1, 0):
+            live = _copy_request(prefix)
+            request = live.request
+            fits = target.scheduler.fits(len(request.prompt_token_ids), 0, request.segments)
+            if room[target] < prefix.num_blocks + 1 or not fits:
                 continue
             room[target] -= prefix.num_blocks
-            live = _copy_request(prefix)
             copies.append(live)
             with self._fleet.guarded(target):
                 target.serve(live)
@@ -142,6 +145,7 @@ def _copy_request(prefix: HotPrefix) -> LiveRequest:
     """A request that makes an executor hold a prefix. Nobody is told of it."""
     # One token more than is cached: the last one of a prompt is always computed.
     tokens = array("i", prefix.tokens)
+    segments = find_segments(tokens)
     tokens.append(0)
     now = clock()
     request = Request(
@@ -152,6 +156,7 @@ def _copy_request(prefix: HotPrefix) -> LiveRequest:
         priority=_LEAST_PRIORITY,
         cache_salt=prefix.cache_salt,
         arrival_time=now,
+        segments=segments,
     )
     return LiveRequest(request, 0, OutputBuilder(), lambda live: None, now, unfinished=1)
 

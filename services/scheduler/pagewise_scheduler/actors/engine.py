@@ -20,7 +20,7 @@ from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import StepMismatchError
+from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -164,8 +164,8 @@ class Engine:
                 self._send(plan)
         self._cancel_fetches()
 
-    def take_result(self, result: StepResult, tokens: Sequence[int]) -> None:
-        """The oldest step in flight is back. ``tokens``: those of the result.
+    def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
+        """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
 
         Raises:
             EngineLostError: the result does not answer that step, or the executor cannot be reached.
@@ -173,7 +173,7 @@ class Engine:
         self.touch()
         if result.error is not None:
             self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
-            return
+            return None
         try:
             output = self.scheduler.update(result, tokens)
         except (StepMismatchError, ProtocolError) as error:
@@ -196,6 +196,7 @@ class Engine:
             if sequence.request.chooses:
                 self._tell_chosen(sequence, now)
             self._finish(sequence, now)
+        return output
 
     def take_copied(self, copied: Copied) -> None:
         """Copies have been made, or have failed.
@@ -280,7 +281,7 @@ class Engine:
 
     def _cancel_fetches(self) -> None:
         """Tell the executor which fetches nobody waits for any more."""
-        for step, peer in self.scheduler.recoveries.take_cancelled():
+        for step, peer in self.scheduler.recoveries.transfers.take_cancelled():
             self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
 
     def cancel_late_fetches(self, now: float) -> None:
@@ -304,6 +305,11 @@ class Engine:
         self._link.send(LookUp(self.scheduler.epoch, number, name, root, tokens))
 
     # ---- leaving -------------------------------------------------------------------------------------
+
+    def let_go(self, request: Request) -> LiveRequest:
+        """A request that has left the scheduler after its prompt, to go on at another engine."""
+        self._metrics.request_moves("decode").inc()
+        return self._live.pop(request.request_id)
 
     def move_all(self) -> list[LiveRequest]:
         """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""

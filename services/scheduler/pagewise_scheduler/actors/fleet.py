@@ -188,7 +188,7 @@ class Fleet(Sessions[Executor]):
         keeps = self.sharing.restore(engine)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info(
-            "executor %s joined: %d blocks of %d tokens%s, %s %s%s%s",
+            "executor %s joined: %d blocks of %d tokens%s, %s %s%s%s%s",
             hello.executor_id,
             hello.num_blocks,
             hello.block_size,
@@ -196,6 +196,7 @@ class Fleet(Sessions[Executor]):
             hello.device,
             hello.dtype,
             hello.kernels and f" by {hello.kernels}",
+            f", for {hello.role}" if hello.role != "both" else "",
             spoken_version(hello),
         )
         self.router.joined(engine)
@@ -234,7 +235,8 @@ class Fleet(Sessions[Executor]):
                 case StepResult():
                     tokens = checked_tokens(message, executor.hello)
                     with self.guarded(engine):
-                        engine.take_result(message, tokens)
+                        if (output := engine.take_result(message, tokens)) is not None:
+                            self.router.stepped(engine, output)
                 case Copied():
                     check_copies(message)
                     with self.guarded(engine):

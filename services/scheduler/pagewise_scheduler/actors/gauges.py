@@ -45,6 +45,7 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.num_requests_running.set(sum(scheduler.num_running for scheduler in schedulers))
     metrics.num_requests_waiting.set(router.waiting.sequences)
     metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
+    metrics.num_requests_staying.set(router.placer.num_staying)
     pools = [scheduler.kv.pool for scheduler in schedulers]
     blocks = sum(pool.num_blocks for pool in pools)
     metrics.kv_cache_usage_perc.set(sum(pool.num_in_use for pool in pools) / blocks if blocks else 0.0)

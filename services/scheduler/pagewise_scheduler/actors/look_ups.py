@@ -16,6 +16,8 @@ ANSWER_SECONDS = 0.1
 """Longest that a request waits for an answer: storage that takes longer is slow or broken, and would not help."""
 _LEAST_BLOCKS = 4
 """Fewer blocks than this are computed sooner than they are found."""
+_MOST_ORIGINALS = 64
+"""Segments of a prompt that are looked up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +31,12 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Question:
+    """``stored``: where the answer is put, by the storage's identity."""
+
     engine: Engine
     identity: str
     waiting: _Waiting
+    stored: dict[str, int]
 
 
 class LookUps:
@@ -49,32 +54,41 @@ class LookUps:
     def begin(self, live: LiveRequest, engines: Sequence[Engine]) -> bool:
         """Ask for a request that is about to be placed on one of ``engines``; returns whether it has to wait.
 
-        One executor is asked for each storage. Nobody is asked if an executor holds about all of the prompt anyway.
+        One executor is asked for each storage. Nobody is asked for what an executor holds anyway, or about all of it:
+        the prompt itself, and what its segments are moved from.
         """
-        live.request.stored.clear()
+        request = live.request
+        request.stored.clear()
+        request.stored_originals.clear()
         asked: dict[str, Engine] = {}
         for engine in engines:
             for storage in engine.scheduler.recoveries.storages.values():
                 link = storage.costs.load
                 if link.rests:  # it has failed, and is left alone for some requests
                     link.rests -= 1
-                elif engine.life is Life.SERVING and storage.takes(live.request):
+                elif engine.life is Life.SERVING and storage.takes(request):
                     asked.setdefault(storage.identity, engine)
         if not asked:
             return False
-        query = PrefixQuery(live.request)
-        engine = next(iter(asked.values()))
-        size = engine.hello.block_size
-        keys = query.keys(size)
-        trees = (one.scheduler.kv.pool.tree for one in engines)
-        held = max(len(tree.walk(tree.root_of(query.cache_salt), keys)) for tree in trees)
-        if len(keys) - held < _LEAST_BLOCKS:
+        query = PrefixQuery(request)
+        size = next(iter(asked.values())).hello.block_size
+        originals = query.originals(size)[:_MOST_ORIGINALS]
+        wanted = [(query.keys(size), request.stored)]
+        wanted += [(one.keys, request.stored_originals.setdefault(one.tokens, {})) for one in originals]
+        trees = [one.scheduler.kv.pool.tree for one in engines]
+        lacked = [
+            (b"".join(keys), stored)
+            for keys, stored in wanted
+            if len(keys) - max(len(tree.walk(tree.root_of(query.cache_salt), keys)) for tree in trees) >= _LEAST_BLOCKS
+        ]
+        if not lacked:
             return False
-        waiting = _Waiting(live, len(asked), clock() + ANSWER_SECONDS)
+        waiting = _Waiting(live, len(asked) * len(lacked), clock() + ANSWER_SECONDS)
         for identity, engine in asked.items():
-            number = next(self._numbers)
-            self._questions[number] = _Question(engine, identity, waiting)
-            engine.look_up(number, identity, query.cache_salt, b"".join(keys))
+            for tokens, stored in lacked:
+                number = next(self._numbers)
+                self._questions[number] = _Question(engine, identity, waiting, stored)
+                engine.look_up(number, identity, query.cache_salt, tokens)
         return True
 
     def found(self, engine: Engine, message: Found) -> None:
@@ -84,7 +98,7 @@ class LookUps:
             return
         del self._questions[message.number]
         waiting = question.waiting
-        waiting.live.request.stored[question.identity] = max(0, message.num_blocks)
+        question.stored[question.identity] = max(0, message.num_blocks)
         waiting.num_missing -= 1
         if not waiting.num_missing:
             self._place(waiting.live)

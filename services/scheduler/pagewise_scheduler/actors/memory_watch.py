@@ -19,6 +19,7 @@ class MemoryWatch:
         self._metrics = metrics
         self._bytes_per_block = bytes_per_block
         self._seen = (0, 0, 0)
+        self._seen_of_segments = (0, 0, 0)
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
@@ -33,6 +34,14 @@ class MemoryWatch:
             metrics.prefix_cache_queries.inc(seen[1] - queries)
             metrics.prefix_cache_hits.inc(seen[2] - hits)
             self._seen = seen
+        segments = scheduler.segments
+        of_segments = (segments.num_wanted, segments.num_found, segments.num_moved)
+        if of_segments != self._seen_of_segments:
+            wanted, found, moved = map(int.__sub__, of_segments, self._seen_of_segments)
+            metrics.segment_tokens("found").inc(found)
+            metrics.segment_tokens("computed").inc(wanted - found)
+            metrics.segment_moved_tokens.inc(moved)
+            self._seen_of_segments = of_segments
         counts, counted = scheduler.kv.pool.counters.by_name(), self._counted
         for name, metric in self._events:
             if (value := counts[name]) != counted[name]:

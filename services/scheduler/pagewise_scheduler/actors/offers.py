@@ -4,7 +4,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from pagewise_shared.protocol import DEVICE, STORAGE_NAMES, TIER_NAMES, Hello, LowerTier, SharedStorage, tier_name
+from pagewise_shared.protocol import (
+    DEVICE,
+    ROLES,
+    STORAGE_NAMES,
+    TIER_NAMES,
+    Hello,
+    LowerTier,
+    SharedStorage,
+    tier_name,
+)
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_ROWS
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
@@ -18,7 +27,7 @@ MAX_EXECUTORS = 1024
 MAX_FLEET_BLOCKS = 1 << 25
 """Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
 
-_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels")
+_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels", "role")
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_INT32 = (1 << 31) - 1
 _MAX_INT64 = (1 << 63) - 1
@@ -46,6 +55,8 @@ def flaw_of_offer(hello: Hello) -> str | None:
     ):
         if getattr(hello, name) > most:
             return f"its {name} is {getattr(hello, name)}, the most is {most}"
+    if hello.role not in ROLES:
+        return f"nobody knows a role {hello.role!r}, only {', '.join(ROLES)}"
     costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
     if not _are_times(costs):
         return "its measured costs are no times"

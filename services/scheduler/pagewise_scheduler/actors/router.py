@@ -14,6 +14,7 @@ from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.actors.placement import Placer
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.policies import RoutingName
+from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -199,13 +200,17 @@ class Router:
         Raises:
             AdmissionError: their model has none, or they have too little memory.
         """
-        engines = self._engines if request.segments else ()
-        reasons = [engine.hello.no_segments for engine in engines]
-        if reasons and all(reasons):
-            raise AdmissionError("never_fits", f"the model cannot have segments: {reasons[0]}")
+        engines = list(self._engines) if request.segments else []
+        able = [engine for engine in engines if not engine.hello.no_segments]
+        if engines and not able:
+            raise AdmissionError("never_fits", f"the model cannot have segments: {engines[0].hello.no_segments}")
         size = len(request.prompt_token_ids), request.max_tokens
-        if reasons and not any(engine.scheduler.fits(*size, request.segments) for engine in engines):
-            raise AdmissionError("never_fits", "the request does not fit beside what its segments are moved from")
+        if able and not any(engine.scheduler.fits(*size, request.segments) for engine in able):
+            raise AdmissionError(
+                "never_fits",
+                "the request does not fit beside what its segments are moved from, or one of them with the root and "
+                "the rest of a block is longer than the model allows",
+            )
 
     def _place(self, live: LiveRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
@@ -235,6 +240,17 @@ class Router:
         engine = self.placer.place(live, able)
         with self._guard(engine):
             engine.serve(live)
+
+    def stepped(self, engine: Engine, output: StepOutput) -> None:
+        """A step of an engine has come back: let those go on elsewhere whose prompts are computed."""
+        for request, view in self.placer.stepped(engine, output):
+            live = engine.let_go(request)
+            if view is None:
+                self.place([live])
+                continue
+            target = self.placer.place_decoding(live, view)
+            with self._guard(target):
+                target.serve(live)
 
     def abort(self, live: LiveRequest) -> None:
         """Nobody wants the request any more, wherever it is."""

@@ -5,28 +5,38 @@ Nothing is computed. The scheduler is the one that serves; only the executor, th
 
 import heapq
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, repeat
+from math import isnan
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, ReuseHints, StepPlan, StepResult, pack_int32s
+from pagewise_shared.protocol import DEVICE, Copied, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place
+from pagewise_scheduler.core.routing.moves import Moves
+from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place, place_decoding
+from pagewise_scheduler.core.routing.roles import Roles
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
+from pagewise_scheduler.replay.simulated_executor import (
+    SAMPLED,
+    Event,
+    SimulatedExecutor,
+    between_tiers,
+    confirmation,
+)
 from pagewise_scheduler.replay.traces import TraceRequest
 
 _SAMPLING = SamplingParams(temperature=0.0)
 _SAMPLE_EVERY = 0.25
-_SAMPLED = 0
-"""The token that is sampled everywhere."""
-_HINTS = {False: ReuseHints(), True: ReuseHints(tool_call_ids=(_SAMPLED,))}
+_BOTH: Role = "both"
+_HINTS = {False: ReuseHints(), True: ReuseHints(tool_call_ids=(SAMPLED,))}
 """By whether a request's answer calls a tool."""
 
 
@@ -35,6 +45,7 @@ class Served:
     """What became of a request; times in seconds of the virtual clock, NaN if it never came to that.
 
     ``reason``: why it was placed where it was. ``predicted``: seconds to its first token, as was thought then.
+    ``last_token``: when its newest token came, if gaps are noted. ``moves``: how often it went on elsewhere.
     """
 
     trace: TraceRequest
@@ -43,6 +54,8 @@ class Served:
     reason: str = "only"
     predicted: float = float("nan")
     first_token: float = float("nan")
+    last_token: float = float("nan")
+    moves: int = 0
     finished: float = float("nan")
 
     def forget(self) -> None:
@@ -66,104 +79,28 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a replay has seen. ``refused``: requests that could never fit. ``seconds``: virtual time it took."""
+    """Everything a replay has seen. ``refused``: requests that could never fit. ``seconds``: virtual time it took.
+
+    ``gaps``: seconds between tokens of each sequence, if they are noted.
+    """
 
     served: list[Served] = field(default_factory=list)
     refused: int = 0
     seconds: float = 0.0
     steps: int = 0
-    executors: "list[SimulatedExecutor]" = field(default_factory=list)
+    executors: list[SimulatedExecutor] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
-
-
-Event = StepResult | Copied | int | None
-"""What happens to an executor: results come, copies are done, the request of that index arrives, blocks come back."""
-
-
-class SimulatedExecutor:
-    """One scheduler with a simulated executor, which has links of its own to its tiers, and one from all others.
-
-    ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
-    what happens to this executor then.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        costs: DeviceCosts,
-        at: Callable[[float, "SimulatedExecutor", "Event"], None],
-        depth: int,
-    ) -> None:
-        self.scheduler = scheduler
-        self.view = ExecutorView(scheduler)
-        self.steps = self.computed = 0
-        self.busy = 0.0
-        self._costs = costs
-        self._at = at
-        self._depth = depth
-        self._free_at: dict[Hashable, float] = {}
-
-    def plan(self, now: float) -> bool:
-        """Plan steps as far ahead as allowed; returns whether any was."""
-        scheduler, before = self.scheduler, self.steps
-        while scheduler.num_in_flight < self._depth and (plan := scheduler.schedule(now)) is not None:
-            self._execute(plan, now)
-        return self.steps > before
-
-    def _execute(self, plan: StepPlan, now: float) -> None:
-        """Book the device and the links for a plan; its results come as events."""
-        costs, step = self._costs, self.scheduler.steps_in_flight[-1]
-        num_decodes = step.num_seqs - len(step.chunk_rows)
-        seconds = costs.prefill.step + costs.prefill.token * (step.num_tokens - num_decodes)
-        seconds += costs.prefill.attention * step.attention + costs.decode * num_decodes
-        pool = self.scheduler.kv.pool
-        if num_decodes:
-            seconds += costs.context * pool.num_in_use * self.scheduler.kv.block_size
-        if not step.num_tokens:
-            seconds = 0.0
-        self.steps += 1
-        self.busy += seconds
-        self.computed += step.num_tokens - num_decodes
-        tokens = pack_int32s([_SAMPLED] * len(step.sampled))
-        result = StepResult(plan.epoch, plan.step, tokens, elapsed_us=max(1, int(seconds * 1e6)))
-        self._at(self._occupy("step", seconds, now), self, result)
-        for copies in between_tiers(plan):
-            seconds = self._copy_seconds(copies)
-            link = "peers" if copies.peer is not None else (copies.source, copies.target)
-            self._at(self._occupy(link, seconds, now), self, confirmation(plan, copies, max(1, int(seconds * 1e6))))
-
-    def _copy_seconds(self, copies: BlockCopies) -> float:
-        costs, num_blocks = self._costs.prefill, len(copies.pairs) // 8
-        if copies.peer is not None:
-            return costs.fetch_setup + num_blocks * costs.fetch_block
-        if copies.target == DEVICE:
-            link = costs.of_tier(copies.source)
-            return link.load_setup + num_blocks * link.load_block
-        link = costs.of_tier(copies.target)
-        return link.store_setup + num_blocks * link.store_block
-
-    def _occupy(self, resource: Hashable, seconds: float, now: float) -> float:
-        end = self._free_at[resource] = max(now, self._free_at.get(resource, 0.0)) + seconds
-        return end
-
-
-def between_tiers(plan: StepPlan) -> list[BlockCopies]:
-    """Those of a plan's copies that are confirmed: all but the ones inside the device."""
-    return [copies for copies in plan.copies if copies.peer is not None or copies.source != copies.target]
-
-
-def confirmation(plan: StepPlan, copies: BlockCopies, elapsed_us: int = 0) -> Copied:
-    """What tells that these copies have been made."""
-    peer = copies.peer.endpoint if copies.peer is not None else ""
-    return Copied(plan.epoch, plan.step, copies.source, copies.target, peer, elapsed_us)
+    gaps: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 class Simulation:
     """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
 
-    ``peers``: executors fetch blocks from each other. ``tick`` is told the index of each request that arrives, ``salt``
-    gives its ``cache_salt``; ``watch`` is called with the time whenever memory is sampled.
+    ``peers``: executors fetch blocks from each other; ``uplinks``: each sends over one link, as it receives over one.
+    ``roles``: what they are for, both if not given. ``gaps``: note the time between tokens. ``tick`` is told the index
+    of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with the time whenever memory
+    is sampled.
     """
 
     def __init__(
@@ -173,13 +110,23 @@ class Simulation:
         *,
         routing: RoutingPolicy | None = None,
         peers: bool = False,
+        uplinks: bool = False,
+        roles: Sequence[Role] = (),
+        gaps: bool = False,
         depth: int = 2,
         tick: Callable[[int], None] = lambda index: None,
         salt: Callable[[int], str | None] = lambda index: None,
         watch: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.now = 0.0
-        self.executors = [SimulatedExecutor(scheduler, costs, self._at, depth) for scheduler in schedulers]
+        self.executors = [
+            SimulatedExecutor(scheduler, costs, self._at, depth, role)
+            for scheduler, role in zip(schedulers, roles or repeat(_BOTH), strict=False)
+        ]
+        self._views = {executor.view: executor for executor in self.executors}
+        self._roles = Roles()
+        self._moves = {view: Moves(view, self._roles, self._touch) for view in self._views}
+        self._notes_gaps = gaps
         self._routing = routing or make_routing("ttft")
         self._salt = salt
         self._watch = watch
@@ -191,6 +138,9 @@ class Simulation:
         self._next_sample = 0.0
         if peers:
             self._let_fetch()
+        if uplinks:
+            for executor in self.executors:
+                executor.senders = {one.scheduler.recoveries.endpoint: one for one in self.executors}
 
     def _let_fetch(self) -> None:
         directory = PrefixDirectory()
@@ -201,6 +151,9 @@ class Simulation:
 
     def _blocks_back(self, executor: SimulatedExecutor) -> None:
         self._at(self.now, executor, None)
+
+    def _touch(self, view: ExecutorView) -> None:
+        self._at(self.now, self._views[view], None)
 
     def run(self, trace: list[TraceRequest]) -> Outcome:
         """Replay a trace to its end."""
@@ -219,7 +172,7 @@ class Simulation:
                     continue
             assert executor is not None
             if isinstance(what, StepResult):
-                for index in self._take_result(executor.scheduler, what):
+                for index in self._take_result(executor, what):
                     self._follow(followers, trace, index)
             elif isinstance(what, Copied):
                 executor.scheduler.copied(what)
@@ -254,7 +207,8 @@ class Simulation:
             arrival_time=self.now,
             reuse=_HINTS[trace.tool_call],
         )
-        placement = place(self._routing, request, list(able), self.now)
+        placement = place(self._routing, request, list(able), self.now, self._roles)
+        self._moves[placement.executor].placed(placement)
         served = Served(trace, self.now, request, placement.reason, placement.predicted)
         self._outcome.served.append(served)
         self._by_id[request.request_id] = (index, served, placement)
@@ -262,22 +216,47 @@ class Simulation:
         executor.scheduler.add(request)
         return executor
 
-    def _take_result(self, scheduler: Scheduler, result: StepResult) -> list[int]:
+    def _take_result(self, executor: SimulatedExecutor, result: StepResult) -> list[int]:
         """Returns the indices of requests that finished."""
+        scheduler = executor.scheduler
+        if self._notes_gaps:
+            self._note_gaps(scheduler.steps_in_flight[0].sampled)
         output = scheduler.update(result)
         for sequence in output.begun:
-            if len(sequence.output_token_ids) == 1:
-                _, served, placement = self._by_id[sequence.request.request_id]
+            _, served, placement = self._by_id[sequence.request.request_id]
+            if isnan(served.first_token):
                 served.first_token = self.now
-                placement.answered(self.now)
+            placement.answered(self.now)
         finished = []
         for sequence in output.finished:
             index, served, placement = self._by_id.pop(sequence.request.request_id)
             served.finished = self.now
             placement.end(self.now)
+            self._roles.ended(len(sequence.output_token_ids))
             served.forget()
             finished.append(index)
+        for request, view in self._moves[executor.view].stepped(output, list(self._views), self.now):
+            assert view is not None, "executors stay"
+            self._move(request, view)
         return finished
+
+    def _move(self, request: Request, view: ExecutorView) -> None:
+        """A request goes on elsewhere."""
+        index, served, before = self._by_id[request.request_id]
+        before.end(self.now)
+        placement = place_decoding(request, before.executor, view, self.now)
+        self._by_id[request.request_id] = index, served, placement
+        served.moves += 1
+        view.scheduler.add(request)
+        self._at(self.now, self._views[before.executor], None)
+        self._at(self.now, self._views[view], None)
+
+    def _note_gaps(self, sampled: Sequence[OutputSequence]) -> None:
+        for sequence in sampled:
+            served = self._by_id[sequence.request.request_id][1]
+            if served.last_token == served.last_token:
+                self._outcome.gaps.append(self.now - served.last_token)
+            served.last_token = self.now
 
     def _sample(self) -> None:
         schedulers = [executor.scheduler for executor in self.executors]
@@ -323,7 +302,7 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
             plan = scheduler.schedule(float(index))
             assert plan is not None
             sampled = len(scheduler.steps_in_flight[-1].sampled)
-            scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([_SAMPLED] * sampled)))
+            scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([SAMPLED] * sampled)))
             for copies in between_tiers(plan):
                 scheduler.copied(confirmation(plan, copies))
                 outcome.steps += copies.target == DEVICE

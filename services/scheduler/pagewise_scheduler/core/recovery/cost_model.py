@@ -18,6 +18,7 @@ from pagewise_scheduler.core.memory.use_history import UseHistory
 
 _LEAST_SECONDS = 1e-9
 _FADE = 0.02
+_LATELY = 0.05
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
@@ -64,10 +65,11 @@ class CostModel:
     ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: what copies
     between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links to peers by
     endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes than the two
-    by themselves would.
+    by themselves would. ``decoding``: the sequences that have decoded in a step, and ``token``: the seconds between two
+    of their tokens, both lately.
     """
 
-    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "peers", "prefill", "tiers")
+    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "decoding", "peers", "prefill", "tiers", "token")
 
     def __init__(self, costs: Costs, block_size: int, chunk: int, tiers: Iterable[int] = ()) -> None:
         self.block_size = block_size
@@ -78,6 +80,18 @@ class CostModel:
         self.tiers = {number: TierCosts.beginning_with(costs.of_tier(number)) for number in sorted(tiers)}
         self.peers: dict[str, Link] = {}
         self.both_bias = 1.0
+        self.decoding, self.token = 1.0, costs.step
+
+    def decoded(self, num_sequences: int, seconds: float) -> None:
+        """A step in which so many sequences decoded took so long."""
+        self.decoding += _LATELY * (num_sequences - self.decoding)
+        self.token += _LATELY * (seconds - self.token)
+
+    def token_seconds(self, num_sequences: int) -> float:
+        """Between two tokens of each of ``num_sequences`` that decode: a step of none, and for each what it took
+        lately."""
+        step = min(self.prefill.constants[0], self.token)
+        return step + (self.token - step) * num_sequences / max(1.0, self.decoding)
 
     def compute_seconds(self, start: int, count: int, share: float = 1.0) -> float:
         """Computing tokens ``start`` to ``start + count`` when they get ``share`` of each step's budget."""

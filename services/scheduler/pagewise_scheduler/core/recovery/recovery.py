@@ -16,12 +16,14 @@ from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, Remot
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.tier import Copies
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
+from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
 from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.recovery.storage import Storage, StoredPrefix, WriteBehind
-from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
+from pagewise_scheduler.core.recovery.transfers import Load, Receiver, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
@@ -53,11 +55,11 @@ class Recoveries:
         self.storages = {storage.name: storage for storage in storages}
         self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
         self.transfers = Transfers(kv, costs, self.storages)
+        self.prefetches = Prefetches(kv, costs, self.transfers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-        self._cancelled: dict[tuple[int, str], None] = {}
 
     @property
     def num_loading(self) -> int:
@@ -114,7 +116,7 @@ class Recoveries:
             if most > start and len(self.directory.peers) > 1:
                 tokens = sequence.token_bytes()[: 4 * most * size]
                 salt = sequence.request.cache_salt
-                found = self.directory.longest(self.endpoint, salt, tokens, start, self._usable)
+                found = self._at_peers(salt, tokens, start)
             if found is not None:
                 peer, nodes = found
                 theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
@@ -139,6 +141,12 @@ class Recoveries:
         for storage in self.storages.values() if self.policy.mode != "recompute" else ():
             if not storage.costs.load.rests and (num_blocks := min(most, stored.get(storage.identity, 0))) > 0:
                 yield storage, num_blocks
+
+    def _at_peers(self, salt: str | None, tokens: bytes, more_than: int) -> tuple[Peer, list[CachedBlock]] | None:
+        """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks."""
+        if self.directory is None:
+            return None
+        return self.directory.longest(self.endpoint, salt, tokens, more_than, self._usable)
 
     def _usable(self, peer: str) -> bool:
         """Whether a peer may be asked: one that failed is left alone for a while."""
@@ -173,6 +181,7 @@ class Recoveries:
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.note(recovery)
+        self.prefetches.stop(sequence.request)
         if places:
             self._active[sequence] = recovery
         elif plan.nodes:
@@ -201,10 +210,9 @@ class Recoveries:
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
-    def request_loads(self, step: int) -> dict[TransferKey, Load]:
-        """What ``step`` brings to the device, from the back of each recovery."""
-        requested: dict[TransferKey, Load] = {}
-        lives: dict[str, int] = {}
+    def request_loads(self, step: int, requested: dict[TransferKey, Load]) -> None:
+        """Add to ``requested`` what ``step`` brings to the device from the back of each recovery."""
+        lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             source = recovery.source
@@ -226,7 +234,11 @@ class Recoveries:
                 load = requested.setdefault(key, Load(source.link_from(tier), source.epoch))
                 load.parts.append((recovery, places, blocks))
                 self.transfers.begin(load, len(places))
-        return requested
+
+    def request_ahead(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
+        """Add to ``requested`` what ``step`` brings for prefetches, which may take ``room`` blocks. Returns the copies
+        that make room for it."""
+        return self.prefetches.request(step, requested, room, self._at_peers)
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""
@@ -289,18 +301,25 @@ class Recoveries:
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
-        for recovery, places, blocks in load.parts:
+        missed = False  # something that was waited for, and not cancelled
+        for receiver, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            recovery.loading -= len(places)
             if message.source == STORAGE:
                 self._kv.pool.counters.recalled += len(places) - len(spoiled)
                 self._kv.pool.counters.recall_failed += len(spoiled)
-                if spoiled and isinstance(recovery.source, StoredPrefix):
-                    recovery.sequence.request.stored.pop(recovery.source.identity, None)
+                if spoiled and isinstance(receiver, Recovery) and isinstance(receiver.source, StoredPrefix):
+                    receiver.sequence.request.stored.pop(receiver.source.identity, None)
             elif message.peer:
                 self._kv.pool.counters.fetched += len(places) - len(spoiled)
                 self._kv.pool.counters.fetch_failed += len(spoiled)
-            else:
+            missed = missed or (bool(spoiled) and self._is_waited_for(receiver))
+            if isinstance(receiver, FetchedPiece):
+                self.prefetches.came(receiver, good=not spoiled)
+                continue
+            assert isinstance(receiver, Recovery)
+            recovery = receiver
+            recovery.loading -= len(places)
+            if not message.peer:
                 self._kv.pool.counters.loaded += len(places)
                 self._kv.pool.counters.spoiled += len(spoiled)
                 for place in spoiled:
@@ -314,13 +333,15 @@ class Recoveries:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
         # Storage forgets a block now and then; if nothing came, it does not work.
-        if message.peer and failed and (message.source != STORAGE or len(bad) == load.num_blocks):
+        if message.peer and missed and (message.source != STORAGE or len(bad) == load.num_blocks):
             load.link.failed()
         return list(failed)
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
         self.costs.forget_link(peer)
+        self.prefetches.lose(peer)
+        self.transfers.cancel_unless(self._is_waited_for)
         return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
@@ -340,7 +361,7 @@ class Recoveries:
             request = sequence.request
             if recovery.first_start:
                 request.loaded_tokens = {recovery.origin: recovery.loaded_tokens} if recovery.loaded_tokens else {}
-                request.num_cached_tokens = recovery.device_tokens + recovery.loaded_tokens
+                request.num_cached_tokens += recovery.loaded_tokens
             self._close(recovery)
         for sequence, (recovery, end) in list(self._recomputing.items()):
             if sequence.num_computed_tokens >= end:
@@ -362,22 +383,17 @@ class Recoveries:
         recovery.source.release(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
         if recovery.source.peer and recovery.loading:
-            for key, loads in self.transfers.from_peers().items():
-                parts = (part for load in loads for part in load.parts)
-                if not any(self._active.get(part[0].sequence) is part[0] for part in parts):
-                    self._cancelled[key] = None
+            self.transfers.cancel_unless(self._is_waited_for)
 
-    def take_cancelled(self) -> list[tuple[int, str]]:
-        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
-        if not self._cancelled:
-            return []
-        cancelled, self._cancelled = list(self._cancelled), {}
-        return cancelled
+    def _is_waited_for(self, receiver: Receiver) -> bool:
+        if isinstance(receiver, FetchedPiece):
+            return not receiver.prefetch.stopped
+        return isinstance(receiver, Recovery) and self._active.get(receiver.sequence) is receiver
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
+        self.prefetches.clear()
         self.transfers.clear()
         self.writers.clear()
-        self._cancelled.clear()

@@ -1,17 +1,16 @@
 """The copies between tiers that an executor was asked for, until it confirms them."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, pack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
-from pagewise_scheduler.core.recovery.remote_tier import BlockPlace
+from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
 from pagewise_scheduler.core.recovery.storage import MAX_WRITING, Storage
 
 _LATE = 4.0
@@ -30,6 +29,15 @@ class TransferKey(NamedTuple):
     peer: str
 
 
+class Receiver(Protocol):
+    """Whom blocks come to that are pinned in ``source``."""
+
+    @property
+    def source(self) -> RecoverySource:
+        """Where they come from."""
+        ...
+
+
 @dataclass(slots=True)
 class Load:
     """Blocks of one step that come to the device from one tier: whose they are, their places, and the device blocks
@@ -40,7 +48,7 @@ class Load:
 
     link: Link
     epoch: int = 0
-    parts: list[tuple[Recovery, list[BlockPlace], list[int]]] = field(default_factory=list)
+    parts: list[tuple[Receiver, list[BlockPlace], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
 
     def pairs(self) -> bytes:
@@ -71,6 +79,7 @@ class Transfers:
         self._costs = costs
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
+        self._cancelled: dict[tuple[int, str], None] = {}
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
         """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
@@ -129,8 +138,8 @@ class Transfers:
         """What was held for a load is let go of."""
         self.num_loading -= load.num_blocks
         load.link.num_loading -= load.num_blocks
-        for recovery, places, blocks in load.parts:
-            recovery.source.release(reversed(places))
+        for owner, places, blocks in load.parts:
+            owner.source.release(reversed(places))
             self._kv.drop(blocks, None)
 
     def clear(self) -> None:
@@ -140,6 +149,7 @@ class Transfers:
                 if entry.load is not None:
                     self._end(entry.load)
         self._under_way.clear()
+        self._cancelled.clear()
 
     # ---- copies that take too long -------------------------------------------------------------------
 
@@ -155,6 +165,19 @@ class Transfers:
             if key.peer and key.target == DEVICE:
                 found.setdefault((key.step, key.peer), []).extend(one.load for one in entries if one.load is not None)
         return found
+
+    def cancel_unless(self, is_waited_for: Callable[[Receiver], bool]) -> None:
+        """Cancel what comes from peers and nobody waits for."""
+        for key, loads in self.from_peers().items():
+            if not any(is_waited_for(part[0]) for load in loads for part in load.parts):
+                self._cancelled[key] = None
+
+    def take_cancelled(self) -> list[tuple[int, str]]:
+        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
+        if not self._cancelled:
+            return []
+        cancelled, self._cancelled = list(self._cancelled), {}
+        return cancelled
 
     def late_peers(self, now: float) -> list[tuple[int, str]]:
         """Copies from peers that should have been confirmed before ``now``, by step and endpoint."""

@@ -109,6 +109,15 @@ class Sequence:
         # A tuple: there are thousands of sequences to which nothing has happened yet, and an empty one takes no memory.
         self.history = (*self.history[1 - _HISTORY :], event)
 
+    def came_back(self, num_computed: int) -> bool:
+        """A step has computed its leading tokens up to this one; False: it was preempted or has ended meanwhile."""
+        drains = self.status is SequenceStatus.DRAINING
+        if self.row < 0 and not drains:
+            return False
+        self.num_computed_tokens = num_computed
+        self.prefilled = (drains or self.status is SequenceStatus.DECODE) and num_computed == self.decode_base
+        return True
+
     def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
         """Let it take no more tokens. ``reason``: None if that was told before."""
         self.status, self.sink = SequenceStatus.FINISHED, None
@@ -177,7 +186,8 @@ class Request:
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
-    ``segments``: of its prompt, which are marked in ``prompt_token_ids``. ``computes_for``: the sequence for which it
+    ``segments``: of its prompt, which are marked in ``prompt_token_ids``; ``stored_originals``: what ``stored`` is, of
+    what they are moved from, by its tokens (int32 bytes). ``computes_for``: the sequence for which it
     computes a segment; then nobody is told of it, and it has no output.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
@@ -211,6 +221,7 @@ class Request:
     reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     segments: tuple[Segment, ...] = ()
+    stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
     computes_for: Sequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
 
@@ -287,6 +298,11 @@ class Request:
             tool_call=any(token in output_token_ids for token in reuse.tool_call_ids),
             priority=self.priority,
         )
+
+    @property
+    def owner(self) -> "Request":
+        """Itself, or the request for a segment of which it computes."""
+        return self if self.computes_for is None else self.computes_for.request
 
     def num_loaded_tokens(self, origin: str) -> int:
         """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""

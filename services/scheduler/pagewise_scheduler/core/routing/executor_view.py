@@ -3,12 +3,13 @@
 A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, exp
 from typing import NamedTuple
 
-from pagewise_shared.protocol import DEVICE
+from pagewise_shared.protocol import DEVICE, Role
 
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel
@@ -29,13 +30,20 @@ class Match(NamedTuple):
     """Leading tokens of a prompt: ``device`` of them lie on the device, ``lower`` more in tiers below it.
 
     ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
-    ``lowest``: the number of the lowest tier that has some of them.
+    ``lowest``: the number of the lowest tier that has some of them. ``spared``: further tokens that need not be
+    computed, because the originals of segments are cached, or will be.
     """
 
     device: int
     lower: int
     expected: int
     lowest: int = DEVICE
+    spared: int = 0
+
+    @property
+    def reused(self) -> int:
+        """Tokens that need not be computed."""
+        return self.expected + self.spared
 
 
 _NO_MATCH = Match(0, 0, 0)
@@ -73,6 +81,8 @@ class Placement:
         start: tokens of its prompt that others have computed or will, here or where they are fetched from.
         seconds: computing the rest, without the fixed costs of steps, which are shared.
         num_blocks: blocks that it takes beside what is there or expected.
+        decoder: where it is to go on once its prompt is computed; None: it stays.
+        on_end: called once, with the request, when it is not the executor's any more.
         waits: its first token has not come back. ended: it is not the executor's any more.
     """
 
@@ -85,6 +95,8 @@ class Placement:
     start: int
     seconds: float
     num_blocks: int
+    decoder: "ExecutorView | None" = None
+    on_end: Callable[[Request], None] | None = None
     waits: bool = True
     ended: bool = False
 
@@ -100,6 +112,16 @@ class Placement:
         if not self.ended:
             self.ended = True
             self.executor.ended(self, now)
+            self.goes_on_at(None)
+            if self.on_end is not None:
+                self.on_end(self.request)
+
+    def goes_on_at(self, decoder: "ExecutorView | None") -> None:
+        """After its prompt it goes on there, where it counts from now on; None: it does not, or has left."""
+        for view, change in ((self.decoder, -1), (decoder, 1)):
+            if view is not None:
+                view.num_expected += change * self.query.num_sequences
+        self.decoder = decoder
 
 
 class _Lately:
@@ -118,19 +140,21 @@ class _Lately:
 
 
 class ExecutorView:
-    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there.
+    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
 
-    ``load``: sequences placed and unfinished. ``num_decoding``: those of them that have begun to answer: each takes a
-    token of every step.
+    ``load``: sequences placed and unfinished; ``num_expected``: those that are to go on here after their prompts, which
+    are computed elsewhere. ``num_decoding``: sequences placed that have begun to answer: each takes a token of every
+    step.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, role: Role = "both") -> None:
         self.scheduler = scheduler
+        self.role = role
         self.costs: CostModel = scheduler.costs
-        self.load = 0
+        self.load = self.num_expected = 0
         self.num_decoding = 0
         self._waiting: dict[Placement, None] = {}
         self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority
@@ -156,7 +180,8 @@ class ExecutorView:
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
         path = tree.walk(tree.root_of(query.cache_salt), keys)
         if not path and not self._waiting:
-            return _NO_MATCH
+            spared = self._spared(query, 0)
+            return _NO_MATCH._replace(spared=spared) if spared else _NO_MATCH
         device = there = len(path)
         lowest = DEVICE
         while device and path[device - 1].block < 0:
@@ -168,7 +193,23 @@ class ExecutorView:
         expected = there * size
         if self._waiting and there < len(keys):
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
-        return Match(device * size, (there - device) * size, expected, lowest)
+        return Match(device * size, (there - device) * size, expected, lowest, self._spared(query, expected))
+
+    def _spared(self, query: PrefixQuery, expected: int) -> int:
+        """Of the tokens behind the first ``expected`` ones of a prompt, how many fewer are computed than without
+        segments."""
+        kv, spared = self.scheduler.kv, 0
+        for original in query.originals(kv.block_size):
+            moved = sum(max(0, one.stop - max(one.moved, expected)) for one in original.segments)
+            if not moved:
+                continue
+            kv.restore(query.cache_salt, lambda tokens=original.tokens: tokens)  # type: ignore[misc]
+            path = kv.pool.tree.walk(kv.pool.tree.root_of(query.cache_salt), original.keys)
+            found = len(path) * kv.block_size
+            if self._waiting:
+                found = self._pending.shared(query.cache_salt, original.tokens, found, kv.block_size)
+            spared += moved - max(0, original.num_tokens - found)
+        return max(0, spared)
 
     # ---- what it would take --------------------------------------------------------------------------
 
@@ -260,8 +301,14 @@ class ExecutorView:
         others = self._work.get(query.priority, (0, 0.0))
         self._work[query.priority] = others[0] + num_tokens, others[1] + seconds
         if query.uses_cache:
-            self._pending.add(query.cache_salt, query.tokens)
+            for tokens in self._cached_later(query):
+                self._pending.add(query.cache_salt, tokens)
         return placement
+
+    def _cached_later(self, query: PrefixQuery) -> Iterator[bytes]:
+        """What of a prompt will be cached: its tokens, and the originals of its segments (int32 bytes)."""
+        yield query.tokens
+        yield from (original.tokens for original in query.originals(self.scheduler.kv.block_size))
 
     def answered(self, placement: Placement, now: float) -> None:
         """A placement does not wait any more."""
@@ -275,7 +322,8 @@ class ExecutorView:
         if tokens:  # else nobody waits any more: what is left of the seconds is rounding
             self._work[query.priority] = tokens, seconds - placement.seconds
         if query.uses_cache:
-            self._pending.remove(query.cache_salt, query.tokens)
+            for cached in self._cached_later(query):
+                self._pending.remove(query.cache_salt, cached)
 
     def ended(self, placement: Placement, now: float) -> None:
         """A placement is not the executor's any more."""

@@ -16,18 +16,20 @@ from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.routing.roles import Continuation, Roles
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
 
-Reason = Literal["only", "turn", "load", "cached", "elsewhere"]
+Reason = Literal["only", "turn", "load", "cached", "elsewhere", "decode"]
 """Why a request was placed where it is: there is one executor only; it was its turn; nobody holds any of the prompt, or
-that was not asked; the executor holds the most of it; another one holds more, but would take longer."""
+that was not asked; the executor holds the most of it; another one holds more, but would take longer; its prompt is
+computed, and it goes on there."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 _MOST_PREDICTED = 8
-_expected = attrgetter("match.expected")
+_reused = attrgetter("match.reused")
 """Of a candidate: what it holds of the prompt, or will."""
 
 
@@ -66,10 +68,19 @@ class Choice(NamedTuple):
     estimate: CostEstimate | None = None
 
 
-class RoutingPolicy(Protocol):
-    """Chooses among executors, at least two of them, for the prompt of ``query``."""
+Continues = Callable[[ExecutorView, CostEstimate], Continuation]
+"""How a request goes on after its prompt, if that is computed by an executor at that cost."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+
+class RoutingPolicy(Protocol):
+    """Chooses among executors, at least two of them, for the prompt of ``query``.
+
+    ``continues``: if they have roles. What comes after the prompt counts where the policy goes by predictions.
+    """
+
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    ) -> Choice:
         """The one, and why."""
         ...
 
@@ -80,7 +91,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    ) -> Choice:
         """The next one."""
         self._turn += 1
         return Choice(look_up(executors[self._turn % len(executors)], query), "turn")
@@ -89,7 +102,9 @@ class RoundRobin:
 class LeastLoaded:
     """The fewest sequences that have not finished."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    ) -> Choice:
         """The first of those with the least load."""
         return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
 
@@ -97,11 +112,13 @@ class LeastLoaded:
 class LongestPrefix:
     """The most cached tokens; load breaks ties."""
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    ) -> Choice:
         """Who holds the most of the prompt, or will when the prompts before it are computed."""
         candidates = [look_up(executor, query) for executor in executors]
-        best = max(candidates, key=lambda candidate: (candidate.match.expected, -candidate.executor.load))
-        return Choice(best, "cached" if best.match.expected else "load")
+        best = max(candidates, key=lambda candidate: (candidate.match.reused, -candidate.executor.load))
+        return Choice(best, "cached" if best.match.reused else "load")
 
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
@@ -113,8 +130,8 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
         link, num_loading = costs.tiers[match.lowest].load, executor.scheduler.recoveries.num_loading
         estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
         seconds = min(estimate.load, estimate.recompute, estimate.both)
-    seconds += costs.compute_seconds(match.expected, candidate.query.num_tokens - match.expected, share)
-    best = PredictedRecovery(seconds, match.expected)
+    seconds += costs.compute_seconds(match.reused, candidate.query.num_tokens - match.reused, share)
+    best = PredictedRecovery(seconds, match.reused)
     for link, end in _sources(candidate, holder):
         if end > match.device:
             fetched = _fetched(candidate, link, end)
@@ -167,7 +184,7 @@ def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     time."""
     if len(candidates) <= 2 * _MOST_PREDICTED:
         return candidates
-    held = nlargest(_MOST_PREDICTED, candidates, key=_expected)
+    held = nlargest(_MOST_PREDICTED, candidates, key=_reused)
     others = [candidate for candidate in candidates if candidate not in held]
     return held + nsmallest(_MOST_PREDICTED, others, key=attrgetter("executor.load"))
 
@@ -183,19 +200,24 @@ class LeastTimeToFirstToken:
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
         self._predict = predict
 
-    def choose(self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float) -> Choice:
+    def choose(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    ) -> Choice:
         """The one whose first token is predicted to cost the least."""
         candidates = [look_up(executor, query) for executor in executors]
-        holder = max(candidates, key=_expected)
+        holder = max(candidates, key=_reused)
         best, least = Choice(holder, "load"), (inf, 0)
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
-            cost = self.cost(estimate), candidate.executor.load
+            seconds = self.cost(estimate)
+            if continues is not None:
+                seconds += continues(candidate.executor, estimate).seconds
+            cost = seconds, candidate.executor.load
             if cost < least:
                 best, least = Choice(candidate, "load", estimate), cost
-        if not holder.match.expected:
+        if not holder.match.reused:
             return best
-        held = best.candidate.match.expected == holder.match.expected
+        held = best.candidate.match.reused == holder.match.reused
         return best._replace(reason="cached" if held else "elsewhere")
 
     def cost(self, estimate: CostEstimate) -> float:
@@ -214,13 +236,39 @@ def make_routing(name: RoutingName) -> RoutingPolicy:
     return policies[name]()
 
 
-def place(policy: RoutingPolicy, request: Request, executors: Sequence[ExecutorView], now: float) -> Placement:
-    """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds."""
+def place(
+    policy: RoutingPolicy,
+    request: Request,
+    executors: Sequence[ExecutorView],
+    now: float,
+    roles: Roles | None = None,
+) -> Placement:
+    """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds.
+
+    ``roles``: what is known of those that executors have; None: they do not count.
+    """
     query = PrefixQuery(request)
+    continues: Continues | None = None
+    if roles is not None and any(executor.role != "both" for executor in executors):
+        continues = roles.after(request, query, executors, now).best
+        # Only prompts that are short, or cached, are computed where others decode.
+        allowed = [one for one in executors if one.role != "decode"] or executors
+        executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
     if len(executors) > 1:
-        choice = policy.choose(executors, query, now)
+        choice = policy.choose(executors, query, now, continues)
     else:
         choice = Choice(look_up(executors[0], query), "only")
     best = choice.candidate
     estimate = choice.estimate or estimate_costs(best, best, now)
-    return best.executor.place(request, query, best.match, estimate, choice.reason, now)
+    placement = best.executor.place(request, query, best.match, estimate, choice.reason, now)
+    if continues is not None:
+        placement.goes_on_at(continues(best.executor, estimate).decoder)
+    return placement
+
+
+def place_decoding(request: Request, source: ExecutorView, executor: ExecutorView, now: float) -> Placement:
+    """Place a request on ``executor`` that has left ``source``, where its prompt was computed. ``now``: seconds."""
+    query = PrefixQuery(request)
+    candidate = look_up(executor, query)
+    estimate = estimate_costs(candidate, look_up(source, query), now)
+    return executor.place(request, query, candidate.match, estimate, "decode", now)

@@ -1,9 +1,25 @@
 """What routing asks of every executor about a request: how much of its tokens is cached there."""
 
+from typing import NamedTuple
+
+from pagewise_shared.segments import Segment, original_tokens
+
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 
 _BYTES_PER_TOKEN = 4
+_MOST_TOKENS = 1 << 17
+"""Tokens of the originals of a prompt's segments that are looked at: each has the root once more."""
+
+
+class OriginalQuery(NamedTuple):
+    """What some ``segments`` of a prompt, which are alike, are moved from: ``tokens`` int32 bytes, whole blocks, of
+    which the first ``num_tokens`` tokens count. ``keys``: the tokens of each block."""
+
+    segments: list[Segment]
+    num_tokens: int
+    tokens: bytes
+    keys: list[bytes]
 
 
 class PrefixQuery:
@@ -13,7 +29,10 @@ class PrefixQuery:
     that run for it at a time. ``stored``: blocks of them that were found in storage, by its identity.
     """
 
-    __slots__ = ("_keys", "cache_salt", "num_sequences", "num_tokens", "priority", "stored", "tokens", "uses_cache")
+    __slots__ = (
+        "_keys", "_originals", "_request", "cache_salt", "num_sequences", "num_tokens", "priority", "stored", "tokens",
+        "uses_cache",
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         # One that moves goes on from its tokens: the outputs of its sequences count as well, the first one's here.
@@ -26,6 +45,8 @@ class PrefixQuery:
         self.uses_cache = request.sampling.prompt_logprobs is None  # those come from computing the prompt
         self.stored = request.stored if self.uses_cache else {}
         self._keys: dict[int, list[bytes]] = {}
+        self._request = request
+        self._originals: dict[int, list[OriginalQuery]] = {}
 
     def keys(self, block_size: int) -> list[bytes]:
         """The tokens of each full block; the newest token, which is always computed, is in none of them.
@@ -37,3 +58,28 @@ class PrefixQuery:
             most = self.num_tokens - 1 if self.uses_cache else 0
             keys = self._keys[block_size] = list(block_keys(self.tokens, block_size, most))
         return keys
+
+    def originals(self, block_size: int) -> list[OriginalQuery]:
+        """What the segments of the prompt are moved from, each content once.
+
+        Of a prompt whose segments have very many tokens together with their roots, only the first ones.
+        """
+        if not self._request.segments:
+            return []
+        if (found := self._originals.get(block_size)) is None:
+            found = self._originals[block_size] = []
+            by_content: dict[bytes, OriginalQuery] = {}
+            num_tokens = 0
+            for segment in self._request.segments:
+                num_tokens += segment.num_original_tokens
+                if segment.moved == segment.stop:
+                    continue
+                if num_tokens > _MOST_TOKENS:
+                    break
+                tokens = original_tokens(self._request.prompt_token_ids, segment, block_size).tobytes()
+                if tokens not in by_content:
+                    keys = list(block_keys(tokens, block_size))
+                    found.append(OriginalQuery([], segment.num_original_tokens, tokens, keys))
+                    by_content[tokens] = found[-1]
+                by_content[tokens].segments.append(segment)
+        return found

@@ -6,6 +6,7 @@ and one whose next block is being computed by somebody else waits for it instead
 
 from collections.abc import Hashable, Iterable
 
+from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
@@ -34,11 +35,17 @@ class Admission:
 
     def computing_too(self, sequence: Sequence) -> None:
         """One more: its next full block is known by where it hangs in the tree, and its tokens."""
-        tip = sequence.table.tip
-        start = (tip.depth if tip is not None else 0) * self._kv.block_size
+        start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            self._busy.add((self._place(sequence, tip), sequence.tokens_between(start, stop)))
+            place = self._place(sequence.request.cache_salt, sequence.table.tip)
+            self._busy.add((place, sequence.tokens_between(start, stop)))
+
+    def coming(self, table: BlockTable, tokens: bytes) -> None:
+        """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
+        start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
+        if start + size <= len(tokens):
+            self._busy.add((self._place(table.cache_salt, table.tip), tokens[start : start + size]))
 
     def next(
         self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
@@ -50,15 +57,17 @@ class Admission:
         """
         if room <= (watermark if favoured is None else 0):
             return None
-        num_requests = self._segments.num_requests
+        changes = self._segments.num_requests, self._segments.num_withdrawn
         for head in self._waiting.heads(_WINDOW):
+            if head.status is not SequenceStatus.WAITING:
+                break  # it was to compute a segment that has turned up meanwhile
             own_room = room if head is favoured else room - watermark
             best = self._best(head, oldest_step, own_room)
             if best is not None:
                 return self._start(head, best, own_room)
-        if self._segments.num_requests == num_requests:
+        if changes == (self._segments.num_requests, self._segments.num_withdrawn):
             return None
-        return self.next(room, oldest_step, watermark, favoured)  # what computes originals waits since a moment ago
+        return self.next(room, oldest_step, watermark, favoured)  # others wait than did a moment ago
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
@@ -79,16 +88,14 @@ class Admission:
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             if sequence.status is not SequenceStatus.WAITING:
-                continue  # it was to compute a segment that has turned up meanwhile
+                continue  # likewise
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 if self._has_segments(sequence, found) or self._prepare(sequence, found, room):
                     best, longest = sequence, len(found)
                 elif sequence is head and not self._segments.is_preparing(head):
                     return None  # it is next: what comes after it does not take the room that it waits for
-        if best is not None and best.status is not SequenceStatus.WAITING:
-            return self._best(head, oldest_step, room)  # likewise
-        return best
+        return best if best is not None and best.status is SequenceStatus.WAITING else None
 
     def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
         """``best`` if there is room for it, else ``head`` if there is, else nobody: what is next is not passed over
@@ -149,12 +156,11 @@ class Admission:
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
             return False
-        place = self._place(sequence, found[-1] if found else None)
+        place = self._place(sequence.request.cache_salt, found[-1] if found else None)
         return (place, sequence.tokens_between(start, stop)) in self._busy
 
-    def _place(self, sequence: Sequence, tip: CachedBlock | None) -> Hashable:
+    def _place(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
         """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""
-        salt = sequence.request.cache_salt
         return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:

@@ -5,11 +5,12 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol.limits import MAX_JOINED_BYTES, MAX_MOVES
+from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
@@ -57,6 +58,15 @@ class PrefillSet:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members)
+
+    def clear(self) -> None:
+        """All requests leave; those on rows have left them."""
+        self.segments.clear()
+        self.shares.clear()
+
+    def make_room(self) -> bool:
+        """Let sequences that wait give up what they hold, because nothing can go on; whether they held anything."""
+        return self.segments.make_room(None if self._members else self._waiting.peek())
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""
@@ -175,6 +185,17 @@ class PrefillSet:
             self.segments.plan_moves(sequence, stop - size, stop)
         return sequence, size
 
+    def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
+        """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
+        would compute it."""
+        loads: dict[TransferKey, Load] = {}
+        if self._recoveries.prefetches:
+            # What those who run have yet to take, and what stays free beside them.
+            reserved = self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+            copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
+            self._plan.copy(copies)
+        return loads
+
     def _blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
@@ -182,6 +203,9 @@ class PrefillSet:
     def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
         """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        for prefetch in self._recoveries.prefetches:
+            if prefetch.pieces:
+                self._admission.coming(prefetch.table, prefetch.tokens)
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
@@ -192,7 +216,9 @@ class PrefillSet:
         if plan.nodes:
             prefix = kv.without_copy(prefix)
             if not self.segments.holds(sequence, prefix.num_tokens):
-                plan.method = "load"  # it was to come with what is loaded
+                # What lies in tiers of this executor was to be loaded, segments and all.
+                plan = self._recoveries.choose(prefix, share)
+                plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
@@ -219,7 +245,7 @@ class PrefillSet:
         start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
         size = min(whole - start, budget)
         if segments := sequence.request.segments:
-            size = furthest(segments, start, whole, budget) - start if self._plan.num_moves < MAX_MOVES else 0
+            size = 0 if self._plan.moves_enough else furthest(segments, start, whole, budget) - start
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 
@@ -231,6 +257,9 @@ class PrefillSet:
         request = sequence.request
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
+            if request.computes_for is not None:  # its root is paid for
+                request.account.served += PROMPT_WEIGHT * (sequence.num_tokens - prefix.num_tokens)
+                return
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
             request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
             self.num_queries += sequence.num_tokens

@@ -92,6 +92,7 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
 
 def _told(ended: list[Sequence], output: StepOutput) -> list[Request]:
     """Tell who has ended; returns the requests that have outputs to choose instead, all of whose samples are there."""
-    output.finished += [sequence for sequence in ended if not sequence.request.chooses]
+    told = (sequence for sequence in ended if sequence.request.computes_for is None)
+    output.finished += [sequence for sequence in told if not sequence.request.chooses]
     # Of samples that end together, the last one speaks for its request.
     return list({one.request: None for one in ended if one.request.chooses and one.request.finished})

@@ -123,9 +123,9 @@ class Scheduler:
 
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
-        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1)
-        room = self.kv.capacity_tokens - self.segments.num_slots(segments)
-        return slots <= room and num_prompt_tokens + max_tokens <= self.max_model_len
+        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) + self.segments.num_slots(segments)
+        longest = max(num_prompt_tokens + max_tokens, self.segments.longest_original(segments))
+        return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
@@ -171,14 +171,15 @@ class Scheduler:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.take(sequence, SequenceStatus.FINISHED)
         else:
-            self._vacate(sequence)
+            self.vacate(sequence)
         sequence.end(reason, stop_reason)
         if sequence.request.finished:
-            self._forget(sequence.request)
+            self.forget(sequence.request)
 
-    def _forget(self, request: Request) -> None:
+    def forget(self, request: Request) -> None:
+        """A request is not here any more; harmless the second time."""
         if self._requests.pop(request.request_id, None) is not None:
-            self.waiting.count_pending(request)
+            self.waiting.forget_pending(request)
             self._shares.leave(request)
             self._beam_groups.drop(request)
 
@@ -188,12 +189,11 @@ class Scheduler:
         for request in (*requests, *self.segments.requests):
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
-                    self._vacate(sequence)
-        self.segments.clear()
+                    self.vacate(sequence)
+        self._prefilling.clear()
         self.waiting.clear()
         self.recoveries.clear()
         self._beam_groups.clear()
-        self._shares.clear()
         self._requests.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -218,9 +218,10 @@ class Scheduler:
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
+        loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
-        loads = self.recoveries.request_loads(step)
+        self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self._writers:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, loads)
@@ -242,7 +243,7 @@ class Scheduler:
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
         while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
-            if needed > self.kv.num_available + self.kv.num_retiring:
+            if needed > self.kv.num_available + self.kv.num_retiring and not self.segments.make_room(None):
                 self._preempt(self._shares.victim(self.running), "decoding sequences need blocks")
             elif self.steps_in_flight:
                 return False
@@ -263,9 +264,7 @@ class Scheduler:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
         if self.steps_in_flight or self.recoveries.num_loading:
             return None
-        if self._beam_groups.make_room():
-            return self.schedule(now)
-        if self.segments.make_room(None if len(self._prefilling) else self.waiting.peek()):
+        if self._beam_groups.make_room() or self._prefilling.make_room():
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
@@ -312,24 +311,17 @@ class Scheduler:
         self.steps_in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
-        if step.chunk_rows and result.elapsed_us:
-            self.costs.prefill.observe(result.elapsed_us * 1e-6, 1, step.num_tokens, step.attention, step.context)
-        begun = [sequence for sequence in step.completed if not sequence.finished]
-        output = StepOutput(begun, num_tokens=step.num_tokens)
+        step.took(result.elapsed_us * 1e-6, self.costs)
+        output = StepOutput(step.begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
-            drains = sequence.status is SequenceStatus.DRAINING
-            if sequence.row >= 0 or drains:  # else it was preempted or ended, and what came back before is cached
-                sequence.num_computed_tokens = num_computed
-                decodes = drains or sequence.status is SequenceStatus.DECODE
-                sequence.prefilled = decodes and num_computed == sequence.decode_base
+            if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self._cache_full_blocks(sequence, num_computed)
         take_logprobs(step, result, output, self._beam_groups.take)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
-        output.leave_out_segments()
         for sequence in output.finished:
             if sequence.request.chooses:
-                self._forget(sequence.request)
+                self.forget(sequence.request)
         return output
 
     def copied(self, message: Copied) -> None:
@@ -354,7 +346,7 @@ class Scheduler:
         failed: list[Request] = []
         if step is not None and step.num_tokens:
             if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
-                failed.append((step.owner.request.computes_for or step.owner).request)
+                failed.append(step.owner.request.owner)
             self.limits.step_failed(step.num_seqs, step.num_tokens)
         requests = self.release_all()
         self.kv.forget()
@@ -366,7 +358,7 @@ class Scheduler:
                 request.fail()
             else:
                 self.add(request)
-        return failed
+        return [request for request in failed if request in requests]
 
     # ---- rows and blocks -----------------------------------------------------------------------------
 
@@ -377,7 +369,7 @@ class Scheduler:
         sequence.row = -1
         sequence.last_step = self.last_step
 
-    def _vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
+    def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
         if sequence.status is SequenceStatus.DECODE:
@@ -402,7 +394,7 @@ class Scheduler:
         blocks, references = sequence.table.blocks, self.kv.pool.references
         freed = sum(1 for block in blocks if references(block) == 1)
         sequence.note(Preempted(self._now, reason, len(blocks), freed))
-        self._vacate(sequence, ends=False)
+        self.vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1

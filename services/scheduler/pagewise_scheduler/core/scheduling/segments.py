@@ -6,16 +6,15 @@ computed by a request of its own, which nobody is told of, before the sequence s
 the sequence holds references on the blocks. That is the same whether an original was found or computed.
 """
 
-from array import array
 from collections.abc import Sequence as ReadOnlyList
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewise_shared.protocol import SegmentMove, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, original_tokens
 
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.step import PlanBuilder
@@ -23,6 +22,8 @@ from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 _EARLIER = 1e-4
 """Seconds by which requests that compute originals go before the sequences that wait for them."""
+_MOST_AT_ONCE = 16
+"""Originals that wait to be computed, or are, for one sequence."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -31,25 +32,32 @@ class _Original:
     """The original of some segments of one sequence that have the same tokens.
 
     Fields:
-        tokens: int32, whole blocks. keys: of each of them.
-        blocks: that hold it, referenced for the sequence; empty until it is there.
+        segment: one of them. keys: the tokens of each block behind the full blocks of the root.
+        blocks: these blocks, referenced for the sequence; empty until they are there.
         request: that computes it. found: nothing had to be computed.
     """
 
-    tokens: "array[int]"
+    segment: Segment
     keys: list[bytes]
-    blocks: list[int]
+    blocks: list[int] = field(default_factory=list)
     request: Request | None = None
     found: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """The originals of a sequence, by its segments, as far as it needs them. ``moves_left``: segments that are still to
-    be moved, in order."""
+    """The originals of a sequence, by its segments, as far as it needs them.
+
+    Fields:
+        moves_left: segments that are still to be moved, in order.
+        root: the tokens of each full block of the root. root_blocks: these blocks, referenced as long as any original
+            is held.
+    """
 
     originals: dict[Segment, _Original]
     moves_left: list[Segment]
+    root: list[bytes]
+    root_blocks: list[int] = field(default_factory=list)
 
     @property
     def distinct(self) -> list[_Original]:
@@ -61,7 +69,7 @@ class Segments:
 
     ``requests``: those that compute originals, waiting and running. ``num_moved``: tokens whose KV was moved;
     ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose original was
-    there. ``num_requests``: that computed originals.
+    there. ``num_requests``: that were to compute originals, ``num_withdrawn``: those of them that did not have to.
     """
 
     def __init__(
@@ -72,18 +80,20 @@ class Segments:
         plan: PlanBuilder,
     ) -> None:
         self.requests: dict[Request, None] = {}
-        self.num_moved = self.num_wanted = self.num_found = self.num_requests = 0
+        self.num_moved = self.num_wanted = self.num_found = self.num_requests = self.num_withdrawn = 0
         self._kv = kv
         self._waiting = waiting
         self._shares = shares
         self._plan = plan
         self._prepared: dict[Sequence, _Prepared] = {}
+        self._draft: tuple[Sequence, int, _Prepared] | None = None
         self._moved: list[int] = []
 
     @property
     def num_held(self) -> int:
         """References on blocks of originals."""
-        return sum(len(original.blocks) for prepared in self._prepared.values() for original in prepared.distinct)
+        held = sum(len(prepared.root_blocks) for prepared in self._prepared.values())
+        return held + sum(len(one.blocks) for prepared in self._prepared.values() for one in prepared.distinct)
 
     def num_slots(self, segments: ReadOnlyList[Segment]) -> int:
         """The most slots that the originals of a prompt's segments take beside the prompt itself, all at once."""
@@ -93,6 +103,12 @@ class Segments:
                 # The root's blocks are shared; whatever computes an original computes one token more.
                 blocks += self._kv.blocks_for(segment.num_original_tokens) - segment.root // size + 1
         return (blocks + segments[0].root // size) * size if segments else 0
+
+    def longest_original(self, segments: ReadOnlyList[Segment]) -> int:
+        """The most tokens that computing one of these segments takes."""
+        size = self._kv.block_size
+        moved = (one.num_original_tokens for one in segments if one.moved < one.stop)
+        return max((self._kv.blocks_for(length) * size + 1 for length in moved), default=0)
 
     # ---- before a sequence starts --------------------------------------------------------------------
 
@@ -113,9 +129,7 @@ class Segments:
         if any(segment not in prepared.originals for segment in needed):
             self.release(sequence)  # what was cached of it is not there any more: it has to be prepared anew
             return False
-        for original in prepared.distinct:
-            if not original.blocks and not self._hold(sequence, original) and original.request is None:
-                self._compute(sequence, original)  # anew: what computed it was preempted, and its blocks taken
+        self._go_on(sequence, prepared)
         return all(prepared.originals[segment].blocks for segment in needed)
 
     def prepare(self, sequence: Sequence, start: int, room: int) -> bool:
@@ -124,52 +138,76 @@ class Segments:
         ``room``: free blocks; if the sequence with all of them takes more, nothing is done. Returns whether all are
         there.
         """
-        needed = _needed(sequence, start)
-        made: dict[bytes, _Original] = {}
-        originals = {segment: self._original(sequence, segment, made) for segment in needed}
-        root = needed[0].root // self._kv.block_size
-        more = root + sum(self._num_taken(sequence, original, root) for original in made.values())
+        draft = self._draft  # who is next asks again in each step, until there is room
+        if draft is None or draft[:2] != (sequence, start):
+            draft = self._draft = sequence, start, self._originals(sequence, start)
+        prepared = draft[2]
+        last, root = self._root(sequence, prepared)
+        references = self._kv.pool.references
+        more = len(prepared.root)
+        for original in prepared.distinct:
+            path = self._on_device(last, original)
+            # Whatever computes an original computes one token more.
+            more += len(original.keys) + 1 if path is None else sum(references(node.block) == 0 for node in path)
         if self._kv.blocks_for(sequence.num_tokens) + more > room - self._reserved():
             return False
-        self._prepared[sequence] = prepared = _Prepared(originals, needed)
+        self._draft = None
+        self._prepared[sequence] = prepared
         for original in prepared.distinct:
-            original.found = self._hold(sequence, original)
-        for original in prepared.distinct:
-            if not original.found:
-                self._compute(sequence, original)
+            original.found = self._hold(prepared, original, last, root)
+        self._go_on(sequence, prepared)
         return all(original.found for original in prepared.distinct)
 
-    def _original(self, sequence: Sequence, segment: Segment, made: dict[bytes, _Original]) -> _Original:
-        size = self._kv.block_size
-        tokens = original_tokens(sequence.request.prompt_token_ids, segment, size)
-        content = tokens.tobytes()
-        if content not in made:
-            made[content] = _Original(tokens, list(block_keys(content, size)), [])
-        return made[content]
+    def _originals(self, sequence: Sequence, start: int) -> _Prepared:
+        size, prompt, needed = self._kv.block_size, sequence.request.prompt_token_ids, _needed(sequence, start)
+        first = needed[0].root // size * size
+        made: dict[bytes, _Original] = {}
+        originals: dict[Segment, _Original] = {}
+        for segment in needed:
+            content = original_tokens(prompt, segment, size, first).tobytes()
+            if content not in made:
+                made[content] = _Original(segment, list(block_keys(content, size)))
+            originals[segment] = made[content]
+        return _Prepared(originals, needed, list(block_keys(prompt[:first].tobytes(), size)))
 
-    def _num_taken(self, sequence: Sequence, original: _Original, root: int) -> int:
-        """By how much the number of available blocks falls if a sequence has an original held or computed, without the
-        blocks of the ``root``."""
-        if original.blocks:
-            return 0
-        if (path := self._on_device(sequence, original)) is None:
-            return len(original.keys) - root + 1  # whatever computes it computes one token more
-        return sum(self._kv.pool.references(node.block) == 0 for node in path[root:])
-
-    def _on_device(self, sequence: Sequence, original: _Original) -> list[CachedBlock] | None:
+    def _root(self, sequence: Sequence, prepared: _Prepared) -> tuple[CachedBlock | None, list[CachedBlock]]:
+        """What originals follow in the tree, None if that is not there; and the blocks up to there."""
         tree = self._kv.pool.tree
-        path = tree.walk(tree.root_of(sequence.request.cache_salt), original.keys)
+        last = tree.root_of(sequence.request.cache_salt)
+        path = tree.walk(last, prepared.root)
+        if len(path) < len(prepared.root):
+            return None, []
+        return path[-1] if path else last, path
+
+    @staticmethod
+    def _on_device(last: CachedBlock | None, original: _Original) -> list[CachedBlock] | None:
+        path = PrefixTree.walk(last, original.keys)
         return path if len(path) == len(original.keys) and path[-1].block >= 0 else None
 
-    def _hold(self, sequence: Sequence, original: _Original) -> bool:
-        """Reference the blocks of an original for a sequence, if it is there."""
-        path = self._on_device(sequence, original)
+    def _hold(
+        self, prepared: _Prepared, original: _Original, last: CachedBlock | None, root: list[CachedBlock]
+    ) -> bool:
+        """Reference the blocks of an original for a sequence, if it is there. ``last``, ``root``: see ``_root``."""
+        path = self._on_device(last, original)
         if path is None:
             return False
+        if root and not prepared.root_blocks:
+            prepared.root_blocks = [node.block for node in root]
+            self._kv.pool.pin(prepared.root_blocks)
         original.blocks = [node.block for node in path]
         self._kv.pool.pin(original.blocks)
         self._need_no_more(original)
         return True
+
+    def _go_on(self, sequence: Sequence, prepared: _Prepared) -> None:
+        """Hold what has come, and let some more be computed of what is not there, or not any more."""
+        last, root = self._root(sequence, prepared)
+        lacking = [one for one in prepared.distinct if not one.blocks and not self._hold(prepared, one, last, root)]
+        room = _MOST_AT_ONCE - sum(one.request is not None for one in lacking)
+        for original in lacking:
+            if room > 0 and original.request is None:
+                room -= 1
+                self._compute(sequence, original)
 
     def _need_no_more(self, original: _Original) -> None:
         """An original need not be computed any more. What runs goes on: the plan that is being made may have it."""
@@ -178,6 +216,7 @@ class Segments:
             self._waiting.take(request.sequences[0], SequenceStatus.FINISHED)
             request.sequences[0].end("abort")
             self._forget(request)
+            self.num_withdrawn += 1
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request, None)
@@ -187,9 +226,10 @@ class Segments:
         """Let a request wait that computes an original."""
         self.num_requests += 1
         parent = sequence.request
-        tokens = original.tokens[:]
+        tokens = original_tokens(parent.prompt_token_ids, original.segment, self._kv.block_size)
+        stored = parent.stored_originals.get(tokens.tobytes(), {}) if parent.stored_originals else {}
         tokens.append(0)  # the last token of a prompt is always computed, and not cached
-        original.request = Request(
+        original.request = request = Request(
             request_id=f"{parent.request_id}/segment-{self.num_requests}",
             prompt_token_ids=tokens,
             max_tokens=0,
@@ -198,19 +238,17 @@ class Segments:
             cache_salt=parent.cache_salt,
             arrival_time=parent.arrival_time - _EARLIER,
             key=parent.key,
+            stored=dict(stored),
             computes_for=sequence,
         )
-        self._begin(original.request)
-
-    def _begin(self, request: Request) -> None:
         request.create_sequences()
         self._waiting.arrive(request)
         self._shares.arrive(request)
         self.requests[request] = None
-        sequence = request.sequences[0]
-        self._kv.restore(request.cache_salt, sequence.token_bytes)
-        sequence.table = self._kv.new_table(request.cache_salt)
-        self._waiting.push(sequence)
+        (computing,) = request.sequences
+        self._kv.restore(request.cache_salt, computing.token_bytes)
+        computing.table = self._kv.new_table(request.cache_salt)
+        self._waiting.push(computing)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence ends: it needs no originals any more, or has computed one, which is held from now on."""
@@ -219,20 +257,21 @@ class Segments:
         if owner is None:
             return
         self._forget(request)
-        prepared = self._prepared.get(owner) if reason == "length" else None
+        prepared = self._prepared.get(owner)
         for original in prepared.distinct if prepared is not None else ():
-            if original.request is request:
+            if prepared is not None and original.request is request:
                 original.request = None
-                self._hold(owner, original)
+                if reason == "length":
+                    self._hold(prepared, original, *self._root(owner, prepared))
 
     def _reserved(self) -> int:
         """Blocks that the waiting sequences have yet to take whose originals are held or computed."""
         reserved = 0
         for sequence, prepared in self._prepared.items():
             if sequence.status is SequenceStatus.WAITING:
-                root = prepared.moves_left[0].root // self._kv.block_size
-                missing = sum(self._num_taken(sequence, original, root) for original in prepared.distinct)
-                reserved += self._kv.blocks_for(sequence.num_tokens) + missing + (root if missing else 0)
+                missing = sum(len(one.keys) + 1 for one in prepared.distinct if not one.blocks)
+                reserved += self._kv.blocks_for(sequence.num_tokens) + missing
+                reserved += 0 if prepared.root_blocks else len(prepared.root)
         return reserved
 
     def make_room(self, head: Sequence | None) -> bool:
@@ -284,9 +323,9 @@ class Segments:
             if first >= last:
                 continue
             blocks = prepared.originals[segment].blocks
-            begin = (first - segment.distance) // size
+            before, begin = segment.root // size, (first - segment.distance) // size
             end = self._kv.blocks_for(last - segment.distance)
-            packed = pack_int32s(blocks[begin:end])
+            packed = pack_int32s(blocks[begin - before : end - before])
             self._plan.move(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
             self.num_moved += last - first
         prepared.moves_left = [one for one in prepared.moves_left if one.stop > stop]
@@ -300,6 +339,7 @@ class Segments:
                 self._moved += original.blocks
         prepared.originals = {segment: prepared.originals[segment] for segment in prepared.moves_left}
         if not prepared.originals:
+            self._moved += prepared.root_blocks
             del self._prepared[sequence]
 
     def planned(self, step: int) -> None:
@@ -310,15 +350,15 @@ class Segments:
         blocks, self._moved = self._moved, []
         self._kv.drop(blocks, step)
 
-    def _drop(self, original: _Original) -> None:
-        self._need_no_more(original)
-        self._kv.drop(original.blocks, None)
-
     def release(self, sequence: Sequence) -> None:
         """The sequence ends, or loses its blocks; harmless for one that holds nothing."""
-        prepared = self._prepared.pop(sequence, None)
-        for original in prepared.distinct if prepared is not None else ():
-            self._drop(original)
+        if self._draft is not None and self._draft[0] is sequence:
+            self._draft = None
+        if (prepared := self._prepared.pop(sequence, None)) is not None:
+            for original in prepared.distinct:
+                self._need_no_more(original)
+                self._kv.drop(original.blocks, None)
+            self._kv.drop(prepared.root_blocks, None)
 
     def clear(self) -> None:
         """The executor is gone or reset."""

@@ -14,10 +14,12 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.protocol.limits import SEQUENCE_OVERHEAD_BYTES
+from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
+from pagewise_shared.segments import MAX_MOVED_TOKENS
 
 from pagewise_scheduler.core.memory.tier import Copies
+from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 
@@ -75,10 +77,22 @@ class StepInFlight:
             context=context,
         )
 
+    def took(self, seconds: float, costs: CostModel) -> None:
+        """Let ``costs`` learn how long it took; 0: nobody knows."""
+        if seconds and self.chunk_rows:
+            costs.prefill.observe(seconds, 1, self.num_tokens, self.attention, self.context)
+        if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
+            costs.decoded(num_decoding, seconds)
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """Whose prefill it has ended; not those of segments, of which nobody is told."""
+        return [one for one in self.completed if not one.finished and one.request.computes_for is None]
+
     @property
     def requests(self) -> set[Request]:
-        """Whose sequences it runs."""
-        return {sequence.request for sequence in chain(self.sampled, self.chunk_rows.values())}
+        """Whose sequences it runs, or segments it computes."""
+        return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     @property
     def owner(self) -> Sequence:
@@ -92,22 +106,19 @@ class StepOutput:
 
     Fields:
         begun: sequences whose prefill has ended with a token.
+        computed: sequences of whose prompts a chunk has come back, and up to which token.
         logprobs: of the tokens of sequences that asked for them.
         finished: sequences that ended with this result, ``finish_reason`` set.
         num_tokens: tokens the step computed. num_told: tokens that were told.
     """
 
     begun: list[Sequence] = field(default_factory=list)
+    computed: Chunks = field(default_factory=list)
     logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_told: int = 0
-
-    def leave_out_segments(self) -> None:
-        """Leave out the sequences that compute segments for others: nobody is told of them."""
-        for sequences in self.begun, self.finished:
-            sequences[:] = [sequence for sequence in sequences if sequence.request.computes_for is None]
 
 
 class PlanBuilder:
@@ -199,9 +210,9 @@ class PlanBuilder:
         self._moves.append(move)
 
     @property
-    def num_moves(self) -> int:
-        """Parts of segments that are moved."""
-        return len(self._moves)
+    def moves_enough(self) -> bool:
+        """Whether no other sequence with segments goes on in this plan."""
+        return len(self._moves) >= MAX_MOVES or sum(one.stop - one.start for one in self._moves) >= MAX_MOVED_TOKENS
 
     def chunk(self, row: int, num_tokens: int) -> None:
         """Go on by the row's next known tokens."""

@@ -46,6 +46,7 @@ class WaitingQueue:
         "_first_ones",
         "_lines",
         "_num_pending",
+        "_num_uncounted",
         "_numbers",
         "_pending",
         "_virtual_tokens",
@@ -60,11 +61,15 @@ class WaitingQueue:
         self._numbers = count()
         self._first_ones: dict[Request, int] = {}
         self._pending: dict[Request, int] = {}
-        self._num_pending = 0
+        self._num_pending = self._num_uncounted = 0
 
     def __len__(self) -> int:
-        """Sequences that wait, and those of requests that are still to be created."""
-        return len(self._entries) + self._num_pending
+        """Sequences that wait, and those of requests that are still to be created; not what computes segments for
+        them."""
+        return len(self._entries) - self._num_uncounted + self._num_pending
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
 
     def account(self, key: str) -> Account:
         """What is known of a key: over all queues that share their virtual tokens."""
@@ -85,6 +90,9 @@ class WaitingQueue:
         entry = queue_time(sequence), request.queue_number, sequence.index, next(self._numbers), sequence
         self._entries[sequence] = entry
         insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
+        if request.computes_for is not None:
+            self._num_uncounted += 1
+            return
         tokens = self._prompt_tokens(sequence, 1)
         self._virtual_tokens.wait(request.account, tokens)
         self.num_prompt_tokens += tokens
@@ -129,6 +137,27 @@ class WaitingQueue:
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
         created and waits from now on."""
+        request = sequence.request
+        self._remove(sequence)
+        sequence.status = status
+        if request.num_pending and sequence is request.sequences[-1]:
+            self.push(request.create_next())
+            self.count_pending(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Let none of a request's sequences wait here any more, nor those that are still to be created."""
+        for sequence in request.sequences:
+            if sequence in self._entries:
+                self._remove(sequence)
+        self.forget_pending(request)
+
+    def forget_pending(self, request: Request) -> None:
+        """Do not count the sequences of a request any more that are still to be created: it is not here any more."""
+        if pending := self._pending.pop(request, 0):
+            self._num_pending -= pending
+            self._virtual_tokens.leave(request.account, 0, pending)
+
+    def _remove(self, sequence: Sequence) -> None:
         entry, request = self._entries.pop(sequence), sequence.request
         lines = self._lines[request.priority]
         line = lines[request.account]
@@ -137,24 +166,25 @@ class WaitingQueue:
             del lines[request.account]
             if not lines:
                 del self._lines[request.priority]
-        sequence.status = status
+        if request.computes_for is not None:
+            self._num_uncounted -= 1
+            return
         tokens = self._prompt_tokens(sequence, -1)
         self._virtual_tokens.leave(request.account, tokens)
         self.num_prompt_tokens -= tokens
-        if request.num_pending and sequence is request.sequences[-1]:
-            self.push(request.create_next())
-            self.count_pending(request)
 
     def clear(self) -> None:
         """Let nobody wait any more."""
         for sequence in self._entries:
+            if sequence.request.computes_for is not None:
+                continue
             self._virtual_tokens.leave(sequence.request.account, self._prompt_tokens(sequence, -1))
         for request, pending in self._pending.items():
             self._virtual_tokens.leave(request.account, 0, pending)
         self._lines.clear()
         self._entries.clear()
         self._pending.clear()
-        self.num_prompt_tokens = self._num_pending = 0
+        self.num_prompt_tokens = self._num_pending = self._num_uncounted = 0
 
     def __iter__(self) -> Iterator[Sequence]:
         """Waiting sequences by ``queue_time``, whosever they are."""

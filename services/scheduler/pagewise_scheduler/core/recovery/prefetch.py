@@ -1,0 +1,194 @@
+"""Blocks that come from peers before the sequence that needs them: its prompt is being computed elsewhere.
+
+As soon as a step over there has come back, the full blocks that it computed can be fetched, while later ones still are
+being computed. What has arrived is cached here like anything else that was computed, and held by nobody.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from operator import attrgetter
+
+from pagewise_shared.protocol import DEVICE
+
+from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.memory.tier import BlockCopy, Copies
+from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers
+from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
+from pagewise_scheduler.core.requests.request import Request, Sequence
+
+_PIECE_BLOCKS, _MOST_LOADING = 128, 512
+"""The most blocks of one prefetch that are on their way at a time, and of a peer beyond which no more are asked for."""
+
+
+AtPeers = Callable[[str | None, bytes, int], tuple[Peer, list[CachedBlock]] | None]
+"""Of a cache salt, tokens (int32 bytes) and a number of blocks: who holds more blocks of them than that, and which."""
+
+
+@dataclass(slots=True, eq=False)
+class FetchedPiece:
+    """Blocks that are fetched ahead, one after the other of a prefix.
+
+    ``source``: where they are pinned; ``blocks``: what they go to. ``came``: None: they are on their way; False: what
+    came is not what it should be.
+    """
+
+    prefetch: "Prefetch"
+    source: PeerTiers
+    blocks: list[int]
+    came: bool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """What is to come here for ``request``, which runs at another executor: the KV of ``tokens`` (int32 bytes).
+
+    ``table``: holds what they begin with, and what is on its way. ``pieces``: those on their way, in order. ``peer``:
+    the endpoint that was asked last. ``asks``: there may be more to ask for. ``stopped``: nobody waits for it.
+    """
+
+    request: Request
+    table: BlockTable
+    tokens: bytes = b""
+    pieces: list[FetchedPiece] = field(default_factory=list)
+    peer: str = ""
+    asks: bool = True
+    stopped: bool = False
+
+    def tokens_between(self, start: int, stop: int) -> bytes:
+        """Of the tokens, those from ``start`` to ``stop`` as int32 bytes."""
+        return self.tokens[4 * start : 4 * stop]
+
+
+class Prefetches:
+    """All prefetches of one executor."""
+
+    def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers) -> None:
+        self._kv = kv
+        self._costs = costs
+        self._transfers = transfers
+        self._of: dict[Request, Prefetch] = {}
+
+    def __iter__(self) -> Iterator[Prefetch]:
+        """Those that something is on its way for, or may be asked for."""
+        return iter(list(self._of.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def want(self, sequence: Sequence, num_tokens: int) -> None:
+        """Other executors have, or will soon have, the first ``num_tokens`` tokens of a sequence computed."""
+        prefetch = self._of.get(sequence.request)
+        if prefetch is None:
+            table = self._kv.new_table(sequence.request.cache_salt)
+            prefetch = self._of[sequence.request] = Prefetch(sequence.request, table)
+        stop = num_tokens // self._kv.block_size * self._kv.block_size
+        if 4 * stop > len(prefetch.tokens):  # it is less if they are being computed anew: what is on its way stays
+            prefetch.tokens = sequence.tokens_between(0, stop)
+        if not prefetch.stopped:
+            prefetch.asks = True
+            self._hold(prefetch)
+
+    def stop(self, request: Request) -> None:
+        """Ask for nothing more for a request."""
+        if (prefetch := self._of.get(request)) is not None:
+            prefetch.stopped, prefetch.asks = True, False
+            self._let_go(prefetch)
+
+    def _hold(self, prefetch: Prefetch) -> None:
+        """Hold what is here already of its tokens."""
+        table = prefetch.table
+        if not table.blocks:
+            tree = self._kv.pool.tree
+            path = tree.walk(tree.root_of(table.cache_salt), block_keys(prefetch.tokens, self._kv.block_size))
+            while path and path[-1].block < 0:
+                path.pop()
+            self._kv.take(table, CachedPrefix(path, -1, 0, len(path) * self._kv.block_size))
+
+    def request(self, step: int, requested: dict[TransferKey, Load], room: int, at_peers: AtPeers) -> Copies:
+        """Add to ``requested`` what ``step`` brings of what others have computed by now: a piece of each prefetch.
+
+        ``room``: blocks that it may take. ``at_peers``: finds them. Returns the copies that make room for it.
+        """
+        copies: list[BlockCopy] = []
+        for prefetch in list(self._of.values()):
+            if not prefetch.asks or prefetch.pieces or not self._link_room(prefetch.peer):
+                continue
+            start, found = len(prefetch.table.blocks), None
+            if room > 0:
+                found = at_peers(prefetch.table.cache_salt, prefetch.tokens, start)
+            if found is None:
+                prefetch.asks = False
+                self._let_go(prefetch)
+                continue
+            prefetch.peer = found[0].endpoint
+            nodes = found[1][start : start + min(room, _PIECE_BLOCKS, self._link_room(prefetch.peer))]
+            room -= len(nodes)
+            for tier, group in groupby(nodes, key=lambda node: node.nearest_tier):
+                copies += self._ask(step, requested, prefetch, found[0], tier, list(group))
+        return copies
+
+    def _link_room(self, peer: str) -> int:
+        """Blocks that may be asked of a peer beside those that are."""
+        return max(0, _MOST_LOADING - self._costs.link(peer).num_loading) if peer else _MOST_LOADING
+
+    def _ask(
+        self,
+        step: int,
+        requested: dict[TransferKey, Load],
+        prefetch: Prefetch,
+        peer: Peer,
+        tier: int,
+        nodes: list[CachedBlock],
+    ) -> Copies:
+        """Ask a peer for blocks of one of its tiers. Returns the copies that make room for them."""
+        source = PeerTiers(peer, self._costs.link(peer.endpoint))
+        key = TransferKey(step, tier, DEVICE, peer.endpoint)
+        load = requested.setdefault(key, Load(source.link, source.epoch))
+        places, size = source.pin(nodes), self._kv.block_size
+        added, copies = self._kv.grow(prefetch.table, prefetch.table.num_slots + len(places) * size)
+        piece = FetchedPiece(prefetch, source, added)
+        prefetch.pieces.append(piece)
+        # What is being written into is nobody else's until it has arrived, whatever becomes of the prefetch.
+        self._kv.pool.pin(added)
+        load.parts.append((piece, places, added))
+        self._transfers.begin(load, len(places))
+        return copies
+
+    def came(self, piece: FetchedPiece, *, good: bool) -> None:
+        """A piece has arrived. When all that were asked for have, they are cached, as far as they are what they should
+        be."""
+        piece.came = good
+        prefetch = piece.prefetch
+        if self._of.get(prefetch.request) is not prefetch or any(one.came is None for one in prefetch.pieces):
+            return
+        table, size = prefetch.table, self._kv.block_size
+        num_good = len(table.blocks) - sum(len(one.blocks) for one in prefetch.pieces)
+        num_good += sum(len(one.blocks) for one in takewhile(attrgetter("came"), prefetch.pieces))
+        if num_good < len(table.blocks):
+            prefetch.stopped, prefetch.asks = True, False
+        replaced = self._kv.cache_full_blocks(table, num_good * size, prefetch.tokens_between)
+        self._kv.drop([own for _, own, _ in replaced], None)
+        prefetch.pieces.clear()
+        self._let_go(prefetch)
+
+    def _let_go(self, prefetch: Prefetch) -> None:
+        """Hold nothing when nothing is on its way and nothing is asked for."""
+        if not prefetch.pieces and not prefetch.asks:
+            self._kv.free(prefetch.table, None)
+            del self._of[prefetch.request]
+
+    def lose(self, peer: str) -> None:
+        """A peer is gone: nobody waits for what was to come from there."""
+        for prefetch in list(self._of.values()):
+            if prefetch.peer == peer:
+                self.stop(prefetch.request)
+
+    def clear(self) -> None:
+        """The executor is gone or reset."""
+        for prefetch in self._of.values():
+            self._kv.free(prefetch.table, None)
+        self._of.clear()

@@ -1,0 +1,65 @@
+"""Fleets of schedulers, each with an executor that checks every read and write, which fetch each other's blocks."""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import StepResult
+
+from tests.scheduler.core.builders import create_scheduler
+from tests.scheduler.core.driving import executor_for
+
+
+class Node:
+    """A scheduler, its executor, and the results that are on their way."""
+
+    def __init__(
+        self, name: str, directory: PrefixDirectory, scheduler: Scheduler, block_format: Hashable = ""
+    ) -> None:
+        self.name, self.scheduler = name, scheduler
+        self.executor = executor_for(scheduler)
+        self.results: deque[StepResult] = deque()
+        scheduler.recoveries.join(directory, Peer(name, block_format, scheduler, lambda: None))
+
+    def deliver(self, count: int = 1_000_000) -> None:
+        for message in self.executor.finish_copies(count):
+            self.scheduler.copied(message)
+
+
+def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> list[Node]:
+    directory = PrefixDirectory()
+    nodes = [
+        Node(f"node {number}", directory, create_scheduler(recovery=recovery, **options))  # type: ignore[arg-type]
+        for number in range(count)
+    ]
+    for node in nodes:
+        node.executor.peers = {other.name: other.executor for other in nodes}
+    return nodes
+
+
+def mixed_fleet(
+    sizes: Sequence[int], recovery: RecoveryMode, num_tokens: int, num_host_tokens: int, costs: Costs
+) -> list[Node]:
+    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size."""
+    directory = PrefixDirectory()
+    nodes = [
+        Node(
+            f"node {number}",
+            directory,
+            create_scheduler(
+                recovery=recovery,
+                block_size=size,
+                num_blocks=-(-num_tokens // size),
+                num_host_blocks=-(-num_host_tokens // size),
+                costs=costs,
+            ),
+            block_format=size,
+        )
+        for number, size in enumerate(sizes)
+    ]
+    for node in nodes:
+        node.executor.peers = {other.name: other.executor for other in nodes}
+    return nodes

@@ -1,0 +1,189 @@
+"""Segments in the scheduler: what once went wrong, or would be easy to get wrong."""
+
+from collections.abc import Mapping
+from time import perf_counter
+
+import pytest
+from pagewise_scheduler.actors.draining import _copy_request
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
+from pagewise_scheduler.core.memory.hottest_prefixes import hottest_prefixes
+from pagewise_scheduler.core.recovery.cost_model import Costs
+from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import HOST
+from pagewise_shared.segments import make_segments, mark_segments
+
+from tests.scheduler.core.builders import create_request, create_scheduler, evict
+from tests.scheduler.core.checking_executor import CheckingExecutor
+from tests.scheduler.core.driving import executor_for, expected_tokens, run
+
+ROOT = list(range(8))
+FIRST, SECOND, THIRD = list(range(600, 608)), list(range(500, 540)), list(range(700, 720))
+
+
+def segmented(prompt: list[int], ranges: list[tuple[int, int]], max_tokens: int = 3, **fields: object) -> Request:
+    request = create_request(prompt=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+    request.segments = make_segments(len(prompt), ranges)
+    mark_segments(request.prompt_token_ids, request.segments)
+    return request
+
+
+def serve(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> Request:
+    scheduler.add(request)
+    run(scheduler, executor)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+    return request
+
+
+def test_the_first_of_the_queue_may_turn_out_not_to_be_needed() -> None:
+    """A better request goes first, and computes what a waiting one wants: ``_best`` asks for the window of a sequence
+    that has left the queue, and the whole engine ends with a KeyError."""
+    scheduler = create_scheduler(num_blocks=200, max_num_batched_tokens=64, max_num_seqs=1)
+    executor = executor_for(scheduler)
+    ranges = [(8, 16), (16, 56), (56, 76)]
+    waiting = segmented([*ROOT, *FIRST, *SECOND, *THIRD, 9, 9], ranges, priority=1, arrival_time=0.0)
+    scheduler.add(waiting)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    result = executor.execute(plan)
+    better = segmented([*ROOT, *FIRST, *SECOND, *range(100, 110)], ranges[:2], arrival_time=1.0)
+    scheduler.add(better)
+    scheduler.update(result)
+    run(scheduler, executor, depth=1)
+    assert waiting.finished
+    assert better.finished
+
+
+def nodes(count: int, costs: Costs, num_blocks: Mapping[str, int]) -> list[tuple[Scheduler, CheckingExecutor]]:
+    directory, made = PrefixDirectory(), []
+    for number in range(count):
+        scheduler = create_scheduler(recovery="auto", costs=costs, **num_blocks)
+        scheduler.recoveries.join(directory, Peer(f"node {number}", "", scheduler, lambda: None))
+        made.append((scheduler, executor_for(scheduler)))
+    for _, executor in made:
+        executor.peers = {f"node {number}": other for number, (_, other) in enumerate(made)}
+    return made
+
+
+def test_a_peer_has_less_than_the_own_host_and_is_faster() -> None:
+    """The originals behind all that is cached here are held, but the sequence begins with what the peer has: nothing is
+    moved for the segments in between, and their slots hold whatever was there before."""
+    costs = Costs(step=1e-4, token=1e-1, tiers={HOST: CopyCosts(load_block=1.0)}, fetch_setup=1e-5, fetch_block=1e-5)
+    holder, fetcher = nodes(2, costs, {"num_blocks": 40, "num_host_blocks": 200})
+    prompt = [*ROOT, *range(500, 512), *range(20, 28), *range(600, 612), *range(40, 48)]
+    ranges = [(8, 20), (28, 40)]
+    serve(*fetcher, segmented(prompt, ranges, 20))
+    evict(fetcher[0], 40)
+    serve(*fetcher, create_request(prompt=list(range(1000, 1150))))
+    serve(*holder, segmented([*prompt[:24], 9], ranges[:1]))
+    serve(*fetcher, segmented(prompt, ranges))
+
+
+def test_what_a_draining_executor_leaves_is_computed_elsewhere() -> None:
+    """The copy of a prefix has marked tokens and no segments: what is not fetched is neither moved nor computed, and is
+    cached under the name of what should be there."""
+    scheduler = create_scheduler()
+    serve(scheduler, executor_for(scheduler), segmented([*ROOT, *range(500, 512), *range(20, 28)], [(8, 20)]))
+    other = create_scheduler()
+    executor = executor_for(other)
+    for prefix in hottest_prefixes(scheduler.kv.pool, 10):
+        other.add(_copy_request(prefix).request)  # recomputing may be cheaper than fetching, or the fetch fails
+        run(other, executor)
+
+
+def test_originals_are_not_longer_than_the_model_allows() -> None:
+    """The rest of a block and one more token come behind root and segment: executors refuse rows that are too long."""
+    scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32)
+    too_long, fits = segmented([*range(31)], [(8, 29)], 1), segmented([*range(31)], [(8, 28)], 1)
+    assert not scheduler.fits(31, 1, too_long.segments)
+    with pytest.raises(ValueError, match="needs more"):
+        scheduler.add(too_long)
+    scheduler.add(fits)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert all(len(new.tokens) // 4 <= 32 for new in plan.joined)
+
+
+def test_a_step_fails_that_computes_an_original_nobody_waits_for() -> None:
+    """``fail`` returns a request that has ended: ``Engine._start_over`` looks for it among the living, with a
+    KeyError."""
+    scheduler = create_scheduler(max_num_batched_tokens=4)
+    request = segmented([*ROOT, *SECOND, 9], [(8, 48)])
+    scheduler.add(request)
+    assert scheduler.schedule(0.0) is not None
+    scheduler.abort(request.request_id)
+    assert [one.request_id for one in scheduler.fail(2)] == []
+
+
+def test_cached_tokens_count_segments_besides_what_was_loaded() -> None:
+    scheduler = create_scheduler(num_blocks=40, num_host_blocks=200, recovery="swap")
+    executor = executor_for(scheduler)
+    for tier in scheduler.kv.pool.lower:
+        tier.max_arriving = 1000
+    prompt = [*ROOT, *FIRST, *range(20, 28), *SECOND, 9, 9]
+    serve(scheduler, executor, segmented([*prompt[:24], 5], [(8, 16)]))
+    evict(scheduler, 40)
+    serve(scheduler, executor, create_request(prompt=[*ROOT, *SECOND, 5]))
+    request = serve(scheduler, executor, segmented(prompt, [(8, 16), (24, 64)]))
+    assert request.num_loaded_tokens("host") == 16
+    assert request.num_cached_tokens == 24 + 40
+
+
+def test_who_waits_lets_go_before_who_runs_is_preempted() -> None:
+    """A sequence that waits for a row holds originals; a running one of a better priority that lacks a block loses all
+    of its own."""
+    scheduler = create_scheduler(num_blocks=48, max_num_batched_tokens=128, max_num_seqs=2)
+    executor = executor_for(scheduler)
+    running = [create_request(prompt=[one] * 20, max_tokens=70, arrival_time=0.0, priority=-1) for one in (1, 2)]
+    scheduler.add(running[0])
+    scheduler.add(segmented([*ROOT, *SECOND, *THIRD, 9], [(8, 48), (48, 68)], arrival_time=1.0))
+    for step in range(4):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        if step == 1:
+            scheduler.add(running[1])
+        scheduler.update(executor.execute(plan))
+    held = scheduler.segments.num_held
+    run(scheduler, executor, depth=1)
+    assert held == 0 or [one.sequences[0].num_preemptions for one in running] == [0, 0]
+
+
+@pytest.mark.parametrize("num_segments", [1000])
+def test_planning_does_not_take_seconds(num_segments: int) -> None:
+    """Each original holds its root once more, as tokens and as keys, and they are made anew for each plan as long as
+    there is no room: one request stops all executors of a scheduler."""
+    scheduler = create_scheduler(num_blocks=40_000, block_size=16, max_num_batched_tokens=8192, max_num_seqs=64)
+    prompt = [number % 1000 + 1 for number in range(40_000)]
+    ranges = []
+    for number in range(num_segments):
+        ranges.append((len(prompt), len(prompt) + 20))
+        prompt += [(number * 7 + each) % 30000 + 1 for each in range(20)]
+    request = segmented([*prompt, 5], ranges)
+    scheduler.add(request)
+    began = perf_counter()
+    scheduler.schedule(0.0)
+    assert perf_counter() - began < 0.1
+
+
+def test_who_dies_with_an_original_is_blamed() -> None:
+    """``Engine._blame`` looks for the requests of the steps in flight among the living: a request whose segment kills
+    executors is never blamed, and goes on to the next one without end."""
+    scheduler = create_scheduler()
+    request = segmented([*ROOT, *SECOND, 9], [(8, 48)])
+    scheduler.add(request)
+    assert scheduler.schedule(0.0) is not None
+    assert request in scheduler.steps_in_flight[0].requests
+
+
+def test_what_waits_for_a_request_is_about_its_prompt() -> None:
+    """Originals wait with their roots, so that one request takes the room of ``--max-waiting-tokens`` from all others,
+    and its key is charged for each root."""
+    scheduler = create_scheduler(num_blocks=2000)
+    root = list(range(1000))
+    ranges = [(1000 + 4 * number, 1004 + 4 * number) for number in range(100)]
+    request = segmented([*root, *range(1000, 1400), 9], ranges)
+    scheduler.add(request)
+    scheduler.schedule(0.0)
+    assert scheduler.waiting.num_prompt_tokens <= 2 * len(request.prompt_token_ids)
+    assert len(scheduler.waiting) <= 2
