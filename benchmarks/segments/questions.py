@@ -65,9 +65,9 @@ def questions(steps: int, more: int, batches: int, seeds: list[int]) -> Iterator
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=650, help="of training with full attention")
-    parser.add_argument("--more", type=int, default=100, help="of training each of the two models after that")
-    parser.add_argument("--batches", type=int, default=8, help="of 32 prompts each, to find how many answers are right")
+    parser.add_argument("--steps", type=int, default=1200, help="of training with full attention")
+    parser.add_argument("--more", type=int, default=150, help="of training each of the two models after that")
+    parser.add_argument("--batches", type=int, default=6, help="of 32 prompts each, to find how many answers are right")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of models")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="models that learn nothing, to see that it works")
