@@ -107,6 +107,9 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.thrash.run --json benchmarks/results/thrash.json
 	$(PY) -m benchmarks.routing.run --jobs 2 --json benchmarks/results/routing.json --plot docs/figures/routing.svg
 	$(PY) -m benchmarks.routing.processes --json benchmarks/results/routing-cpu.json
+	$(PY) -m benchmarks.segments.run --json benchmarks/results/segments.json
+	$(PY) -m benchmarks.segments.quality --json benchmarks/results/segments-quality.json
+	$(PY) -m benchmarks.segments.questions --json benchmarks/results/segments-questions.json
 	$(PY) -m benchmarks.roles.run --jobs 2 --json benchmarks/results/roles.json
 	$(PY) -m benchmarks.roles.processes --json benchmarks/results/roles-cpu.json
 

@@ -60,8 +60,9 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, 4000) for _ in range(count)]
 
 
-def build_model(path: Path) -> None:
-    """A Llama of about 49 million parameters with random weights, and the demo model's tokenizer."""
+def build_model(path: Path, max_len: int = 4096) -> None:
+    """A Llama of about 49 million parameters with random weights, and the demo model's tokenizer. ``max_len``: its
+    positions."""
     import torch
     from pagewise_shared.model_files import resolve_model
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -75,7 +76,7 @@ def build_model(path: Path) -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_len,
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config)

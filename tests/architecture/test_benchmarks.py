@@ -99,6 +99,32 @@ def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
     assert rows["ttft"]["hit_rate"] >= 0.9 * rows["round-robin"]["hit_rate"] > 0
 
 
+@pytest.mark.timeout(180)
+def test_the_benchmark_of_segments_runs(tmp_path: Path) -> None:
+    record = tmp_path / "segments.json"
+    command = [sys.executable, "-m", "benchmarks.segments.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(record.read_text())["results"]
+    rows = {row["asked"]: row for row in result["rows"]}
+    assert rows["boundary 0"]["computed"] < rows["boundary 32"]["computed"] < rows["cold"]["computed"]
+
+
+@pytest.mark.timeout(300)
+def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
+    found = {}
+    for name in ("quality", "questions"):
+        record = tmp_path / f"{name}.json"
+        command = [sys.executable, "-m", f"benchmarks.segments.{name}", "--smoke", "--json", str(record)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(record.read_text())["results"]
+    for result in found["quality"]:
+        ways = result["ways"]
+        assert 0 == ways["whole prompt"]["kl"] < ways["boundary 0"]["kl"] < ways["copied"]["kl"]
+    assert [one["trained"] for one in found["questions"]] == ["full attention", "both"]
+
+
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
     record = tmp_path / "roles.json"
