@@ -269,7 +269,8 @@ def test_the_memory_rules_hold_over_200_000_operations() -> None:
     run_state_machine_as_test(MemoryRules, settings=_settings(2200))  # type: ignore[no-untyped-call]
 
 
-def test_serving_for_ever_takes_no_more_memory() -> None:
+@pytest.mark.parametrize("segments", [False, True])
+def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
     """New prompts, thousands of them: what a scheduler remembers of each is forgotten again."""
     scheduler = create_scheduler(eviction="cost", num_host_blocks=32)
     executor = executor_for(scheduler)
@@ -277,7 +278,10 @@ def test_serving_for_ever_takes_no_more_memory() -> None:
     def serve(count: int) -> int:
         for _ in range(count // 50):
             for _ in range(50):
-                scheduler.add(create_request(prompt=6, max_tokens=2))
+                request = create_request(prompt=6, max_tokens=2)
+                request.segments = make_segments(6, [(1, 4)] if segments else [])
+                mark_segments(request.prompt_token_ids, request.segments)
+                scheduler.add(request)
             run(scheduler, executor)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]

@@ -212,3 +212,20 @@ def test_eviction_learns_that_segments_are_used_again(monkeypatch: pytest.Monkey
         mark_segments(request.prompt_token_ids, request.segments)
         serve(scheduler, executor, request)
     assert uses == 5 + 5
+
+
+def test_what_computes_originals_does_not_wait_for_the_garbage_collector() -> None:
+    """A request and its sequences hold each other; here nobody outside takes them apart when they end."""
+    scheduler = create_scheduler()
+    executor = executor_for(scheduler)
+    scheduler.add(segmented([*ROOT, *SECOND, 9, *FIRST, 9], [(8, 48), (49, 57)]))
+    assert scheduler.schedule(0.0) is not None
+    known = list(scheduler.segments.requests)
+    scheduler.fail(2)
+    assert scheduler.schedule(0.0) is not None
+    known += scheduler.segments.requests
+    scheduler.fail(3)
+    executor.reset(3)
+    run(scheduler, executor)
+    assert len(known) == 4
+    assert all(one.sequences == [] for one in known)

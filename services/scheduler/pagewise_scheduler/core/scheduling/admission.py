@@ -19,7 +19,8 @@ _MOST_PASSED = 32
 
 
 class Admission:
-    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over."""
+    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and what waits
+    to compute segments."""
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments) -> None:
         self._kv = kv
@@ -60,7 +61,7 @@ class Admission:
         changes = self._segments.num_requests, self._segments.num_withdrawn
         for head in self._waiting.heads(_WINDOW):
             if head.status is not SequenceStatus.WAITING:
-                break  # it was to compute a segment that has turned up meanwhile
+                break  # as is said below
             own_room = room if head is favoured else room - watermark
             best = self._best(head, oldest_step, own_room)
             if best is not None:
@@ -88,7 +89,7 @@ class Admission:
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             if sequence.status is not SequenceStatus.WAITING:
-                continue  # likewise
+                continue  # it was to compute a segment that has turned up meanwhile
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 if self._has_segments(sequence, found) or self._prepare(sequence, found, room):

@@ -134,7 +134,7 @@ class Scheduler:
             ValueError: it could never fit, or its id is taken.
         """
         if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
-            raise ValueError(f"request {request.request_id} needs more than {self.kv.capacity_tokens} tokens of KV")
+            raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is here already")
         request.create_sequences()

@@ -221,6 +221,7 @@ class Segments:
     def _forget(self, request: Request) -> None:
         self.requests.pop(request, None)
         self._shares.leave(request)
+        request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
 
     def _compute(self, sequence: Sequence, original: _Original) -> None:
         """Let a request wait that computes an original."""
@@ -368,6 +369,8 @@ class Segments:
         """The executor is gone or reset."""
         for sequence in list(self._prepared):
             self.release(sequence)
+        for request in self.requests:
+            request.replace_sequences([])
         self.requests.clear()
 
 
