@@ -110,6 +110,7 @@ def test_the_benchmark_of_segments_runs(tmp_path: Path) -> None:
     assert rows["boundary 0"]["computed"] < rows["boundary 32"]["computed"] < rows["cold"]["computed"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
     found = {}

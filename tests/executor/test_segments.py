@@ -160,7 +160,7 @@ def test_tokens_stay_the_same_with_page_tables(model_path: Path) -> None:
 def test_other_engines_give_the_same_tokens(model_path: Path, kernels: str, device: torch.device) -> None:
     if kernels == "openvino" and not openvino_choice.is_installed():
         pytest.skip("OpenVINO is not installed: pip install 'pagewise[openvino]'")
-    count, options = (16, {}) if kernels == "openvino" else (4, {"host_memory": None})
+    count, options = (16, {}) if kernels == "openvino" else (2, {"host_memory": None})
     runner = build_runner(model_path, "cpu" if kernels == "openvino" else device.type, kernels=kernels, **options)
     model = load(model_path).to("cpu")
     check(runner, model, rag_requests(random.Random(9), count), max_num_batched_tokens=40, arrive_every=2)

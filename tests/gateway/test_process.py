@@ -87,7 +87,8 @@ async def text_of(response: aiohttp.ClientResponse) -> str:
 async def test_it_listens_before_there_is_a_scheduler_and_ends_in_peace() -> None:
     async with scheduler().listening() as fake:
         endpoint = fake.endpoint
-    async with started("--scheduler", endpoint) as gateway, aiohttp.ClientSession() as http:
+    patience = ("--scheduler-timeout", "2")
+    async with started("--scheduler", endpoint, *patience) as gateway, aiohttp.ClientSession() as http:
         assert gateway.url.startswith("http://127.0.0.1:")
         async with http.get(gateway.url + "/health") as response:
             assert response.status == 503
