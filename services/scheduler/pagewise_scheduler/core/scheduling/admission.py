@@ -61,14 +61,14 @@ class Admission:
         changes = self._segments.num_requests, self._segments.num_withdrawn
         for head in self._waiting.heads(_WINDOW):
             if head.status is not SequenceStatus.WAITING:
-                break  # as is said below
+                break  # it was to compute a segment, which somebody else has computed meanwhile
             own_room = room if head is favoured else room - watermark
             best = self._best(head, oldest_step, own_room)
             if best is not None:
                 return self._start(head, best, own_room)
         if changes == (self._segments.num_requests, self._segments.num_withdrawn):
             return None
-        return self.next(room, oldest_step, watermark, favoured)  # others wait than did a moment ago
+        return self.next(room, oldest_step, watermark, favoured)  # the queue is not what it was a moment ago
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
@@ -89,7 +89,7 @@ class Admission:
             if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
                 continue
             if sequence.status is not SequenceStatus.WAITING:
-                continue  # it was to compute a segment that has turned up meanwhile
+                continue  # it was to compute a segment, which somebody else has computed meanwhile
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
                 if self._has_segments(sequence, found) or self._prepare(sequence, found, room):
