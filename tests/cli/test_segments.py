@@ -77,7 +77,9 @@ def test_token_ids_need_no_model(tmp_path: Path) -> None:
 
 def test_texts_and_conversations_are_what_the_model_makes_of_them(tmp_path: Path) -> None:
     """Also as lines of a batch, and gzipped."""
-    document = " ".join(f"The {n}th river of the country flows past {n * n} villages." for n in range(60))
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(300)]
+    document = " ".join(words)  # a document that repeats its own sentences would be listed in parts
     trace = tmp_path / "trace.jsonl.gz"
     rows: list[object] = [
         {"prompt": f"Read this. {document} What is said of the seventh?"},
@@ -88,14 +90,23 @@ def test_texts_and_conversations_are_what_the_model_makes_of_them(tmp_path: Path
         file.write("".join(json.dumps(row) + "\n\n" for row in rows))
     told = report(trace, "--model", "pagewise-demo")
     assert told["requests"] == 3
-    (segment,) = told["segments"]
+    segment, *others = told["segments"]
     assert segment["repeated"] == 2
+    assert all(other["tokens"] <= 2 * EDGE for other in others)  # what chat templates have in common
     assert segment["tokens"] * 2 <= told["tokens"]["repeated_beyond_prefixes"] + 2 * EDGE
     assert told["shares"]["repeated_beyond_prefixes"] > 0.5
     assert segment["begins"].strip()
     assert segment["begins"] in f"Read this. {document}"
     assert "line 1 holds text: name the model" in refusal(trace)
     assert report(trace, "--model", "pagewise-demo", "--limit", 1)["segments"] == []
+
+
+def test_a_prompt_that_contains_a_text_twice_repeats_it_once(tmp_path: Path) -> None:
+    text = ids(1, 300)
+    told = report(written(tmp_path / "trace.jsonl", text, ids(2, 20) + text + ids(3, 20) + text))
+    (segment,) = told["segments"]
+    assert segment["repeated"] == 1
+    assert told["tokens"]["repeated_beyond_prefixes"] >= 2 * (300 - 2 * EDGE)
 
 
 def test_salts_are_apart(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ class Segment(NamedTuple):
     Fields:
         prompt, offset: index of the prompt in which it was first, and its place there, in tokens.
         num_tokens: its length; up to ``WINDOW`` - 1 tokens at either end are left out.
-        times: how often it came again where no prefix reached it; the median of its windows.
+        times: how many later prompts contain it where no prefix reaches it; the median of its windows.
     """
 
     prompt: int
@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
 
 class SegmentCounts:
-    """Where each window that a ``RepeatFinder`` remembers was first, and how often it came again: 12 bytes each."""
+    """Where each window that a ``RepeatFinder`` remembers was first, and how many prompts repeat it: 12 bytes each."""
 
     def __init__(self, num_slots: int) -> None:
         """``num_slots``: of the finder."""
@@ -38,13 +38,14 @@ class SegmentCounts:
         self._prompt[repeats.added_slots] = prompt
         self._offset[repeats.added_slots] = repeats.added
         self._times[repeats.added_slots] = 0
-        np.add.at(self._times, repeats.found_slots, 1)
+        self._times[np.unique(repeats.found_slots)] += 1  # also if the prompt contains the text several times
 
     def segments(self, most: int) -> list[Segment]:
         """Return the segments whose repetitions have the most tokens, at most ``most`` of them.
 
         A segment is made of windows that follow one another without a gap in the prompt in which they were first. It
-        ends where the next window was found more than twice, or less than half, as often.
+        ends where the next window was found more than twice, or less than half, as often. A text that repeats some of
+        its own sentences is listed in parts: of equal windows only the first one has a place.
         """
         slots = np.flatnonzero(self._times)
         if not len(slots):
