@@ -90,9 +90,8 @@ def test_texts_and_conversations_are_what_the_model_makes_of_them(tmp_path: Path
         file.write("".join(json.dumps(row) + "\n\n" for row in rows))
     told = report(trace, "--model", "pagewise-demo")
     assert told["requests"] == 3
-    segment, *others = told["segments"]
+    (segment,) = told["segments"]
     assert segment["repeated"] == 2
-    assert all(other["tokens"] <= 2 * EDGE for other in others)  # what chat templates have in common
     assert segment["tokens"] * 2 <= told["tokens"]["repeated_beyond_prefixes"] + 2 * EDGE
     assert told["shares"]["repeated_beyond_prefixes"] > 0.5
     assert segment["begins"].strip()

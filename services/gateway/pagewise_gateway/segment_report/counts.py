@@ -45,7 +45,8 @@ class SegmentCounts:
 
         A segment is made of windows that follow one another without a gap in the prompt in which they were first. It
         ends where the next window was found more than twice, or less than half, as often. A text that repeats some of
-        its own sentences is listed in parts: of equal windows only the first one has a place.
+        its own sentences is listed in parts: of equal windows only the first one has a place. Segments of fewer than
+        two windows are left out: at the ends of a longer one, they come from samples that differ by what is around it.
         """
         slots = np.flatnonzero(self._times)
         if not len(slots):
@@ -59,6 +60,7 @@ class SegmentCounts:
         found = [
             Segment(int(prompt[start]), int(offset[start]), int(length), int(np.median(times[start:end])))
             for start, end, length in zip(starts, ends, lengths, strict=True)
+            if length >= 2 * WINDOW
         ]
         return sorted(found, key=lambda one: (-one.num_tokens * one.times, one.prompt, one.offset))[:most]
 
