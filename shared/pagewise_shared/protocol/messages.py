@@ -11,7 +11,7 @@ from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 
-PROTOCOL_MAJOR = 3
+PROTOCOL_MAJOR = 4
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST = 0, 1
