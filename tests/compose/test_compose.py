@@ -35,11 +35,13 @@ def inspect(container: str, template: str) -> str:
 class Stack:
     """The project of ``compose.yaml`` under a name and a port of its own, so that it disturbs no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: str) -> None:
+        """``options``: more variables of the environment."""
+        self._options = options
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.name = f"pagewise-test-{os.getpid()}"
+        self.name = f"pagewise-test-{os.getpid()}-{self.port}"
 
     def compose(self, *arguments: str) -> str:
         environ = {
@@ -48,6 +50,7 @@ class Stack:
             "PAGEWISE_KV_MEMORY": "8MiB",
             "PAGEWISE_HOST_MEMORY": "32MiB",
             "PAGEWISE_RECOVERY": "swap",
+            **self._options,
         }
         return run("docker", "compose", "-p", self.name, *arguments, environ=environ)
 
@@ -82,6 +85,10 @@ class Stack:
         Raises:
             OSError: it was cut off.
         """
+        return self.answer(prompt, max_tokens)[0]
+
+    def answer(self, prompt: str, max_tokens: int) -> tuple[str, int]:
+        """The same, and how many tokens of the prompt were cached."""
         body = {
             "model": "pagewise-demo",
             "prompt": prompt,
@@ -89,6 +96,7 @@ class Stack:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -99,7 +107,9 @@ class Stack:
             lines = [line.decode().strip() for line in answer if line.strip()]
         if not lines or lines.pop() != "data: [DONE]":  # Python takes an end without the last chunk for the end
             raise ConnectionError("the stream was cut off")
-        return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+        *events, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+        text = "".join(event["choices"][0]["text"] for event in events)
+        return text, last["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +277,29 @@ def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
         stack.compose("stop", "--timeout", "20")
         assert stream.result()
     assert [inspect(container, "{{.State.ExitCode}}") for container in containers] == ["0"] * 5
+
+
+def test_a_store_keeps_what_everything_else_has_forgotten() -> None:
+    image = os.environ.get("STORE_IMAGE", "valkey/valkey:8-alpine")
+    found = subprocess.run(["docker", "pull", "--quiet", image], capture_output=True, text=True)
+    if found.returncode and subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
+        pytest.skip(f"there is no image {image}: {found.stderr.strip()} (STORE_IMAGE names another one)")
+    stack = Stack(PAGEWISE_STORE="redis://store:6379/0", STORE_IMAGE=image)
+    up = ("--profile", "store", "up", "--build", "--detach", "--wait")
+    prompt = "\n".join(f"def function_{number}(value): return value + {number}" for number in range(40))
+    try:
+        stack.compose(*up)
+        text, cached = stack.answer(prompt, 16)
+        assert cached == 0
+        deadline = time.monotonic() + 30
+        while (written := stack.metric('kv_block_events_total{event="written"')) < len(prompt) // 128:
+            assert time.monotonic() < deadline, written
+            time.sleep(0.2)
+        stack.compose("rm", "--stop", "--force", "executor", "scheduler", "gateway")
+        stack.compose(*up)
+        again, cached = stack.answer(prompt, 16)
+        assert again == text
+        assert cached > len(prompt) // 8
+    finally:
+        print(stack.compose("--profile", "store", "logs", "--tail", "40"))
+        stack.compose("--profile", "store", "down", "--volumes", "--timeout", "20")
