@@ -123,16 +123,18 @@ class EvictionQueue:
 
     Each group is a heap. A heap of the groups, by what their first blocks are worth, says which is next: a group that
     gave up a block is looked at again at once, all of them now and then, because what a block is worth changes with
-    time.
+    time. ``_valued``: the block of each group whose worth that is. A prefix is evicted from its end, and each of its
+    blocks enters the queue only when the one behind it has gone, so meanwhile the others of its group stay as they are.
     """
 
-    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_worth")
+    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_valued", "_worth")
 
     def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy
         self._rank_of = rank_of
         self._groups: dict[_Key, list[_Entry]] = {}  # none of them empty
         self._worth: list[tuple[int, float, _Key]] = []  # rank, what the first block is worth, group: one of each group
+        self._valued: dict[_Key, CachedBlock] = {}
         self._size = self._tie = 0
         self._until_look = _POPS_BETWEEN_LOOKS
 
@@ -140,6 +142,7 @@ class EvictionQueue:
         """Hold neither blocks nor the tier any more: from now on none may be evicted."""
         self._groups.clear()
         self._worth.clear()
+        self._valued.clear()
         self._rank_of = _never
 
     def push(self, block: CachedBlock, rank: int) -> None:
@@ -150,6 +153,7 @@ class EvictionQueue:
         group = self._groups.get(key)
         if group is None:
             self._groups[key] = [entry]
+            self._valued[key] = block
             heapq.heappush(self._worth, (rank, self._policy.value(block), key))
         else:
             heapq.heappush(group, entry)
@@ -206,11 +210,14 @@ class EvictionQueue:
         key = self._worth[0][2]
         if (block := self._first(key)) is None:
             heapq.heappop(self._worth)
-        else:
+            self._valued.pop(key, None)
+        elif block is not self._valued.get(key):
+            self._valued[key] = block
             heapq.heapreplace(self._worth, (key[0], self._policy.value(block), key))
 
     def _look_at_all(self) -> None:
         self._until_look = _POPS_BETWEEN_LOOKS
         firsts = [(key, self._first(key)) for key in list(self._groups)]
-        self._worth = [(key[0], self._policy.value(block), key) for key, block in firsts if block is not None]
+        self._valued = {key: block for key, block in firsts if block is not None}
+        self._worth = [(key[0], self._policy.value(block), key) for key, block in self._valued.items()]
         heapq.heapify(self._worth)

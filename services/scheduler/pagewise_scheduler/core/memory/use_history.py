@@ -14,8 +14,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from math import log2
 
-from pagewise_shared.block_hash import BlockHash
-
 from pagewise_scheduler.core.memory.eviction import BATCH, NUM_ENDINGS, PREEMPTED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 
@@ -67,7 +65,7 @@ class UseHistory:
     def __init__(self) -> None:
         self.now = 0
         self._most = _LEAST_REMEMBERED
-        self._remembered: OrderedDict[BlockHash, int] = OrderedDict()
+        self._remembered: OrderedDict[int, int] = OrderedDict()
         """The number of the last use of each remembered prefix: uses are numbered in their order."""
         # Of each use since ``_first``: when it was, and the class it left its prefix in; 0 once that was used again, or
         # has been forgotten.
@@ -106,10 +104,16 @@ class UseHistory:
         """A sequence lets go of ``blocks``, in order: count the return of those used before, and put each into its
         class. ``ending``: how this use of them ended."""
         remembered = parent_uses = 0
+        key = None
         for block in blocks:
+            if key is None:
+                assert block.parent is not None
+                key = hash(hash_of(block.parent))
+            # Python's hashes do: they differ from process to process, but nothing that is learned outlives this one.
+            # Those of the tokens are known, because they are keys of dictionaries.
+            key = hash((key, block.tokens))
             counted = (block.depth - 1) % _STRIDE == 0
             if counted:
-                key = hash_of(block)
                 remembered = self._recall(key)
             before = block.kind or remembered
             if not block.kind:
@@ -122,7 +126,7 @@ class UseHistory:
         if self._num_uses >= self._next_lesson:
             self._learn()
 
-    def _recall(self, key: BlockHash) -> int:
+    def _recall(self, key: int) -> int:
         """Count the return of a prefix; returns its class, 0 if it is not remembered."""
         use = self._remembered.pop(key, -1)
         if use < 0:
@@ -137,7 +141,7 @@ class UseHistory:
             span -= 1
         return kind
 
-    def _remember(self, key: BlockHash, kind: int) -> None:
+    def _remember(self, key: int, kind: int) -> None:
         self._remembered[key] = self._num_uses
         self._num_uses += 1
         self._times.append(self.now)

@@ -182,15 +182,21 @@ class CostModel:
 
         Fixed costs of a step and of a copy list are shared by many blocks and left out.
         """
+        return self._block_recompute_seconds(depth), link.predict(0, 1) if link is not None else inf
+
+    def _block_recompute_seconds(self, depth: int) -> float:
+        # Asked for every block that is evicted, so the sum over the features is written out.
+        step, token, attention, context = self.prefill.constants
         size = self.block_size
-        end, part = depth * size, size / self._chunk
-        recompute = self.prefill.predict(part, size, size * (end - size / 2), part * end)
-        return recompute, link.predict(0, 1) if link is not None else inf
+        end = depth * size
+        return (step + context * end) * size / self._chunk + size * (token + attention * (end - size / 2))
 
     def seconds_lost(self, depth: int, tier: int) -> float:
         """What it costs if ``tier`` gives up the block at ``depth``, which the next one further down keeps if there is
         one."""
-        return min(self.block_seconds(depth, self.link_below(tier)))
+        recompute = self._block_recompute_seconds(depth)
+        link = self.link_below(tier) if self.tiers else None
+        return recompute if link is None else min(recompute, link.predict(0, 1))
 
 
 def make_policy(eviction: Eviction, costs: CostModel, num_blocks: int) -> EvictionPolicy:
