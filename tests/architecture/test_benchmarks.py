@@ -65,6 +65,7 @@ def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_benchmark_of_repeated_text_runs(tmp_path: Path) -> None:
     record = tmp_path / "repeats.json"
@@ -76,6 +77,7 @@ def test_the_benchmark_of_repeated_text_runs(tmp_path: Path) -> None:
     assert {row["prompt"] for row in numbers["served"]} == {"ids", "text"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
     record = tmp_path / "routing.json"
@@ -126,6 +128,7 @@ def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
     assert [one["trained"] for one in found["questions"]] == ["full attention", "both"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
     record = tmp_path / "roles.json"

@@ -24,7 +24,7 @@ def compiled(target: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", [90, 80])
+@pytest.mark.parametrize("target", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_compile_without_a_gpu(target: int) -> None:
     found = compiled(target)
     assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS
