@@ -182,8 +182,8 @@ def test_a_gateway_that_is_killed_costs_its_own_streams_alone_and_returns(stack:
     assert len(both) == 2
     prompts = [f"import os\n\nclass Number{number}:" for number in range(16)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS // 3), prompts))
-        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS // 3) for prompt in prompts]
+        expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
+        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
         while stack.metric("num_requests_running") < len(prompts):
             assert not any(stream.done() for stream in streams), "too fast: they did not run at once"
             time.sleep(0.05)
