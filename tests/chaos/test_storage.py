@@ -1,6 +1,7 @@
 """KV on a disk or in a store outlives all that computed it, and its loss costs time only: real processes."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,42 @@ async def test_a_disk_that_is_damaged_costs_time_only(tmp_path: Path, harm: Call
             while not cluster.metric("storage_errors_total"):
                 await asyncio.sleep(0.1)
         assert cluster.metric("request_success_total", finished_reason="error") == 0
+
+
+SLOW_DISK = """
+import os
+import time
+
+def _slowly(call):
+    def slow(*arguments):
+        if os.path.exists({flag!r}):
+            time.sleep(0.5)
+        return call(*arguments)
+    return slow
+
+os.preadv, os.writev = _slowly(os.preadv), _slowly(os.writev)
+"""
+"""Run by every process that has it on its path when it starts. Each block of the disk cache is one call."""
+
+
+@pytest.mark.timeout(240)
+async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_path: Path) -> None:
+    options = (*BLOCKS, f"--disk-cache={tmp_path / 'cache'}")
+    with running(Cluster(tmp_path / "one", scheduler_options=SWAP, executor_options=options), 1) as cluster:
+        expected = await serve_all(cluster)
+        await written(cluster, sum(tokens // 16 for _, tokens, _ in expected))
+    flag = tmp_path / "slow"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.format(flag=str(flag)))
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    with running(Cluster(tmp_path / "two", executor_options=options), 0) as cluster:
+        cluster.start_executor("slow", environment={"PYTHONPATH": path})
+        await asyncio.to_thread(cluster.wait_ready, 1, 60.0)  # it has measured the disk
+        flag.touch()
+        found = await serve_all(cluster)
+        assert [text for text, *_ in found] == [text for text, *_ in expected]
+        assert cluster.metric("request_success_total", finished_reason="error") == 0
+        assert cluster.metric("recoveries_total", method="load", source="disk") > 0, "nobody knew yet"
+        assert cluster.metric("recoveries_total", method="recompute", source="disk") > 0, "what is slow is computed"
 
 
 @pytest.mark.timeout(240)
