@@ -155,7 +155,7 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        del self._pool, self._mover
+        del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
         self._engine.detach()
         if self._memory is not None:
             self._memory.free()
