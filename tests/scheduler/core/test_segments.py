@@ -80,6 +80,25 @@ def test_a_peer_has_less_than_the_own_host_and_is_faster() -> None:
     serve(*fetcher, segmented(prompt, ranges))
 
 
+@pytest.mark.parametrize("fetch_block", [1e-5, 1.0])
+def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
+    """Its prefix comes from there with the segments in their places, so nobody computes them, unless that is faster."""
+    costs = Costs(step=1e-4, token=1e-3, fetch_setup=1e-5, fetch_block=fetch_block)
+    holder, fetcher = nodes(2, costs, {"num_blocks": 100})
+    prompt, ranges = [*ROOT, *SECOND, *THIRD, *range(40, 48)], [(8, 48), (48, 68)]
+    first = serve(*holder, segmented(prompt, ranges))
+    turn = [*prompt, *first.sequences[0].output_token_ids, *range(60, 70)]
+    following = serve(*fetcher, segmented(turn, ranges))
+    fetched = fetch_block < 1
+    assert fetcher[0].segments.num_requests == (0 if fetched else 2)
+    assert following.num_cached_tokens >= (len(prompt) // 4 * 4 if fetched else 0)
+    assert not list(fetcher[0].recoveries.prefetches)
+    elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
+    holder[0].release_all()
+    holder[0].recoveries.directory.peers.clear()  # type: ignore[union-attr]
+    serve(*fetcher, elsewhere)
+
+
 def test_what_a_draining_executor_leaves_is_computed_elsewhere() -> None:
     """The copy of a prefix has marked tokens and no segments: what is not fetched is neither moved nor computed, and is
     cached under the name of what should be there."""

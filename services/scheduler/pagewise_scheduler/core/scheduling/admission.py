@@ -70,6 +70,11 @@ class Admission:
             return None
         return self.next(room, oldest_step, watermark, favoured)  # the queue is not what it was a moment ago
 
+    def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
+        """What a sequence that waits would begin with now, and how many tokens of it need no segments."""
+        found = self._find(sequence)
+        return self._longest_prefix(sequence), self._num_cached(found)
+
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
         if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):

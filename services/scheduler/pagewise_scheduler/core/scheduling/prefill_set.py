@@ -10,6 +10,7 @@ from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.remote_tier import PeerTiers
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
@@ -63,6 +64,21 @@ class PrefillSet:
         """All requests leave; those on rows have left them."""
         self.segments.clear()
         self.shares.clear()
+
+    def arrive(self, sequence: Sequence) -> None:
+        """A sequence waits from now on.
+
+        If a peer has a prefix of it with segments in their places, and their originals are not here, that prefix is
+        fetched before the sequence starts, where it is expected to take less time than computing: otherwise the
+        sequence would wait for originals that it then does not need.
+        """
+        self._waiting.push(sequence)
+        if not sequence.request.segments:
+            return
+        prefix, start = self._admission.cached_prefix(sequence)
+        plan = self._recoveries.choose(prefix, 1.0, sequence)
+        if isinstance(plan.source, PeerTiers) and plan.method != "recompute" and self.segments.lacks(sequence, start):
+            self._recoveries.prefetches.want(sequence, plan.end * self._kv.block_size)
 
     def make_room(self) -> bool:
         """Let sequences that wait give up what they hold, because nothing can go on; whether they held anything."""

@@ -147,7 +147,7 @@ class Scheduler:
                 sequence.table = self.kv.new_table(request.cache_salt)
                 sequence.last_step = 0
                 sequence.path.clear()
-                self.waiting.push(sequence)
+                self._prefilling.arrive(sequence)
         self._beam_groups.begin(request)
 
     def abort(self, request_id: str) -> list[Sequence]:

@@ -138,10 +138,7 @@ class Segments:
         ``room``: free blocks; if the sequence with all of them takes more, nothing is done. Returns whether all are
         there.
         """
-        draft = self._draft  # who is next asks again in each step, until there is room
-        if draft is None or draft[:2] != (sequence, start):
-            draft = self._draft = sequence, start, self._originals(sequence, start)
-        prepared = draft[2]
+        prepared = self._drafted(sequence, start)
         last, root = self._root(sequence, prepared)
         references = self._kv.pool.references
         more = len(prepared.root)
@@ -157,6 +154,21 @@ class Segments:
             original.found = self._hold(prepared, original, last, root)
         self._go_on(sequence, prepared)
         return all(original.found for original in prepared.distinct)
+
+    def lacks(self, sequence: Sequence, start: int) -> bool:
+        """Whether a sequence whose first ``start`` tokens are cached needs originals that are not on the device."""
+        if not _needed(sequence, start):
+            return False
+        prepared = self._drafted(sequence, start)
+        last, _ = self._root(sequence, prepared)
+        return any(self._on_device(last, original) is None for original in prepared.distinct)
+
+    def _drafted(self, sequence: Sequence, start: int) -> _Prepared:
+        """Made once for who asks in each step, until there is room."""
+        draft = self._draft
+        if draft is None or draft[:2] != (sequence, start):
+            draft = self._draft = sequence, start, self._originals(sequence, start)
+        return draft[2]
 
     def _originals(self, sequence: Sequence, start: int) -> _Prepared:
         size, prompt, needed = self._kv.block_size, sequence.request.prompt_token_ids, _needed(sequence, start)
