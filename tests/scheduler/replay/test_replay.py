@@ -71,6 +71,19 @@ def test_the_other_formats(tmp_path: Path) -> None:
     assert not set(requests[0].blocks) & set(requests[3].blocks), "ids are a session's own"
 
 
+def test_beladys_rule_keeps_what_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if block 0, whose tokens might be those of outputs, begins every prompt: as in Mooncake's conversations."""
+    rows = [(n, 2100, 600, [0, *range(10 * (n % 6) + 1, 10 * (n % 6) + 4)]) for n in range(60)]
+    path = mooncake(tmp_path / "t.jsonl", rows)
+    found = {
+        eviction: replayed(capsys, path, "--kv-tokens", 7000, "--cache-only", "--eviction", eviction)["hit_rate"]
+        for eviction in ("lru", "cost", "belady")
+    }
+    rates = {eviction: rate["of_trace_blocks"] for eviction, rate in found.items()}
+    assert rates["belady"] > 0.5 > rates["lru"]
+    assert rates["belady"] >= rates["cost"]
+
+
 @pytest.mark.parametrize(
     "text", ["", "a,b\n1,2\n", '{"x": 1}\n', '{"timestamp": 1, "input_length": 2}\n', "{not json\n"]
 )

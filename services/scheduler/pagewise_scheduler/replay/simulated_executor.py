@@ -8,8 +8,9 @@ from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
 
-SAMPLED = 0
-"""The token that is sampled everywhere."""
+SAMPLED = 1 << 30
+"""The token that is sampled everywhere. It is the id of no block of a trace: Belady's rule knows blocks by their
+tokens, and outputs are never used again."""
 
 Event = StepResult | Copied | int | None
 """What happens to an executor: results come, copies are done, the request of that index arrives, blocks come back."""
