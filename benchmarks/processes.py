@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ HOST_MEMORY = "16MiB"
 """Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
 
 _LOOPBACK = "127.0.0.1"
+_PORTS = range(16_384, 32_768)
+"""Below those of Linux for sockets that ask for any port."""
 
 
 def get(url: str, seconds: float = 10.0, key: str = "") -> Any:
@@ -52,9 +55,15 @@ def answers(url: str) -> bool:
 
 
 def free_port(address: str = _LOOPBACK) -> int:
-    """A TCP port that nobody listens on."""
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
+    """A TCP port that nobody listens on.
+
+    It is none of those that the kernel gives to whoever asks for any, so it stays free while the process whose port it
+    is ends and starts again.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.create_server((address, port)):
+            return port
 
 
 _SPAWNER = ThreadPoolExecutor(1, "spawner")

@@ -15,11 +15,6 @@ Start = Callable[..., Callable[[], None]]
 """Starts a server on a port, with options; returns what stops it."""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def wait_for(port: int) -> None:
     for _ in range(200):
         try:

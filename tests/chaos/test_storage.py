@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
-from benchmarks.processes import Cluster, running
+from benchmarks.processes import Cluster, free_port, running
 from tests.chaos.prompts import complete, prompt
-from tests.redis_servers import REAL, free_port, start_fake, start_real
+from tests.redis_servers import REAL, start_fake, start_real
 
 BLOCKS = ("--num-blocks=400",)
 SWAP = ("--recovery=swap",)

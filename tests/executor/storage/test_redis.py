@@ -12,8 +12,9 @@ from pagewise_executor.storage import redis as redis_module
 from pagewise_executor.storage.redis import RedisStorage
 from pagewise_shared.errors import ConfigError
 
+from benchmarks.processes import free_port
 from tests.executor.storage.names import BLOCK_BYTES, content, empty, name_of, prefix
-from tests.redis_servers import SERVERS, Start, free_port, real_only, start_fake, start_real
+from tests.redis_servers import SERVERS, Start, real_only, start_fake, start_real
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pagewise_executor.storage.wipe import main
 from pagewise_shared.block_hash import BlockName, root_hash
 from pagewise_shared.protocol import pack_int32s
 
+from benchmarks.processes import free_port
 from tests.executor.storage.names import BLOCK_BYTES, content
-from tests.redis_servers import free_port, start_fake
+from tests.redis_servers import start_fake
 
 MODELS = ("0123", "0123-4096")
 SALTS = (None, "key:alice", "key:alice/other", "key:bob")
