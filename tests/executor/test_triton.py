@@ -123,8 +123,9 @@ def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> 
     return found
 
 
+@pytest.mark.long  # tests/kernels has the same of the kernels alone
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_deterministic_results_are_the_same_bits_whatever_else_runs(
     family: str, tmp_path: Path, device: torch.device
 ) -> None:
