@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
 from pagewise_shared.protocol import RowFailure
 
 from pagewise_executor.structured.masks import forbidden_tokens
