@@ -96,7 +96,7 @@ class FakeScheduler:
         step_seconds: time between two rounds. tokens_per_round: of each stream.
         silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
             are not told that they may run.
-        heartbeat_ms: as in the welcome.
+        heartbeat_ms: as in the welcome. no_grammars: of the fleet.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument. queries: what was asked for.
         keys: public and secret key, if connections are encrypted.
@@ -109,13 +109,14 @@ class FakeScheduler:
     refuse_after: int = 0
     refuse_gateways: str | None = None
     fail_after: int | None = None
-    fail_kind: Literal["internal", "unavailable"] = "internal"
+    fail_kind: Literal["internal", "unavailable", "invalid"] = "internal"
     step_seconds: float = 0.0
     tokens_per_round: int = 1
     silent: bool = False
     mute: bool = False
     paused: bool = False
     heartbeat_ms: int = 200
+    no_grammars: str = ""
     submits: list[Submit] = field(default_factory=list)
     hellos: list[GatewayHello] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -201,7 +202,8 @@ class FakeScheduler:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _fleet(self, epoch: int) -> FleetState:
-        return FleetState(epoch, self.ready, self.max_model_len, self.vocab_size if self.max_model_len else 0)
+        vocab_size = self.vocab_size if self.max_model_len else 0
+        return FleetState(epoch, self.ready, self.max_model_len, vocab_size, self.no_grammars)
 
     async def _send(self, identity: bytes, message: Message | bytes) -> None:
         frame = message if isinstance(message, bytes) else encode(message)

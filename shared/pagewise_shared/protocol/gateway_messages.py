@@ -224,12 +224,14 @@ class FleetState(Message, frozen=True):
         ready_executors: executors that take work now.
         max_model_len: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet.
         vocab_size: of the model; 0: not known yet.
+        no_grammars: why no output can be made to match a grammar; empty: some executor can.
     """
 
     epoch: int
     ready_executors: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
+    no_grammars: str = ""
 
 
 class GatewayWelcome(Message, frozen=True):
@@ -279,13 +281,14 @@ class StreamFinished(Piece, frozen=True):
 
 
 class PromptFailed(Piece, frozen=True):
-    """What was to be generated from a prompt failed on our side after it was accepted.
+    """What was to be generated from a prompt failed after it was accepted.
 
-    ``stream``: the prompt's first stream. ``kind``: "internal", or "unavailable" if no executor came that could run it.
+    ``stream``: the prompt's first stream. ``kind``: "internal", "unavailable" if no executor came that could run it, or
+    "invalid" if its grammar makes no sense with the model's tokenizer.
     """
 
     stream: int
-    kind: Literal["internal", "unavailable"]
+    kind: Literal["internal", "unavailable", "invalid"]
     message: str
 
 

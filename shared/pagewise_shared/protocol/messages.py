@@ -103,6 +103,7 @@ class Hello(Message, frozen=True):
             but cannot compute this model, or have not been built for this processor.
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
+        no_grammars: why outputs cannot be made to match a grammar; empty: they can.
     """
 
     protocol_major: int
@@ -129,6 +130,7 @@ class Hello(Message, frozen=True):
     storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     no_segments: str = ""
     role: str = "both"
+    no_grammars: str = ""
 
 
 class NamedBlocks(Piece, frozen=True):

@@ -34,6 +34,7 @@ from pagewise_gateway.http.responses import (
 from pagewise_gateway.http.schema import ChatRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
 from pagewise_gateway.http.sse import EventTemplate, event
+from pagewise_gateway.http.structured import request_grammar
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -56,6 +57,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
+        grammar=await request_grammar(service, body, capacity, request[CLIENT].name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )

@@ -121,7 +121,7 @@ class SchedulerLink:
         fleet = self._fleet
         if not fleet.max_model_len:
             return None
-        return Capacity(fleet.max_model_len, fleet.vocab_size)
+        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars)
 
     async def wait_for_capacity(self) -> Capacity:
         """Return the limits of the fleet. A gateway that has never been told of any waits for a scheduler, as long as
@@ -258,7 +258,8 @@ class SchedulerLink:
                     self._fleet = message
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
                     known = self._fleet
-                    self._fleet = FleetState(message.epoch, 0, known.max_model_len, known.vocab_size)
+                    limits = known.max_model_len, known.vocab_size, known.no_grammars
+                    self._fleet = FleetState(message.epoch, 0, *limits)
             case QueryAnswer():
                 if (answer := self._queries.get(message.number)) is not None and not answer.done():
                     answer.set_result(message)

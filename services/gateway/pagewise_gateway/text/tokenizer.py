@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import tokenizers
+from pagewise_shared.end_tokens import end_token_ids, read_json, token_text, tokenizer_settings
 from pagewise_shared.errors import ModelError
 
 from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
@@ -107,14 +108,14 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{file} cannot be read: {error}") from error
-        settings = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
-        special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
+        settings = tokenizer_settings(path)
+        special = {name: text for name in _SPECIAL_TOKENS if (text := token_text(settings.get(name))) is not None}
         template = _chat_template(path, settings)
         if template is not None:
             _renderer()  # imported now and not with the first request, because it takes half a second
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(path, backend, special.get("eos_token")),
+            eos_token_ids=end_token_ids(path, backend.token_to_id),
             chat_template=template,
             special_tokens=special,
         )
@@ -242,21 +243,6 @@ def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
     return flat
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     try:
@@ -264,19 +250,8 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
             return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-    template = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    template = settings.get("chat_template") or read_json(path / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several templates by name; the one for plain chat is called "default"
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     return template if isinstance(template, str) else None
-
-
-def _eos_token_ids(path: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
-    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
-        found.add(token_id)
-    return frozenset(found)
