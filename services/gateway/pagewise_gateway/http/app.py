@@ -17,6 +17,7 @@ from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
+from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
@@ -72,7 +73,7 @@ def create_app(
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
     Raises:
-        ConfigError: the API keys cannot be read.
+        ConfigError: the API keys cannot be read, or options of conversations contradict each other.
     """
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
     if config.log_requests:
@@ -86,6 +87,7 @@ def create_app(
         tokenizer,
         metrics,
         limits,
+        ChatFormats(config, tokenizer),
         config.write_timeout,
         body_memory=memory,
         answer_memory=answers,

@@ -6,6 +6,7 @@ Such a field is refused by name, unless its value asks for nothing: SDKs and fro
 from typing import Any
 
 from pagewise_gateway.http.errors import UnsupportedParameterError
+from pagewise_gateway.http.schema import ChatMessage
 
 # Field -> values that ask for nothing. Null always counts as one.
 _FIELDS: dict[str, tuple[Any, ...]] = {
@@ -13,6 +14,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
+    "include_reasoning": (True, False),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -35,7 +37,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True, False),
     "kv_transfer_params": (),
     "logits_processors": (),
     "media_io_kwargs": (),
@@ -54,11 +55,7 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 
@@ -97,15 +94,15 @@ def _drop(
     return kept
 
 
-_MESSAGE_KNOWN = frozenset({"role", "content", "name"})
+_MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
 
 
 def _drop_in_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
     place = f"messages[{index}]"
-    if message.get("role") in ("tool", "function"):
-        raise UnsupportedParameterError(f"{place}: messages of role {message['role']} are not supported", place)
+    if message.get("role") == "function":
+        raise UnsupportedParameterError(f"{place}: messages of role function are not supported; tool is", place)
     kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{place}.")
     if isinstance(parts := kept.get("content"), list):
         for i, part in enumerate(parts):
@@ -115,6 +112,4 @@ def _drop_in_message(message: Any, index: int) -> Any:
                     f"{place}.content[{i}]: parts of type {kind} are not supported: only text is",
                     f"{place}.content[{i}]",
                 )
-    elif "content" not in kept and kept.get("role") == "assistant":
-        kept["content"] = ""  # SDKs send back messages of the assistant as they got them, with a null content
     return kept

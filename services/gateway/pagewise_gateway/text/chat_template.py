@@ -91,12 +91,11 @@ class ChatTemplate:
 
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
-        function = {"name": "probe_name", "arguments": '{"probe_key": 1}'}
-        if not dialect.arguments_as_text:
-            function |= {"arguments": {"probe_key": 1}}  # type: ignore[dict-item]
+        arguments = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
+        function = {"name": "probe_name", "arguments": arguments}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         content = "" if dialect.empty_content else None
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "probe"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
             {"role": "tool", "content": "probe", "tool_call_id": "abcdefghi", "name": "probe_name"},

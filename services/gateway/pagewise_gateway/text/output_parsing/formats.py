@@ -112,6 +112,13 @@ class OutputFormat:
         """Texts that the parser has to see, special tokens or not."""
         return self.template.delimiters + (self.tools.inner if self.tools is not None else ())
 
+    def last_border(self, message: str) -> str:
+        """Return what opened or closed the reasoning last in the beginning of a message; an empty text: nothing did."""
+        if self.reasoning is None:
+            return ""
+        last = max((self.reasoning.opening, self.reasoning.closing), key=message.rfind)
+        return last if last in message else ""
+
 
 _made: dict[tuple[str | None, str | None], OutputFormat] = {}
 

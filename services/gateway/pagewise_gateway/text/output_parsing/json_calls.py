@@ -67,7 +67,7 @@ class JsonValue:
 
 
 class JsonCalls:
-    """Reads objects such as ``{"name": "f", "arguments": {...}}``: one, several one behind the other, or a list of them.
+    """Reads objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
     Arguments are passed on as they are written. What is no call is content. ``known``: only objects that name one of
     these tools are calls, as where nothing else tells them from an answer in JSON.

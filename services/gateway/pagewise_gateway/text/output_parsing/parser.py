@@ -17,8 +17,8 @@ class MessageParser:
     they come, but for white space at the borders of regions, which is left out; what is between regions is joined by
     line breaks. A text without regions stays as it is. No text raises an error.
 
-    ``prompt``: the end of the prompt, which may have begun a region. ``continued``: the message that the output goes on
-    with, if it begins none. ``tools``: of the request. ``parallel``: whether calls after the first one count.
+    ``prompt``: the end of the prompt, which may have begun a region. ``continued``: what ``last_border`` says of
+    the message that the output goes on with, if it begins none. ``tools``: of the request. ``parallel``: whether calls after the first one count.
     """
 
     __slots__ = (
@@ -84,7 +84,7 @@ class MessageParser:
         if reasoning is None:
             return MAIN
         if continued is not None:
-            return REASONING if continued.rfind(reasoning.opening) > continued.rfind(reasoning.closing) else MAIN
+            return REASONING if continued == reasoning.opening else MAIN
         if prompt.endswith(reasoning.closing):
             self._content.border()
             return MAIN
@@ -212,11 +212,8 @@ class _Trimmed:
         if not stripped:
             self._held.append(text)
             return
-        if self._fresh:
-            passed = ("\n" if self.begun else "") + stripped.lstrip()
-        else:
-            passed = "".join(self._held) + stripped
-        deltas.append(Delta(self._kind, passed))
+        before = ("\n" if self.begun else "") if self._fresh else "".join(self._held)
+        deltas.append(Delta(self._kind, before + (stripped.lstrip() if self._fresh else stripped)))
         self._held = [text[len(stripped) :]]
         self.begun, self._fresh = True, False
 

@@ -1,7 +1,7 @@
 """Reads tool calls that are a list of calls in Python, such as ``[f(a=1), g(b="x")]``.
 
-``ResponseParser`` has no content parser for them. The calls of Gemma 3, which has no format of its own, are written like
-this by the templates that are used with it, sometimes in a block that is fenced as ``tool_code``.
+``ResponseParser`` has no content parser for them. Gemma 3 has no format of its own; the templates that are used with it
+write calls like this, sometimes in a block that is fenced as ``tool_code``.
 """
 
 import ast
@@ -25,9 +25,9 @@ _State = Callable[["PythonicCalls", str, list[Delta]], str]
 
 
 class PythonicCalls:
-    """Reads calls of ``tools``; a text that does not begin with one is content. A call is passed on when it is whole."""
+    """Reads calls of ``tools``, each of which is passed on when it is whole. Text that begins with none is content."""
 
-    __slots__ = ("_at", "_calling", "_depth", "_parts", "_quote", "_state", "_text", "_tools")
+    __slots__ = ("_calling", "_depth", "_parts", "_quote", "_state", "_text", "_tools")
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools

@@ -62,7 +62,8 @@ class Regions:
     def __init__(self, template: RegionTemplate, region: str = MAIN) -> None:
         self._template = template
         self.region = region
-        self._start()
+        self._fed, self._pending = 0, False
+        self._parser = self._new_parser()
 
     def push(self, text: str) -> list[RegionEvent]:
         """Take text; return what is known of it now."""
@@ -70,7 +71,7 @@ class Regions:
         if quiet and not self._pending:
             return [RegionEvent("text", self.region, text)] if text else []
         if self._fed > _MOST_FED and not self._pending:
-            self._start()
+            self._fed, self._parser = 0, self._new_parser()
         self._fed += len(text)
         events = self._events(self._parser.feed(text))
         # What is held back begins a delimiter, so nothing is if none begins in this text and its end has come back.
@@ -82,11 +83,10 @@ class Regions:
         _, events = self._parser.finalize()
         return [event for event in self._events(events) if event.kind == "text"]
 
-    def _start(self) -> None:
-        self._fed, self._pending = 0, False
-        self._parser = ResponseParser(
-            self._template.response_template, prefix=_ANCHOR + self._template.openings.get(self.region, "")
-        )
+    def _new_parser(self) -> ResponseParser:
+        """A parser that is in the region where the text is."""
+        opening = self._template.openings.get(self.region, "")
+        return ResponseParser(self._template.response_template, prefix=_ANCHOR + opening)
 
     def _events(self, events: list[dict[str, Any]]) -> list[RegionEvent]:
         found = []
@@ -108,4 +108,4 @@ def _field() -> dict[str, Any]:
 
 
 def _before_any(texts: tuple[str, ...]) -> str:
-    return "(?=%s)" % "|".join(re.escape(text) for text in texts)
+    return f"(?={'|'.join(re.escape(text) for text in texts)})"
