@@ -11,7 +11,7 @@ TEXT = ["the quick brown fox jumps over the lazy dog 0123456789", "Grüße, naï
 
 
 def byte_level_backend(special: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
-    """As in GPT-2 and Llama 3; ids 0 to 2 are special, the last one is an added token that is not. ``special``: more."""
+    """As in GPT-2 and Llama 3; ids 0 to 2 and ``special`` are special, the last one is an added token that is not."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -25,7 +25,7 @@ from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequest
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.openapi import document
-from pagewise_gateway.http.params import Limits, check_model
+from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_tokenizable, encode_chat
 from pagewise_gateway.http.refused_requests import RefusedRequests
@@ -35,16 +35,18 @@ from pagewise_gateway.http.responses import (
     Health,
     Model,
     ModelList,
+    RenderResponse,
     TokenizeResponse,
     Version,
 )
 from pagewise_gateway.http.schema import (
     ALWAYS_DETOKENIZED_TOKENS,
     DETOKENIZED_CONTEXTS,
+    ChatRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.segments import Piece
+from pagewise_gateway.http.segments import Piece, check_segments
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
@@ -103,6 +105,7 @@ def create_app(
         [
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/v1/chat/completions/render", render),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.post("/tokenize", tokenize),
@@ -254,6 +257,17 @@ async def tokenize(request: web.Request) -> web.Response:
 
         strings = await service.tokenizer.off_loop(named, key)
     return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
+
+
+async def render(request: web.Request) -> web.Response:
+    """The prompt that a chat completion would have, which is not run."""
+    service, key = request.app[Service.KEY], request[CLIENT].name
+    body, _ = await read_request(request, ChatRequest)
+    check_common(body, service.limits)
+    check_segments(body)
+    service.formats.check(body)
+    encoded = await encode_chat(service, body, service.link.capacity(), key, whole_text=True)
+    return _json(RenderResponse(encoded.text, list(encoded.tokens)))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -20,6 +20,7 @@ from pagewise_gateway.http.responses import (
     Health,
     Model,
     ModelList,
+    RenderResponse,
     TokenizeResponse,
     Version,
 )
@@ -35,6 +36,12 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         CompletionResponse,
     ),
     "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
+    "/v1/chat/completions/render": (
+        "The prompt that a chat completion would have, which is not run.",
+        ChatRequest,
+        RenderResponse,
+        None,
+    ),
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
 }

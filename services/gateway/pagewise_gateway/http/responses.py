@@ -202,6 +202,13 @@ class TokenizeResponse(Struct):
     token_strs: list[str] | None = None
 
 
+class RenderResponse(Struct):
+    """Answer of ``/v1/chat/completions/render``: what the chat template makes of a conversation, and its tokens."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+
+
 class DetokenizeResponse(Struct):
     """Answer of ``/detokenize``."""
 

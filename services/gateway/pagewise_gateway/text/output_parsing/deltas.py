@@ -1,5 +1,6 @@
 """What a parser makes of the text of an output: deltas, and the message that they add up to."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -75,6 +76,25 @@ class CallReader(Protocol):
 
     def finish(self, closed: bool) -> list[Delta]:
         """Return what is left. ``closed``: the region has ended, and not the text inside of it."""
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON. Half of a surrogate pair, which no encoding has, stays an escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _encodable(text) else json.dumps(value)
+
+
+def as_text(value: object) -> str:
+    """Return a value if it is a text that can be encoded, else an empty one."""
+    return value if isinstance(value, str) and _encodable(value) else ""
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
@@ -101,12 +101,12 @@ class GlmCall:
         self._string = self._tools.types(self._name, self._key) == {"string"}
         before, quote = ", " if self._num_arguments else "{", '"' if self._string else ""
         self._num_arguments += 1
-        self._pass_on(f"{before}{_json(self._key)}: {quote}", deltas)
+        self._pass_on(f"{before}{as_json(self._key)}: {quote}", deltas)
         self._next(GlmCall._in_value, _VALUE_END)
 
     def _in_value(self, text: str, ended: bool, deltas: list[Delta]) -> None:
         if self._string:
-            self._pass_on(_json(text)[1:-1] + ('"' if ended else ""), deltas)
+            self._pass_on(as_json(text)[1:-1] + ('"' if ended else ""), deltas)
         else:
             self._parts.append(text)
             if ended:
@@ -127,12 +127,8 @@ class GlmCall:
         try:
             value = json.loads(text)
         except ValueError:
-            return _json(text)
+            return as_json(text)
         types = self._tools.types(self._name, self._key)
         if "string" in types and not isinstance(value, str) and not (value is None and "null" in types):
-            return _json(text)
-        return _json(value)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+            return as_json(text)
+        return asas_json(value)

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_text
 
 _MOST_KEY = 256
 """Characters of the longest name of a member; what is longer is no call."""
@@ -177,8 +177,8 @@ class JsonCalls:
         if self._key == "name" and not self._called:
             self._name(value, deltas)
         elif self._key in ("arguments", "parameters") and not self._arguments:
-            decoded = _decoded(value)  # some models write them as a string
-            self._pass_on("{}" if value == "null" else decoded if isinstance(decoded, str) else value, deltas)
+            decoded = as_text(_decoded(value))  # some models write them as a string
+            self._pass_on("{}" if value == "null" else decoded or value, deltas)
             self._arguments = True
         return end
 
@@ -213,8 +213,8 @@ class JsonCalls:
             self._raw.append(text)
 
     def _name(self, value: str, deltas: list[Delta]) -> None:
-        name = _decoded(value)
-        if not isinstance(name, str) or not name or (self._known is not None and name not in self._known):
+        name = as_text(_decoded(value))
+        if not name or (self._known is not None and name not in self._known):
             self._state = JsonCalls._broken
             return
         self._called, self._found, self._raw = True, True, []

@@ -4,6 +4,7 @@ import re
 
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, DeltaKind, Tools
 from pagewise_gateway.text.output_parsing.formats import CALL, HEADER, REASONING, OutputFormat
+from pagewise_gateway.text.output_parsing.json_calls import JsonValue
 from pagewise_gateway.text.output_parsing.regions import MAIN, RegionEvent, Regions
 
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
@@ -17,8 +18,9 @@ class MessageParser:
     they come, but for white space at the borders of regions, which is left out; what is between regions is joined by
     line breaks. A text without regions stays as it is. No text raises an error.
 
-    ``prompt``: the end of the prompt, which may have begun a region. ``continued``: what ``last_border`` says of
-    the message that the output goes on with, if it begins none. ``tools``: of the request. ``parallel``: whether calls after the first one count.
+    ``prompt``: the end of the prompt, which may have begun a region. ``continued``: what ``OutputFormat.last_border``
+    says of the message that the output goes on with, if it begins none. ``tools``: of the request. ``parallel``:
+    whether calls after the first one count.
     """
 
     __slots__ = (
@@ -51,7 +53,7 @@ class MessageParser:
         self._parallel = parallel
         self._content, self._reasoning = _Trimmed("content", False), _Trimmed("reasoning", True)
         self._reader: CallReader | None = None
-        self._header = ""
+        self._header: list[str] = []
         self._kind: DeltaKind = "content"  # of the text that is in no region
         self._opening: str | None = None  # what has come of an opening that the output need not have
         self._regions = Regions(output_format.template, self._first_region(prompt.rstrip(), continued))
@@ -71,8 +73,9 @@ class MessageParser:
             self._take(event, deltas)
         self._end_calls(False, deltas)
         self._no_opening(deltas)
-        if in_header and not self.num_calls and "<|channel|>" not in self._header:
-            self._content.push(self._header, deltas)
+        header = "".join(self._header)
+        if in_header and not self.num_calls and "<|channel|>" not in header:
+            self._content.push(header, deltas)
         self._content.finish(deltas)
         return deltas
 
@@ -102,7 +105,7 @@ class MessageParser:
         elif region == REASONING:
             self._think(text, deltas)
         elif region == HEADER:
-            self._header += text
+            self._header.append(text)
         elif self._reader is not None:
             self._add(self._reader.push(text), deltas)
         elif region == MAIN:
@@ -118,18 +121,19 @@ class MessageParser:
         if event.region == CALL and event.kind == "open" and self._format.tools is not None:
             self._reader = self._format.tools.reader(self._tools)
         elif event.region == HEADER and event.kind == "open":
-            self._header = ""
+            self._header = []
         elif event.region == HEADER:
             self._read_header(deltas)
 
     def _read_header(self, deltas: list[Delta]) -> None:
         """What follows in a text of gpt-oss: a call, reasoning, or content."""
-        if (recipient := _RECIPIENT.search(self._header)) is not None:
+        header = "".join(self._header)
+        if (recipient := _RECIPIENT.search(header)) is not None:
             self._reader = _Arguments()
             self._add([Delta("call", recipient[1])], deltas)
         else:
-            channel = _CHANNEL.match(self._header)
-            hidden = "to=" in self._header or (channel is not None and channel[1] == "analysis")
+            channel = _CHANNEL.match(header)
+            hidden = "to=" in header or (channel is not None and channel[1] == "analysis")
             self._kind = "reasoning" if hidden else "content"
 
     def _main(self, text: str, deltas: list[Delta]) -> None:
@@ -180,18 +184,26 @@ class MessageParser:
 
 
 class _Arguments:
-    """Reads the arguments of one call, which are all of a region."""
+    """Reads the arguments of one call, which are all of a region, up to the end of the object that they are."""
 
-    __slots__ = ("_some",)
+    __slots__ = ("_ended", "_some", "_value")
 
     def __init__(self) -> None:
-        self._some = False
+        self._some = self._ended = False
+        self._value = JsonValue()
 
     def push(self, text: str) -> list[Delta]:
+        """Take text; return what is new."""
+        text = text if self._some else text.lstrip()
+        if not text or self._ended:
+            return []
         self._some = True
-        return [Delta("arguments", text)]
+        end = self._value.end(text, 0)
+        self._ended = end >= 0
+        return [Delta("arguments", text[:end] if self._ended else text)]
 
     def finish(self, closed: bool) -> list[Delta]:
+        """Return what is left: the arguments of a call that has none."""
         return [Delta("arguments", "{}")] if closed and not self._some else []
 
 

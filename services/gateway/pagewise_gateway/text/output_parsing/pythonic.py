@@ -5,13 +5,12 @@ write calls like this, sometimes in a block that is fenced as ``tool_code``.
 """
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
 
 _BEGIN = re.compile(r"(?:```(?:tool_code|python)?\s*)?\[?\s*([A-Za-z_][\w.-]*)\(")
 _MOST_BEGIN = 256
@@ -145,7 +144,7 @@ def _arguments(written: str) -> str:
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("a call with arguments that have no names")
     values = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    return as_json(values)
 
 
 _WORDS = {"true": True, "false": False, "null": None}

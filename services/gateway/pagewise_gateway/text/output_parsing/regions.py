@@ -43,7 +43,7 @@ class RegionTemplate:
             close = {"close": closing} if closing else {"close_pattern": "" if closing == "" else _before_any(opening)}
             fields[name] = _field() | {"open": list(opening)} | close
         self.response_template = load_response_template({"start_anchor": _ANCHOR, "fields": fields})
-        self.openings = {name: opening[0] for name, (opening, _) in regions.items()}
+        self.regions = regions
         delimiters = [text for opening, closing in regions.values() for text in (*opening, closing or "") if text]
         self.delimiters = tuple(dict.fromkeys(delimiters))
         first = "".join(sorted({re.escape(text[0]) for text in delimiters}))
@@ -54,57 +54,73 @@ class Regions:
     """Tells which region each piece of a text belongs to.
 
     The events do not depend on how the text is cut into pieces, but for how many events of text there are. Characters
-    that may begin a delimiter are held back. ``region``: the region that the text begins in.
+    that may begin a delimiter are held back. ``region``: the region that the text is in.
     """
 
-    __slots__ = ("_fed", "_parser", "_pending", "_template", "region")
+    __slots__ = ("_fed", "_held", "_parser", "_template", "region")
 
     def __init__(self, template: RegionTemplate, region: str = MAIN) -> None:
         self._template = template
         self.region = region
-        self._fed, self._pending = 0, False
+        self._held = ""  # what the parser holds back
+        self._fed = 0
         self._parser = self._new_parser()
 
     def push(self, text: str) -> list[RegionEvent]:
         """Take text; return what is known of it now."""
-        quiet = self._template.begins_delimiter.search(text) is None
-        if quiet and not self._pending:
+        if self._settled() and self._template.begins_delimiter.search(text) is None:
             return [RegionEvent("text", self.region, text)] if text else []
-        if self._fed > _MOST_FED and not self._pending:
-            self._fed, self._parser = 0, self._new_parser()
-        self._fed += len(text)
-        events = self._events(self._parser.feed(text))
-        # What is held back begins a delimiter, so nothing is if none begins in this text and its end has come back.
-        self._pending = not (quiet and events and events[-1].kind == "text" and events[-1].text.endswith(text))
+        events: list[RegionEvent] = []
+        for start in range(0, len(text), _MOST_FED):  # each search of the parser goes through all that it was fed
+            self._feed(text[start : start + _MOST_FED], events)
         return events
 
     def finish(self) -> list[RegionEvent]:
         """Return what was held back. No more text comes; the region that is open ends without a close."""
-        _, events = self._parser.finalize()
-        return [event for event in self._events(events) if event.kind == "text"]
+        _, told = self._parser.finalize()
+        events: list[RegionEvent] = []
+        self._add(told, self._held, events)
+        return [event for event in events if event.kind == "text"]
+
+    def _settled(self) -> bool:
+        """Whether the parser holds nothing back, and is not about to leave a region that ends at once."""
+        return not self._held and self._template.regions.get(self.region, ((), None))[1] != ""
+
+    def _feed(self, text: str, events: list[RegionEvent]) -> None:
+        if self._fed > _MOST_FED and self._settled():
+            self._fed, self._parser = 0, self._new_parser()
+        self._fed += len(text)
+        self._add(self._parser.feed(text), self._held + text, events)
+
+    def _add(self, told: list[dict[str, Any]], text: str, events: list[RegionEvent]) -> None:
+        """Add events of the parser, which are about the beginning of ``text``; the rest is held back."""
+        at = 0
+        for event in told:
+            kind, region = event["type"], event["field"]
+            opening, closing = self._template.regions.get(region, ((), None))
+            if kind == "region_chunk":
+                events.append(RegionEvent("text", region, event["text"]))
+                at += len(event["text"])
+            elif region == MAIN:
+                continue
+            elif kind == "region_open":
+                self.region = region
+                events.append(RegionEvent("open", region))
+                at += max(len(each) for each in opening if text.startswith(each, at))
+            else:
+                self.region = MAIN
+                events.append(RegionEvent("close", region))
+                at += len(closing) if closing and text.startswith(closing, at) else 0
+        self._held = text[at:]
 
     def _new_parser(self) -> ResponseParser:
         """A parser that is in the region where the text is."""
-        opening = self._template.openings.get(self.region, "")
+        opening = self._template.regions[self.region][0][0] if self.region != MAIN else ""
         return ResponseParser(self._template.response_template, prefix=_ANCHOR + opening)
-
-    def _events(self, events: list[dict[str, Any]]) -> list[RegionEvent]:
-        found = []
-        for event in events:
-            kind, region = event["type"], event["field"]
-            if kind == "region_chunk":
-                found.append(RegionEvent("text", region, event["text"]))
-            elif region != MAIN and kind == "region_open":
-                self.region = region
-                found.append(RegionEvent("open", region))
-            elif region != MAIN:
-                self.region = MAIN
-                found.append(RegionEvent("close", region))
-        return found
 
 
 def _field() -> dict[str, Any]:
-    return {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+    return {"content": "text", "content_args": {"strip": False}, "repeats": True}
 
 
 def _before_any(texts: tuple[str, ...]) -> str:
