@@ -131,4 +131,4 @@ class GlmCall:
         types = self._tools.types(self._name, self._key)
         if "string" in types and not isinstance(value, str) and not (value is None and "null" in types):
             return as_json(text)
-        return asas_json(value)
+        return as_json(value)
