@@ -13,12 +13,15 @@ MAX_STOP_IDS = 1024
 """Maximum number of tokens that end a sequence: those of a request, and those of the model."""
 MAX_LOGIT_BIASES = 1024
 """Maximum number of tokens with a bias."""
-MAX_BAD_SEQUENCES = 256
-"""Maximum number of token sequences that may not be completed: two for each bad word of a request."""
+MAX_BAD_SEQUENCES = 320
+"""Maximum number of token sequences that may not be completed: two for each bad word of a request, and the ends of a
+model's output."""
 MAX_BAD_TOKENS = 16_384
 """Maximum number of tokens in them together."""
 MAX_ALLOWED_BYTES = 2 * 1024 * 1024
 """Maximum size of the bitmap of allowed tokens, whatever the vocabulary."""
+MAX_GRAMMAR_BYTES = 262_144
+"""Maximum size of a grammar, as UTF-8: about that of a JSON schema with 5,000 properties."""
 
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
@@ -110,6 +113,10 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
         prompt_logprobs: the same for prompt tokens.
         constraints: what is forbidden or favoured in the vocabulary. In a plan it is None, and the sequence names one
             of the plan's ``constraints``.
+        grammar: what the output has to match, in the form in which llguidance serialises grammars; empty: anything.
+            Where the grammar allows only tokens that something else here forbids, the grammar decides.
+        beam: the sequence is a hypothesis of a beam search, so the reported alternatives are its continuations: those
+            that the grammar does not allow have a log-probability of minus infinity.
     """
 
     temperature: float = 1.0
@@ -125,6 +132,8 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraints: TokenConstraints | None = None
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    beam: bool = False
 
 
 class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -1,10 +1,10 @@
 """A step whose kernels have been issued, and its result once the device has finished it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from pagewise_shared.protocol import PromptLogprobs, StepPlan, StepResult
+from pagewise_shared.protocol import PromptLogprobs, RowFailure, StepPlan, StepResult
 
 from pagewise_executor.input_batch import SequenceState
 from pagewise_executor.sampling.logprobs import LogprobsTensors
@@ -15,7 +15,8 @@ class IssuedStep:
     """A step that may still be running on the device.
 
     ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
-    end of the step on the device; on the CPU the step is over, and took ``seconds``.
+    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: indices of sequences
+    that cannot go on, and why.
     """
 
     plan: StepPlan
@@ -25,6 +26,7 @@ class IssuedStep:
     prompt_logprobs: list[tuple[int, LogprobsTensors]]
     seconds: float
     events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
+    failures: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -48,4 +50,5 @@ class IssuedStep:
             logprobs=self.logprobs.report() if self.logprobs is not None else (),
             prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
             elapsed_us=int(seconds * 1e6),
+            failures=tuple(RowFailure(index, reason) for index, reason in self.failures),
         )

@@ -43,6 +43,8 @@ from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, Trit
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 from pagewise_executor.storage.storages import Storages, make_storages
+from pagewise_executor.structured.loading import load_grammars
+from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class ModelRunner:
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
+        self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size)
         self._choose_engine(config, loaded)
         self._tiers: dict[int, Tier] = {}
         self._storages = Storages()
@@ -143,6 +146,7 @@ class ModelRunner:
             kernels=loaded.kernels,
             fallback=loaded.fallback,
             no_segments=loaded.no_segments,
+            no_grammars=self._no_grammars,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -214,6 +218,8 @@ class ModelRunner:
         if self._peers is not None:
             self._peers.close()
         self._storages.close()
+        if self._grammars is not None:
+            self._grammars.close()
         for tier in self._tiers.values():
             tier.close()
 
@@ -239,6 +245,7 @@ class ModelRunner:
             ConstraintTables(self.info.vocab_size, self._device),
             self._compute_logprobs,
             self._device,
+            StructuredRows(self._grammars, self.info.no_grammars, self.info.vocab_size, self._device),
         )
 
     @torch.inference_mode()
@@ -280,7 +287,7 @@ class ModelRunner:
             assert done is not None
             events = (start, done)
         seconds = time.perf_counter() - began
-        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events)
+        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures())
 
     def _choose_engine(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
         """Choose what computes logits, samples, and runs decode steps."""

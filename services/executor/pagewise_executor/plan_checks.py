@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pagewise_shared.block_hash import unpack_names
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, NewSequence, StepPlan
-from pagewise_shared.sampling import SamplingParams, TokenConstraints
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
 from pagewise_executor.block_copies import CopyJob, Pairs
 
@@ -46,6 +46,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidPlanError: a token is outside the vocabulary, or a number is not finite or out of range.
     """
+    if len(params.grammar) > MAX_GRAMMAR_BYTES:
+        raise InvalidPlanError(f"a grammar of {len(params.grammar)} characters")
     stop_ids = params.stop_token_ids
     if stop_ids and not (min(stop_ids) >= 0 and max(stop_ids) < vocab_size):
         raise InvalidPlanError(f"stop_token_ids: a token is outside the vocabulary of {vocab_size}")

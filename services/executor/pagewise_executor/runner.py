@@ -39,6 +39,7 @@ class RunnerInfo:
     fallback: bool = False
     storages: tuple[SharedStorage, ...] = ()
     no_segments: str = ""
+    no_grammars: str = ""
 
 
 class PendingStep(Protocol):

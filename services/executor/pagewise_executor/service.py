@@ -91,6 +91,7 @@ class ExecutorService:
             kernels=info.kernels,
             fallback=info.fallback,
             no_segments=info.no_segments,
+            no_grammars=info.no_grammars,
             storages=info.storages,
             role=role,
         )

@@ -56,6 +56,7 @@ class SimulatedRunner:
             device="simulated",
             dtype="none",
             tiers=tuple(LowerTier(number, tiers[number]) for number in sorted(tiers)),
+            no_grammars="tokens are invented, not sampled",
         )
         self._report: Callable[[Copied | Found], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds

@@ -16,7 +16,7 @@ class Uploads:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffers: list[torch.Tensor | None] = [None] * _SLOTS
         self._copied: list[torch.cuda.Event | None] = [None] * _SLOTS
         self._next = 0
@@ -24,8 +24,8 @@ class Uploads:
     def __call__(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Return the array as a tensor on the device. On the CPU it is not copied."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type != "cuda" or not tensor.numel():
-            return tensor.to(self._device)
+        if self.device.type != "cuda" or not tensor.numel():
+            return tensor.to(self.device)
         slot, self._next = self._next, (self._next + 1) % _SLOTS
         if (copied := self._copied[slot]) is not None:
             copied.synchronize()
@@ -35,7 +35,7 @@ class Uploads:
             buffer = self._buffers[slot] = torch.empty(max(size, 4096), dtype=torch.uint8, pin_memory=True)
         pinned = buffer[:size].view(tensor.dtype).view(tensor.shape)
         pinned.copy_(tensor)
-        on_device = pinned.to(self._device, non_blocking=True)
+        on_device = pinned.to(self.device, non_blocking=True)
         self._copied[slot] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return on_device

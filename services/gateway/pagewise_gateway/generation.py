@@ -180,11 +180,12 @@ class Capacity:
     """The limits that a request is checked against, which follow from the executors that are ready.
 
     ``max_model_len``: how many tokens (prompt and output) one sequence may reach. This is the model's limit, or what
-    the largest KV pool holds.
+    the largest KV pool holds. ``no_grammars``: why no output can be made to match a grammar; empty: it can.
     """
 
     max_model_len: int
     vocab_size: int
+    no_grammars: str = ""
 
 
 class GenerationError(Exception):

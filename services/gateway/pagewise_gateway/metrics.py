@@ -32,11 +32,15 @@ Refusal = Literal[
 ]
 """Why a gateway refuses requests itself: before the scheduler is asked, or although it has accepted them."""
 
+GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+"""What a request for structured output asks for."""
+
 # Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _REQUEST = (0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -78,6 +82,14 @@ class Metrics:
         )
         for refusal in get_args(Refusal):
             self.requests_refused(refusal)
+        self._structured_requests = self._raw_counter(
+            "structured_requests", "Requests for structured output whose grammars were taken, by kind.", ("kind",)
+        )
+        for kind in get_args(GrammarKind):
+            self.structured_requests(kind)
+        self.grammar_check_seconds = self._histogram(
+            "grammar_check_seconds", "Time in which the grammar of a request was made and checked.", _SHORT
+        )
         self.rejoins = self._counter("gateway_rejoins", "Times a gateway had to join the scheduler again.")
         self.registry.register(ProcessMetrics(model_name, gateway))
 
@@ -92,6 +104,10 @@ class Metrics:
     def requests_refused(self, reason: Refusal) -> Counter:
         """The counter of requests that this gateway refused for this reason."""
         return self._requests_refused.labels(self._model_name, reason)
+
+    def structured_requests(self, kind: GrammarKind) -> Counter:
+        """The counter of requests with a grammar of this kind."""
+        return self._structured_requests.labels(self._model_name, kind)
 
     def key_client_errors(self, key: str) -> Counter:
         """The counter of requests of an API key that were answered with a status from 400 to 498."""

@@ -44,6 +44,7 @@ from pagewise_shared.protocol.gateway_messages import (
 )
 from pagewise_shared.protocol.messages import (
     DEVICE,
+    GRAMMARS_MINOR,
     HOST,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -81,6 +82,7 @@ from pagewise_shared.protocol.step_messages import (
     NewSequence,
     PromptLogprobs,
     RemoteTier,
+    RowFailure,
     SegmentMove,
     StepError,
     StepPlan,
@@ -90,6 +92,7 @@ from pagewise_shared.protocol.step_messages import (
 
 __all__ = [
     "DEVICE",
+    "GRAMMARS_MINOR",
     "HOST",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
@@ -143,6 +146,7 @@ __all__ = [
     "RequestRefused",
     "ReuseHints",
     "Role",
+    "RowFailure",
     "SegmentMove",
     "SharedStorage",
     "Started",

@@ -224,19 +224,26 @@ class FleetState(Message, frozen=True):
         ready_executors: executors that take work now.
         max_model_len: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet.
         vocab_size: of the model; 0: not known yet.
+        no_grammars: why no output can be made to match a grammar; empty: some executor can.
     """
 
     epoch: int
     ready_executors: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
+    # A scheduler that is older than this field would ignore grammars.
+    no_grammars: str = "this version of the scheduler knows none"
 
 
 class GatewayWelcome(Message, frozen=True):
-    """The gateway is in. What it submitted under another epoch is not known here: it submits it again."""
+    """The gateway is in. What it submitted under another epoch is not known here: it submits it again.
+
+    ``protocol_minor``: the scheduler's. One that is older than grammars would ignore them.
+    """
 
     epoch: int
     heartbeat_ms: int = 1000
+    protocol_minor: int = 0
 
 
 class RequestRefused(Piece, frozen=True):

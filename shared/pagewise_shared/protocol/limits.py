@@ -9,6 +9,7 @@ from pagewise_shared.sampling import (
     MAX_ALLOWED_BYTES,
     MAX_BAD_SEQUENCES,
     MAX_BAD_TOKENS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
 )
@@ -43,7 +44,7 @@ MAX_MOVES = 1 << 12
 has segments."""
 
 SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
-"""The most that a sequence takes beside its tokens, its blocks and its constraints."""
+"""The most that a sequence takes beside its tokens, its blocks, its grammar and its constraints."""
 MAX_CONSTRAINTS_BYTES = MAX_ALLOWED_BYTES + 8 * MAX_LOGIT_BIASES + 4 * MAX_BAD_TOKENS + 5 * MAX_BAD_SEQUENCES + 32
 """The most that the token constraints of one request take."""
 
@@ -71,7 +72,7 @@ def greatest_plan() -> int:
     has tokens, and one more at both ends of each part.
     """
     moves = (MAX_MOVES + MAX_SEGMENTS) * (_MOVE_BYTES + 2 * _BLOCK_BYTES) + 2 * MAX_MOVED_TOKENS * _BLOCK_BYTES
-    joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_CONSTRAINTS_BYTES
+    joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_GRAMMAR_BYTES + MAX_CONSTRAINTS_BYTES
     return (
         joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES
     )

@@ -12,7 +12,9 @@ from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 
 PROTOCOL_MAJOR = 3
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+GRAMMARS_MINOR = 1
+"""The first minor version that knows grammars."""
 
 DEVICE, HOST = 0, 1
 """The tiers of KV memory by their numbers, the nearest to the computing first."""
@@ -103,6 +105,7 @@ class Hello(Message, frozen=True):
             but cannot compute this model, or have not been built for this processor.
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
+        no_grammars: why outputs cannot be made to match a grammar; empty: they can.
     """
 
     protocol_major: int
@@ -129,6 +132,8 @@ class Hello(Message, frozen=True):
     storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     no_segments: str = ""
     role: str = "both"
+    # An executor that is older than this field would ignore grammars.
+    no_grammars: str = "this version of the executor knows none"
 
 
 class NamedBlocks(Piece, frozen=True):

@@ -158,6 +158,16 @@ class StepError(Piece, frozen=True):
     message: str
 
 
+class RowFailure(Piece, frozen=True):
+    """A sequence that cannot go on, because its output can no longer be made to match its grammar.
+
+    ``index``: of its token in ``StepResult.tokens``, which means nothing. ``message``: why, for the client.
+    """
+
+    index: int
+    message: str
+
+
 class StepResult(Message, frozen=True):
     """What one step produced.
 
@@ -166,6 +176,7 @@ class StepResult(Message, frozen=True):
     step (``error``), the executor answers every further plan of the epoch with the same error and waits for
     a Welcome with a new epoch, which empties all rows.
     ``elapsed_us``: time the step took on the executor, microseconds.
+    ``failures``: sequences that fail alone, in ascending order.
     """
 
     epoch: int
@@ -175,3 +186,4 @@ class StepResult(Message, frozen=True):
     prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
     elapsed_us: int = 0
     error: StepError | None = None
+    failures: Annotated[tuple[RowFailure, ...], Meta(max_length=MAX_ROWS)] = ()

@@ -16,6 +16,7 @@ from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.protocol import unpack_int32s
 from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
@@ -33,6 +34,7 @@ def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, p
         ConstraintTables(VOCAB, device),
         compute_logprobs,
         device,
+        StructuredRows(None, "there is no tokenizer", VOCAB, device),
     )
     known = np.array(tokens if tokens is not None else [1, 2, 3], np.int32)
     for row, one in enumerate(params):
@@ -201,6 +203,7 @@ def test_a_batch_of_everything_samples_what_each_row_samples_alone(logits: torch
         ConstraintTables(VOCAB, device),
         token_logprobs,
         device,
+        StructuredRows(None, "there is no tokenizer", VOCAB, device),
     )
     for row, setting in zip(rows, settings, strict=True):
         together.join(row, known, 3, setting)
@@ -318,6 +321,7 @@ def test_many_tokens_that_are_held_back_cost_a_step_next_to_nothing() -> None:
             ConstraintTables(vocab, device),
             compute_logprobs,
             device,
+            StructuredRows(None, "there is no tokenizer", vocab, device),
         )
         params = sampling_params(
             temperature=0, stop_token_ids=tuple(range(1024)), min_tokens=min_tokens, logit_bias={4000: 1.0}

@@ -46,13 +46,22 @@ def _rows_of_bytes(table: torch.Tensor) -> list[bytes]:
 
 
 def gather_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, indices: list[int], counts: list[int | None], compute: ComputeLogprobs
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    indices: list[int],
+    counts: list[int | None],
+    compute: ComputeLogprobs,
+    ranked: torch.Tensor | None = None,
 ) -> LogprobsTensors:
     """Compute the log-probabilities of ``tokens`` int64 [n] and of the ``counts`` likeliest tokens from raw ``logits``
-    [n, vocab], and begin to copy them to the host."""
+    [n, vocab], and begin to copy them to the host.
+
+    ``ranked`` [n, vocab]: logits that tell which tokens are the likeliest, if not the raw ones: those of tokens that
+    must not be among them are minus infinity.
+    """
     own, ranks = compute(logits, tokens)
     limited = [min(count or 0, logits.shape[1]) for count in counts]
-    values, ids = logits.float().topk(max(limited, default=0), dim=-1)
+    values, ids = (logits if ranked is None else ranked).float().topk(max(limited, default=0), dim=-1)
     sampled = logits.gather(1, tokens[:, None]).float()
     values = values - (sampled - own[:, None])
     return LogprobsTensors(indices, limited, *(to_host(tensor) for tensor in (tokens, own, ranks, values, ids)))

@@ -42,7 +42,12 @@ class SamplingState:
     @property
     def needs_processing(self) -> bool:
         """Whether logits processors change the logits before the token sampler sees them."""
-        return self.penalised or self.table is not None or self.num_held_back > 0
+        return self.penalised or self.forbids or bool(self.params.grammar)
+
+    @property
+    def forbids(self) -> bool:
+        """Whether something other than its grammar may forbid tokens."""
+        return self.table is not None or self.num_held_back > 0
 
 
 def sampling_state(
@@ -75,6 +80,9 @@ class SampledRows:
         held_back: flat indices of the tokens that would end a sequence too early; None: there are none.
         holding: the rows that have some.
         followed: index, constraints and history of each row with bad words of several tokens.
+        structured: indices of rows with grammars, also on the device as ``at_structured``; None there: they are all
+            rows. restricted: whether something else forbids tokens in one of them.
+        searched: indices, among those that report log-probabilities, of hypotheses of beam searches with grammars.
     """
 
     rows: list[int]
@@ -91,6 +99,10 @@ class SampledRows:
     held_back: torch.Tensor | None
     holding: list[int]
     followed: list[tuple[int, ConstraintTable, bytearray]]
+    structured: list[int]
+    at_structured: torch.Tensor | None
+    restricted: bool
+    searched: list[int]
 
 
 def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_size: int, upload: Uploads) -> SampledRows:
@@ -101,6 +113,7 @@ def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_siz
     holding = [i for i, state in of_rows if state.num_held_back]
     with_table = [(i, state.table) for i, state in of_rows if state.table is not None]
     biased = [(i, table) for i, table in with_table if len(table.biased)]
+    structured = [i for i, state in of_rows if state.params.grammar]
     masked = [(i, table.forbidden) for i, table in with_table if table.forbidden is not None]
     limited = [i for i, _ in masked]
     # Rows of one request share a mask, so there are seldom many different ones.
@@ -112,8 +125,9 @@ def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_siz
         np.array([number_of[mask] for _, mask in masked], np.int64),
         _flat(holding, [states[rows[i]].held_back for i in holding], vocab_size),
         _flat([i for i, _ in biased], [table.biased for _, table in biased], vocab_size),
+        np.array(structured, np.int64),
     ]
-    at_penalised, at_reporting, at_limited, at_masks, held_back, at_biased = torch.split(
+    at_penalised, at_reporting, at_limited, at_masks, held_back, at_biased, at_structured = torch.split(
         upload(np.concatenate(lists)), [len(one) for one in lists]
     )
     masks = torch.stack(list(number_of)).index_select(0, at_masks) if masked else None
@@ -135,6 +149,14 @@ def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_siz
             (i, state.table, state.history)
             for i, state in of_rows
             if state.table is not None and state.history is not None
+        ],
+        structured=structured,
+        at_structured=at_structured if len(structured) < len(rows) else None,
+        restricted=any(states[rows[i]].forbids for i in structured),
+        searched=[
+            number
+            for number, i in enumerate(reporting)
+            if states[rows[i]].params.beam and states[rows[i]].params.grammar
         ],
     )
 

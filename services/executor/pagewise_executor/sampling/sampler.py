@@ -1,7 +1,7 @@
-"""Samples the tokens of a step: logits processors (penalties, bias, masks), then the token sampler.
+"""Samples the tokens of a step: logits processors (penalties, bias, masks, grammars), then the token sampler.
 
-On a GPU nothing here waits for the device, unless a row has bad words of several tokens, which depend on the tokens
-that were sampled last. All rows of a step share a few uploaded arrays, because ``Uploads`` has few buffers.
+On a GPU nothing here waits for the device, unless a row has a grammar or bad words of several tokens, which depend on
+the tokens that were sampled last. All rows of a step share a few uploaded arrays, because ``Uploads`` has few buffers.
 """
 
 import numpy as np
@@ -14,6 +14,7 @@ from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors
 from pagewise_executor.sampling.penalties import Penalties
 from pagewise_executor.sampling.sampled_rows import SampledRows, SamplingState, sampled_rows, sampling_state
 from pagewise_executor.sampling.token_sampler import TokenSampler
+from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
@@ -30,8 +31,10 @@ class Sampler:
         tables: ConstraintTables,
         compute: ComputeLogprobs,
         device: torch.device,
+        structured: StructuredRows,
     ) -> None:
         self._upload = Uploads(device)
+        self._structured = structured
         self._token_sampler, self._penalties, self._compute_logprobs = token_sampler, penalties, compute
         self._tables = tables
         self._states: dict[int, SamplingState] = {}
@@ -45,6 +48,8 @@ class Sampler:
         state = self._states[row] = sampling_state(tokens, num_prompt_tokens, params, table)
         if state.penalised:
             self._penalties.join(row, tokens, num_prompt_tokens, params)
+        if params.grammar:
+            self._structured.join(row, params.grammar, tokens[num_prompt_tokens:].tobytes(), beam=params.beam)
         self._token_sampler.join(row, params)
         self._sampled = None
         self._classify(row, state)
@@ -52,6 +57,7 @@ class Sampler:
     def leave(self, row: int) -> None:
         """Forget the sequence in ``row``."""
         self._states.pop(row, None)
+        self._structured.leave(row)
         self._penalties.leave(row)
         self._token_sampler.leave(row)
         self._plain.discard(row)
@@ -83,6 +89,8 @@ class Sampler:
             if penalised:
                 self._penalties.apply(processed, penalised, sampled.penalised)
             self._process(processed, sampled)
+            if sampled.structured:
+                self._keep_to_grammars(processed, raw, sampled)
         tokens = self._token_sampler.sample(processed, rows, positions)
         if penalised:
             self._penalties.count(penalised, tokens.index_select(0, sampled.at_penalised))
@@ -90,7 +98,16 @@ class Sampler:
         if not sampled.reporting:
             return tokens, None
         own, chosen = raw.index_select(0, sampled.at_reporting), tokens.index_select(0, sampled.at_reporting)
-        return tokens, gather_logprobs(own, chosen, sampled.reporting, sampled.counts, self._compute_logprobs)
+        ranked = own
+        if sampled.searched:
+            ranked = own.clone()
+            for number in sampled.searched:  # few: a search is as wide as its beams
+                ranked[number] = processed[sampled.reporting[number]]
+        return tokens, gather_logprobs(own, chosen, sampled.reporting, sampled.counts, self._compute_logprobs, ranked)
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Return the rows that cannot go on since the last call: the index of each among the tokens, and why."""
+        return self._structured.take_failures()
 
     def _classify(self, row: int, state: SamplingState) -> None:
         """Note how little the sequence in ``row`` needs."""
@@ -118,8 +135,26 @@ class Sampler:
         if completing:
             flat.index_fill_(0, self._upload(np.array(completing, np.int64)), _NEGATIVE)
 
+    def _keep_to_grammars(self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows) -> None:
+        """Forbid what the grammars of rows do not allow, in place, in logits [n, vocab]; ``raw`` are those before any
+        processing. If that leaves a row no token, its grammar alone decides."""
+        at, rows = sampled.at_structured, [sampled.rows[i] for i in sampled.structured]
+        forbidden = self._structured.forbidden(rows, sampled.structured)
+        own = logits if at is None else logits.index_select(0, at)
+        own.masked_fill_(forbidden, _NEGATIVE)
+        if sampled.restricted:
+            nothing = own.amax(dim=-1, keepdim=True) == _NEGATIVE
+            alone = (raw if at is None else raw.index_select(0, at)).masked_fill(forbidden, _NEGATIVE)
+            own.copy_(torch.where(nothing, alone, own))
+        if at is not None:
+            logits.index_copy_(0, at, own)
+
     def _update(self, sampled: SampledRows, tokens: torch.Tensor) -> None:
         """Note that ``tokens`` were sampled for these rows."""
+        if sampled.structured:
+            at = sampled.at_structured
+            drawn = tokens if at is None else tokens.index_select(0, at)
+            self._structured.drawn([sampled.rows[i] for i in sampled.structured], drawn)
         for row in sampled.holding:
             state = self._states[row]
             state.num_held_back -= 1

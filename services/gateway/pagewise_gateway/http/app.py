@@ -51,6 +51,7 @@ from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
+from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_gateway.text.turns import Turns
 
@@ -97,6 +98,7 @@ def create_app(
         parsing=Turns(1),
         slices=Slices(),
         turns=LoopTurns(),
+        grammars=Grammars(),
     )
     app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits, config.max_body_bytes, memory, answers))
     app[_REFUSED] = RefusedRequests()
@@ -123,6 +125,7 @@ def create_app(
 
 async def _close(app: web.Application) -> None:
     app[Service.KEY].tokenizer.close()
+    app[Service.KEY].grammars.close()
 
 
 @web.middleware

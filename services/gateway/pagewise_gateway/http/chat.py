@@ -21,6 +21,7 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
 from pagewise_gateway.http.schema import ChatRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
+from pagewise_gateway.http.structured import request_grammar
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -45,6 +46,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
+        grammar=await request_grammar(service, body, capacity, request[CLIENT].name),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )

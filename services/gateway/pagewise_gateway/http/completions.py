@@ -29,6 +29,7 @@ from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
 from pagewise_gateway.http.sse import EventTemplate, encode, event
+from pagewise_gateway.http.structured import request_grammar
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -53,6 +54,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
+        grammar=await request_grammar(service, body, capacity, request[CLIENT].name),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

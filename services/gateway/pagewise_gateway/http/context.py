@@ -17,6 +17,7 @@ from pagewise_gateway.http.segments import Encoded, Piece, encode_pieces
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_gateway.text.turns import Turns
 
@@ -48,6 +49,7 @@ class Service:
     ``write_timeout``: seconds that a client may take to read what was written. ``answering``: counts requests of keys
     with limits until their answers are written. ``parsing``: turns at parsing large bodies. ``slices``: runs the making
     of large answers. ``turns``: runs work that is short. ``formats``: what the options say of conversations.
+    ``grammars``: makes and checks grammars.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -64,6 +66,7 @@ class Service:
     parsing: Turns
     slices: Slices
     turns: LoopTurns
+    grammars: Grammars
 
     async def encode(self, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
         """Return the tokens of a text, and its segments. A long text is tokenized on another thread.

@@ -146,18 +146,22 @@ def sampling_params(
     bad_words: Sequence[tuple[int, ...]],
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str = "",
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
 
-    ``bad_words``: what ``bad_word_tokens`` makes of the body's.
+    ``bad_words``: what ``bad_word_tokens`` makes of the body's. ``grammar``: what the output has to match; it ends
+    where the grammar does, even with ``ignore_eos``, which then only forbids to end before.
 
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
     """
     stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
-    if not body.ignore_eos:
-        ends = (token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
+    ends = sorted(token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
+    if grammar or not body.ignore_eos:
         stop_ids = tuple(sorted({*stop_ids, *ends}))
+    if grammar and body.ignore_eos:
+        bad_words = [*bad_words, *((token,) for token in ends)]
     top_p = 1.0 if body.top_p is None else body.top_p
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature < _GREEDY_BELOW or top_p == 0.0:  # a top_p of 0 keeps the most likely token only
@@ -180,6 +184,7 @@ def sampling_params(
             _logit_bias(body.logit_bias or {}, capacity),
             bad_words,
         ),
+        grammar=grammar,
     )
 
 

@@ -7,7 +7,7 @@ on the model (its length, its vocabulary) is checked in ``params`` and ``prompts
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from pagewise_shared.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
 from pagewise_gateway.http.tool_schema import MAX_TOOL_CALLS, AssistantToolCall, ToolChoice, ToolList
@@ -22,6 +22,12 @@ MAX_CONTENT_PARTS = 1024
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
 MAX_TEMPLATE_KWARGS_DEPTH = 64
 MAX_IGNORED_CHARACTERS = 1024
+MAX_SCHEMA_NAME = 64
+MAX_STRUCTURES = 128
+MAX_CHOICES = 16_384
+SCHEMAS = (
+    f"A JSON schema that takes at most {MAX_GRAMMAR_BYTES} bytes. Keywords that cannot be honoured are refused by name."
+)
 
 CHARACTERS_PER_TOKEN = 16
 ALWAYS_TOKENIZED_CHARACTERS = 65_536
@@ -61,10 +67,85 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
-    """The only response format that is supported."""
+class TextFormat(Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
 
-    type: Literal["text"]
+
+class JSONObjectFormat(Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JSONSchema(Struct, forbid_unknown_fields=True, frozen=True):
+    """A JSON schema. The output always matches it, whether ``strict`` says so or not."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_NAME)]
+    schema: Annotated[dict[str, Any] | bool, Meta(description=SCHEMAS)]
+    description: Annotated[str, Meta(max_length=MAX_IGNORED_CHARACTERS)] | None = None
+    strict: bool | None = None
+
+
+class JSONSchemaFormat(Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="json_schema"):
+    """A JSON text that matches a schema."""
+
+    json_schema: JSONSchema
+
+
+class Structure(Struct, forbid_unknown_fields=True, frozen=True):
+    """A JSON text that matches a schema, between two texts."""
+
+    begin: Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+    schema: Annotated[dict[str, Any] | bool, Meta(description=SCHEMAS)]
+    end: Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
+
+
+class StructuralTag(Struct, forbid_unknown_fields=True, frozen=True, tag_field="type", tag="structural_tag"):
+    """Any text, in which each of ``triggers`` begins one of the structures."""
+
+    structures: Annotated[list[Structure], Meta(min_length=1, max_length=MAX_STRUCTURES)]
+    triggers: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+        Meta(min_length=1, max_length=MAX_STRUCTURES),
+    ]
+
+
+ResponseFormat = TextFormat | JSONObjectFormat | JSONSchemaFormat | StructuralTag
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+    """What the output has to match: exactly one of the first six; the others are for JSON."""
+
+    json: Annotated[dict[str, Any] | bool | str, Meta(description=f"{SCHEMAS} It may be a text.")] | None = None
+    json_object: bool | None = None
+    regex: (
+        Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES, description="It matches the whole output; no look-around.")]
+        | None
+    ) = None
+    choice: (
+        Annotated[
+            list[str], Meta(min_length=1, max_length=MAX_CHOICES, description="The output is one of these texts.")
+        ]
+        | None
+    ) = None
+    grammar: (
+        Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES, description="In Lark's form, or in GBNF.")]
+        | None
+    ) = None
+    structural_tag: (
+        Annotated[StructuralTag | str, Meta(description="It may be a text that contains the JSON object.")] | None
+    ) = None
+    disable_any_whitespace: (
+        Annotated[bool, Meta(description="Whether there is no whitespace between the tokens of JSON.")] | None
+    ) = None
+    disable_additional_properties: (
+        Annotated[bool, Meta(description="Whether objects whose schemas name properties have no others.")] | None
+    ) = None
+    whitespace_pattern: (
+        Annotated[
+            str,
+            Meta(max_length=MAX_STOP_CHARACTERS, description="A regular expression: whitespace that JSON may have."),
+        ]
+        | None
+    ) = None
 
 
 class Segments(Struct, forbid_unknown_fields=True, frozen=True):
@@ -161,7 +242,10 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     segments: Segments | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: TextFormat | None = None
+    response_format: (
+        Annotated[ResponseFormat, Meta(description="What the output has to match; as structured_outputs.")] | None
+    ) = None
+    structured_outputs: StructuredOutputs | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
@@ -254,6 +338,7 @@ def strip(body: CompletionRequest | ChatRequest) -> None:
     its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
     """
     body.logit_bias = body.bad_words = body.allowed_token_ids = None
+    body.response_format = body.structured_outputs = None
     body.user = body.safety_identifier = body.prompt_cache_key = body.segments = None
     if isinstance(body, CompletionRequest):
         body.prompt = ""

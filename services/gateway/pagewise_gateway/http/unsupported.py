@@ -46,7 +46,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "vllm_xargs": ({},),
 }
 
@@ -68,11 +67,6 @@ def drop_unsupported(fields: dict[str, Any], known: frozenset[str]) -> dict[str,
         UnsupportedParameterError: a field asks for something Pagewise does not do.
     """
     kept = _drop(fields, _FIELDS, known, "")
-    response_format = kept.get("response_format")
-    if isinstance(response_format, dict) and response_format.get("type") in ("json_object", "json_schema"):
-        raise UnsupportedParameterError(
-            f"response_format of type {response_format['type']} is not supported: only text is", "response_format"
-        )
     if isinstance(messages := kept.get("messages"), list):
         kept["messages"] = [_drop_in_message(message, i) for i, message in enumerate(messages)]
     return kept

@@ -68,7 +68,8 @@ class Handler(Protocol):
 class SchedulerConnection:
     """One gateway's connection: Hello, Welcome, heartbeats, and all of it again when it breaks or falls silent.
 
-    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``stopping``: to be
+    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``scheduler_minor``: the
+    minor version of the protocol that the scheduler of the last Welcome speaks. ``stopping``: to be
     set when this gateway stops: a scheduler that stops at the same time is then no reason for a warning.
     """
 
@@ -82,6 +83,7 @@ class SchedulerConnection:
     ) -> None:
         """``hello``: makes the message in which the gateway offers itself now."""
         self.epoch: int | None = None
+        self.scheduler_minor = 0
         self.stopping = False
         self._hello = hello
         self._endpoint = endpoint
@@ -179,7 +181,7 @@ class SchedulerConnection:
             return
         if self.epoch is not None:  # it answers a second Hello, and has dropped what was sent since the first
             self._lose("the scheduler has let this gateway join again")
-        self.epoch = welcome.epoch
+        self.epoch, self.scheduler_minor = welcome.epoch, welcome.protocol_minor
         self._heartbeat_seconds = min(max(1, welcome.heartbeat_ms), _LONGEST_HEARTBEAT_MS) / 1000
         self._joined_at = monotonic()
         self._lost.clear()

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import (
+    GRAMMARS_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -121,7 +122,7 @@ class SchedulerLink:
         fleet = self._fleet
         if not fleet.max_model_len:
             return None
-        return Capacity(fleet.max_model_len, fleet.vocab_size)
+        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars)
 
     async def wait_for_capacity(self) -> Capacity:
         """Return the limits of the fleet. A gateway that has never been told of any waits for a scheduler, as long as
@@ -258,7 +259,8 @@ class SchedulerLink:
                     self._fleet = message
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
                     known = self._fleet
-                    self._fleet = FleetState(message.epoch, 0, known.max_model_len, known.vocab_size)
+                    limits = known.max_model_len, known.vocab_size, known.no_grammars
+                    self._fleet = FleetState(message.epoch, 0, *limits)
             case QueryAnswer():
                 if (answer := self._queries.get(message.number)) is not None and not answer.done():
                     answer.set_result(message)
@@ -271,6 +273,10 @@ class SchedulerLink:
             raise AdmissionError("unavailable", _CLOSING)
 
     def _submit(self, live: LiveRequest, epoch: int) -> None:
+        if live.request.sampling.grammar and self._connection.scheduler_minor < GRAMMARS_MINOR:
+            # It would be answered as if it had no grammar.
+            live.fail(GenerationError("the scheduler's version knows no structured outputs"))
+            return
         if not self._table.add(live):
             self._connection.renew("there are no stream numbers left")
             return

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import tokenizers
+from pagewise_shared.end_tokens import end_token_ids, read_json, token_text, tokenizer_settings
 from pagewise_shared.errors import ModelError
 
 from pagewise_gateway.text.chat_template import SPECIAL_TOKENS, ChatTemplate, renderer
@@ -99,14 +100,14 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{file} cannot be read: {error}") from error
-        settings = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
-        special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(settings.get(name))) is not None}
+        settings = tokenizer_settings(path)
+        special = {name: text for name in SPECIAL_TOKENS if (text := token_text(settings.get(name))) is not None}
         template, tool_template = _chat_templates(path, settings)
         if template is not None:
             renderer()  # imported now and not with the first request, because it takes half a second
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(path, backend, special.get("eos_token")),
+            eos_token_ids=end_token_ids(path, backend.token_to_id),
             chat_template=template,
             tool_template=tool_template,
             special_tokens=special,
@@ -186,21 +187,6 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-
-
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
     """The template of a model, and the one for conversations with tools if there are two."""
     file = path / "chat_template.jinja"
@@ -209,20 +195,9 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, s
             return file.read_text(encoding="utf-8"), None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-    given = settings.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    given = settings.get("chat_template") or read_json(path / "chat_template.json").get("chat_template")
     if not isinstance(given, list):
         return (given if isinstance(given, str) else None), None
     by_name = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
     default, of_tools = by_name.get("default"), by_name.get("tool_use")
     return (default if isinstance(default, str) else None), (of_tools if isinstance(of_tools, str) else None)
-
-
-def _eos_token_ids(path: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
-    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
-        found.add(token_id)
-    return frozenset(found)

@@ -8,6 +8,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_float32s, unpack_int32s
 
 _MOST = 2**31 - 1
+_MAX_TEXT = 4096
 
 
 class ImpossibleError(ProtocolError):
@@ -27,6 +28,9 @@ def checked_tokens(result: StepResult, hello: Hello) -> list[int]:
         raise ImpossibleError(f"a token outside its vocabulary of {hello.vocab_size}")
     if not 0 <= result.elapsed_us <= _MOST:
         raise ImpossibleError(f"a step of {result.elapsed_us} µs")
+    indices = [failure.index for failure in result.failures]
+    if not _rise(indices, 0, len(tokens)) or any(len(one.message) > _MAX_TEXT for one in result.failures):
+        raise ImpossibleError("failures of no token, or with a message that is too long")
     if result.logprobs or result.prompt_logprobs:
         _check_logprobs(result, len(tokens), hello)
     return tokens

@@ -174,6 +174,8 @@ class Engine:
         if result.error is not None:
             self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
             return None
+        if result.failures:
+            self._fail_outputs(result)
         try:
             output = self.scheduler.update(result, tokens)
         except (StepMismatchError, ProtocolError) as error:
@@ -197,6 +199,23 @@ class Engine:
                 self._tell_chosen(sequence, now)
             self._finish(sequence, now)
         return output
+
+    def _fail_outputs(self, result: StepResult) -> None:
+        """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
+        step = next(iter(self.scheduler.steps_in_flight), None)
+        if step is None or (result.epoch, result.step) != (self.scheduler.epoch, step.step):
+            return  # out of step, which ``update`` finds
+        for failure in result.failures:
+            sequence = step.sampled[failure.index] if failure.index < len(step.sampled) else None
+            live = None if sequence is None else self._live.get(sequence.request.request_id)
+            if sequence is None or live is None or sequence.finished:
+                continue  # it has ended meanwhile
+            self._metrics.grammar_failures.inc()
+            message = printable(failure.message, _MAX_ERROR_TEXT)
+            log.warning("%s: request %s: %s", self.executor_id, sequence.request.request_id, message)
+            self.scheduler.abort(sequence.request.request_id)
+            self._forget(live)
+            live.fail("internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
         """Copies have been made, or have failed.

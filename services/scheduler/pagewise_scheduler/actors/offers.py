@@ -27,7 +27,10 @@ MAX_EXECUTORS = 1024
 MAX_FLEET_BLOCKS = 1 << 25
 """Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
 
-_TEXTS = ("executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels", "role")
+_TEXTS = (
+    "executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels", "role",
+    "no_grammars",
+)  # fmt: skip
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_INT32 = (1 << 31) - 1
 _MAX_INT64 = (1 << 63) - 1

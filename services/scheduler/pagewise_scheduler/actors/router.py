@@ -27,12 +27,14 @@ class Capacity(NamedTuple):
     """What the executors that take work could hold: the limits that requests are checked against.
 
     ``max_model_len``: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet. It and
-    ``vocab_size`` stay known when all have gone.
+    ``vocab_size`` stay known when all have gone. ``no_grammars``: why no output can be made to match a grammar; empty:
+    some executor can.
     """
 
     ready_executors: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
+    no_grammars: str = ""
 
 
 STARTING_SECONDS = 10.0
@@ -119,6 +121,7 @@ class Router:
             self._backlog.count(new)
             return
         for request in requests:
+            self._check_grammar(request)
             self._check_segments(request)
             length, most = len(request.prompt_token_ids) + request.max_tokens, self.capacity.max_model_len
             if most and length > most:
@@ -173,7 +176,8 @@ class Router:
         schedulers = [engine.scheduler for engine in self._engines]
         longest = max(min(scheduler.max_model_len, scheduler.kv.capacity_tokens) for scheduler in schedulers)
         vocabulary = next(iter(self._engines)).hello.vocab_size
-        self.capacity = Capacity(len(self._engines), longest, vocabulary)
+        reasons = [engine.hello.no_grammars for engine in self._engines]
+        self.capacity = Capacity(len(self._engines), longest, vocabulary, reasons[0] if all(reasons) else "")
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -193,6 +197,15 @@ class Router:
         """It is known how much of a request is in storage, or not waited for any more."""
         if self.unplaced.discard(live, clock()):  # else it has been placed, or has ended
             self._place_guarded(live)
+
+    def _check_grammar(self, request: Request) -> None:
+        """Refuse a request with a grammar that no executor honours.
+
+        Raises:
+            AdmissionError: they cannot, and why.
+        """
+        if request.sampling.grammar and (reason := self.capacity.no_grammars):
+            raise AdmissionError("never_fits", f"outputs cannot be structured here: {reason}")
 
     def _check_segments(self, request: Request) -> None:
         """Refuse a request with segments that no executor could ever serve.
@@ -227,6 +240,7 @@ class Router:
             if engine.life is Life.SERVING
             and engine.scheduler.fits(*size)
             and not (request.segments and engine.hello.no_segments)
+            and not (request.sampling.grammar and engine.hello.no_grammars)
         ]
         if not able or self._expected_engines:
             live.engine = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import KeyLimits, PromptSegments, PromptToGenerate, Submit, unpack_int32s
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.actors.checks import ImpossibleError
@@ -76,6 +77,8 @@ def check(submit: Submit, vocab_size: int) -> None:
     _check_limits(submit.limits)
     if (constraints := submit.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
         raise ImpossibleError(flaw)
+    if (size := len(submit.sampling.grammar.encode())) > MAX_GRAMMAR_BYTES:
+        raise ImpossibleError(f"a grammar of {size} bytes")
     for prompt in submit.prompts:
         _check_prompt(prompt, submit.n, vocab_size)
 
@@ -165,7 +168,8 @@ def num_unfinished(prompt: PromptToGenerate, request: Request) -> int:
 def end_of(sequence: Sequence) -> tuple[FinishReason, int | None] | None:
     """Why a sequence that comes with tokens takes no more, though its gateway has not been told; None: it does."""
     tokens, request = sequence.output_token_ids, sequence.request
-    if tokens and tokens[-1] in sequence.stop_ids and len(tokens) > sequence.sampling.min_tokens:
+    may_stop = len(tokens) > sequence.sampling.min_tokens or bool(sequence.sampling.grammar)
+    if tokens and tokens[-1] in sequence.stop_ids and may_stop:
         return "stop", tokens[-1]
     if len(tokens) >= request.max_tokens > 0:
         return "length", None

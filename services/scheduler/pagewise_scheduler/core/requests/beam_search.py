@@ -7,9 +7,12 @@ find the same sequences. The blocks of hypotheses are shared like those of any f
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice
+from itertools import islice, takewhile
 
 from pagewise_shared.sampling import BeamParams
+
+_FORBIDDEN = float("-inf")
+"""The log-probability of a token that the grammar does not allow."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +48,8 @@ class BeamSearch:
         """The hypotheses that go on, best first; None: the search is over and ``ended`` holds its results.
 
         ``histories``: output tokens of the living hypotheses. ``candidates``: for each the likeliest next tokens with
-        their log-probabilities, best first.
+        their log-probabilities, best first. Those that the grammar does not allow are never taken, so that there may
+        be fewer hypotheses than ``width``.
         """
         params, width = self.params, self.params.width
         keep = params.num_candidates(len(self.end_tokens))
@@ -71,7 +75,8 @@ class BeamSearch:
 
     def _continuations(self, parent: int, best_first: Iterable[tuple[int, float]]) -> Iterator[Continuation]:
         score = self.scores[parent]
-        return (Continuation(parent, token, score + logprob) for token, logprob in best_first)
+        allowed = takewhile(lambda one: one[1] > _FORBIDDEN, best_first)
+        return (Continuation(parent, token, score + logprob) for token, logprob in allowed)
 
     def _can_improve(self, length: int) -> bool:
         if len(self.ended) < self.params.width:

@@ -248,7 +248,7 @@ class Request:
         sampling = sequence_sampling(self.sampling, index)
         if self.beam is not None:
             wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
-            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted)
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
         elif self.best_of:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
         stop_ids = _stop_set(sampling.stop_token_ids)

@@ -140,7 +140,8 @@ class _Lately:
 
 
 class ExecutorView:
-    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for.
+    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for;
+    ``grammars``: whether its outputs can be made to match grammars.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
@@ -150,9 +151,10 @@ class ExecutorView:
     step.
     """
 
-    def __init__(self, scheduler: Scheduler, role: Role = "both") -> None:
+    def __init__(self, scheduler: Scheduler, role: Role = "both", *, grammars: bool = True) -> None:
         self.scheduler = scheduler
         self.role = role
+        self.grammars = grammars
         self.costs: CostModel = scheduler.costs
         self.load = self.num_expected = 0
         self.num_decoding = 0

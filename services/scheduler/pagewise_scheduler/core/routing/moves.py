@@ -80,7 +80,8 @@ class Moves:
         """Those that came first go first."""
         for request in list(self._staying):
             first = request.sequences[0]
-            if first.status is not SequenceStatus.DECODE or not first.prefilled or not may_move(request):
+            movable = may_move(request) and (not request.sampling.grammar or all(one.grammars for one in executors))
+            if first.status is not SequenceStatus.DECODE or not first.prefilled or not movable:
                 del self._staying[request]  # if it lost its blocks, it is noted again when they are computed
             elif (decoder := self._with_room(request, executors, now)) is not None:
                 del self._staying[request]

@@ -174,3 +174,6 @@ class BeamGroups:
             sequence.end(reason, tokens[-1] if by_stop else None)
             request.sequences.append(sequence)
             output.finished.append(sequence)
+        for index in range(len(outputs), request.n):  # the grammar allows no more than those
+            request.sequences.append(request.aborted(index))
+            output.finished.append(request.sequences[-1])

@@ -79,8 +79,9 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
             stopped.append((sequence, token))
     output.num_told = len(step.sampled) - num_untold
     ended: list[Sequence] = []
+    # An executor samples an end before ``min_tokens`` only if the grammar allows nothing else.
     for sequence, token in stopped:
-        if len(sequence.output_token_ids) > sequence.sampling.min_tokens:
+        if len(sequence.output_token_ids) > sequence.sampling.min_tokens or sequence.sampling.grammar:
             finish(sequence, "stop", token)
             ended.append(sequence)
     for sequence in step.ending:

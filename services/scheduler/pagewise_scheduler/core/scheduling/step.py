@@ -155,7 +155,7 @@ class PlanBuilder:
             self._left.append(row)
         else:  # nobody has been told of it yet
             self._joined.remove(joined)
-            self.joined_bytes -= len(joined.tokens) + len(joined.blocks) + SEQUENCE_OVERHEAD_BYTES
+            self.joined_bytes -= _size(joined)
             if not self._joined:
                 self._constraints.clear()
                 self.joined_bytes = 0
@@ -187,19 +187,18 @@ class PlanBuilder:
                 self.joined_bytes += shared.num_bytes
             constraints = self._constraints[shared]
         tokens, blocks = sequence.token_bytes(), pack_int32s(sequence.table.blocks)
-        self.joined_bytes += len(tokens) + len(blocks) + SEQUENCE_OVERHEAD_BYTES
-        self._joined.append(
-            NewSequence(
-                row=sequence.row,
-                tokens=tokens,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_computed_tokens=num_computed_tokens,
-                blocks=blocks,
-                sampling=sampling,
-                root=root,
-                constraints=constraints,
-            )
+        joined = NewSequence(
+            row=sequence.row,
+            tokens=tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+            blocks=blocks,
+            sampling=sampling,
+            root=root,
+            constraints=constraints,
         )
+        self.joined_bytes += _size(joined)
+        self._joined.append(joined)
 
     def set_computed(self, row: int, num_computed_tokens: int) -> None:
         """The row's first tokens have their K and V now: what it did not compute has been loaded."""
@@ -239,3 +238,11 @@ class PlanBuilder:
         )
         self.clear()
         return plan
+
+
+def _size(joined: NewSequence) -> int:
+    """A bound on what a sequence takes in a plan, without what it shares with others."""
+    # A grammar of n characters takes up to 4 n bytes as UTF-8: most take n.
+    grammar = joined.sampling.grammar
+    size = len(grammar) if grammar.isascii() else len(grammar.encode())
+    return len(joined.tokens) + len(joined.blocks) + size + SEQUENCE_OVERHEAD_BYTES

@@ -1,0 +1,1 @@
+"""Structured output: keeps the tokens that are sampled within the grammars of their requests."""

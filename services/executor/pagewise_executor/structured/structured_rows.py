@@ -1,0 +1,186 @@
+"""The rows whose outputs have to match grammars: a matcher for each, and its mask for every token.
+
+A mask depends on the tokens that were sampled before, which a GPU may not have computed yet when the next step is
+issued. So masks are made as late as possible: when the forward pass of a step has been issued, the tokens of the step
+before are waited for.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pagewise_executor.structured.masks import forbidden_tokens
+from pagewise_executor.uploads import Uploads
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from pagewise_executor.structured.grammars import Grammars
+
+_TOKEN_BYTES = 4
+_MOST_LEFT = 128
+"""Matchers of sequences that have left their rows, which are kept."""
+_MAX_REASON = 300
+_NEGATIVE = float("-inf")
+
+
+@dataclass(slots=True, eq=False)
+class StructuredRow:
+    """A sequence with a grammar.
+
+    Fields:
+        grammar: its text. consumed: the output tokens that the matcher has been fed (int32 bytes).
+        beam: it is a hypothesis of a beam search. What is sampled for it means nothing: the scheduler chooses with
+            which tokens others go on from it.
+        matcher: None until its first mask is needed. error: why there are no more masks; empty: there are.
+    """
+
+    grammar: str
+    consumed: bytearray
+    beam: bool = False
+    matcher: "LLMatcher | None" = None
+    error: str = ""
+
+    def consume(self, token: int) -> None:
+        """Feed the matcher the token that was sampled."""
+        if self.matcher is None or self.error or self.beam:
+            return
+        self.consumed += token.to_bytes(_TOKEN_BYTES, "little")
+        if not self.matcher.consume_token(token):
+            self.fail(self.matcher.get_error())
+
+    def fail(self, reason: str) -> None:
+        """Note that the grammar cannot be followed any further."""
+        # The first line says why; the library's description of its state follows.
+        text = " ".join(reason.partition("\n<state>")[0].split())[:_MAX_REASON]
+        self.error = f"the output cannot be made to match its grammar: {text or 'the reason is not known'}"
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """Tokens that were sampled, on their way to the host. ``copied``: when they have come; None: they are there."""
+
+    rows: list[StructuredRow]
+    tokens: torch.Tensor
+    copied: "torch.cuda.Event | None"
+
+
+@dataclass(slots=True)
+class StructuredRows:
+    """The rows of one executor that have grammars. ``grammars``: None if ``no_grammars`` says why there are none."""
+
+    grammars: "Grammars | None"
+    no_grammars: str
+    vocab_size: int
+    device: torch.device
+    _rows: dict[int, StructuredRow] = field(default_factory=dict)
+    _left: deque[StructuredRow] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
+    _drawn: list[_Drawn] = field(default_factory=list)
+    _failures: list[tuple[int, str]] = field(default_factory=list)
+    _upload: Uploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._upload = Uploads(self.device)
+
+    def join(self, row: int, grammar: str, output: bytes, *, beam: bool = False) -> None:
+        """Take over a sequence that joins in ``row``.
+
+        ``output``: the tokens that it has behind its prompt (int32 bytes). ``beam``: see ``StructuredRow``.
+        """
+        self._rows[row] = StructuredRow(grammar, bytearray(output), beam)
+        if self.grammars is not None:
+            self.grammars.prepare(grammar)
+        else:
+            self._rows[row].fail(self.no_grammars)
+
+    def leave(self, row: int) -> None:
+        """Forget the sequence in ``row``, which may have had no grammar. It may come back soon, or what forks from
+        it: the matcher is kept for a while."""
+        held = self._rows.pop(row, None)
+        if held is not None and held.matcher is not None and not held.error:
+            self._left.append(held)
+
+    def forbidden(self, rows: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+        """Return which tokens the grammars of ``rows`` [k] do not allow next: bool [k, vocab], on the device.
+
+        ``indices`` [k]: those of their tokens in the result of the step, for ``take_failures``. A row that has failed
+        is allowed one token, which means nothing.
+        """
+        self._catch_up()
+        held = [self._rows[row] for row in rows]
+        living: list[tuple[int, LLMatcher]] = []
+        for number, row in enumerate(held):
+            if (matcher := self._matcher(row)) is not None:
+                living.append((number, matcher))
+        masks = np.zeros((len(held), -(-self.vocab_size // 32)), np.int32)
+        if living and self.grammars is not None:
+            masks[[number for number, _ in living]] = self.grammars.masks([matcher for _, matcher in living])
+        for number, matcher in living:
+            if matcher.is_error():
+                held[number].fail(matcher.get_error())
+        for number, row in enumerate(held):
+            if row.error:
+                masks[number] = 0
+                masks[number, 0] = 1
+                self._failures.append((indices[number], row.error))
+        return forbidden_tokens(masks, self.vocab_size, self._upload)
+
+    def drawn(self, rows: Iterable[int], tokens: torch.Tensor) -> None:
+        """``tokens`` int64 [k] were sampled for these rows. They are read when the next masks are needed."""
+        held = [self._rows[row] for row in rows]
+        if self.device.type != "cuda":
+            self._drawn.append(_Drawn(held, tokens, None))
+            return
+        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._drawn.append(_Drawn(held, on_host, copied))
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Return the rows that have failed since the last call: the index of each among the tokens, and why."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _catch_up(self) -> None:
+        """Feed the matchers what was sampled since the last masks."""
+        for drawn in self._drawn:
+            if drawn.copied is not None:
+                drawn.copied.synchronize()
+            for row, token in zip(drawn.rows, drawn.tokens.tolist(), strict=True):
+                row.consume(token)
+        self._drawn.clear()
+
+    def _matcher(self, row: StructuredRow) -> "LLMatcher | None":
+        """Return the matcher of a row, up to date; None: it has failed."""
+        if row.matcher is None and not row.error and self.grammars is not None:
+            row.matcher = self._resumed(row) or self._replayed(row)
+        return None if row.error else row.matcher
+
+    def _resumed(self, row: StructuredRow) -> "LLMatcher | None":
+        """A copy of the matcher of a sequence that has left with the same output, or with all of it but the last token,
+        from which a hypothesis of a beam search goes on."""
+        output = bytes(row.consumed)
+        for left in reversed(self._left):
+            if left.error or left.matcher is None or left.grammar != row.grammar:
+                continue
+            if left.consumed == output:
+                return left.matcher.deep_copy()
+            if output and left.consumed == output[:-_TOKEN_BYTES]:
+                matcher = left.matcher.deep_copy()
+                if matcher.consume_token(int.from_bytes(output[-_TOKEN_BYTES:], "little")):
+                    return matcher
+        return None
+
+    def _replayed(self, row: StructuredRow) -> "LLMatcher | None":
+        assert self.grammars is not None
+        matcher = self.grammars.matcher(row.grammar)
+        if not matcher.is_error():
+            matcher.consume_tokens(np.frombuffer(bytes(row.consumed), np.int32).tolist())
+        if matcher.is_error():
+            row.fail(matcher.get_error())
+            return None
+        return matcher

@@ -1,0 +1,1 @@
+"""Structured output: what requests ask for, as grammars that executors follow."""

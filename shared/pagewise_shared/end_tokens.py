@@ -1,0 +1,58 @@
+"""The tokens that end a model's output, as the files of its directory name them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagewise_shared.errors import ModelError
+
+
+def end_token_ids(path: Path, token_to_id: Callable[[str], int | None]) -> frozenset[int]:
+    """Return the end-of-sequence tokens of the model in a directory.
+
+    ``token_to_id``: the id of a token that is given as text, None if there is none.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
+    named = tokenizer_settings(path).get("eos_token")
+    if (text := token_text(named)) is not None and (token_id := token_to_id(text)) is not None:
+        found.add(token_id)
+    return frozenset(found)
+
+
+def tokenizer_settings(path: Path) -> dict[str, Any]:
+    """Return what the files beside tokenizer.json say of the tokenizer.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    return read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
+
+
+def token_text(value: Any) -> str | None:
+    """Return the text of a token in these files: it is a string, or an object that has it as its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is no such file.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
