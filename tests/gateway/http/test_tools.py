@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolUnionParam
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.errors import ConfigError
@@ -187,7 +188,6 @@ def assistant(arguments: str) -> dict[str, Any]:
 
 
 NAMED = {"type": "function", "function": {"name": "other"}}
-STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 DEEP: Any = {}
 for _ in range(80):
     DEEP = {"a": DEEP}
@@ -237,3 +237,82 @@ async def test_variables_of_the_template_have_defaults() -> None:
         assert answer.choices[0].message.reasoning == "a"  # type: ignore[attr-defined]
         answer = await whole(server, messages=MESSAGES, extra_body={"chat_template_kwargs": {"thinking": False}})
         assert answer.choices[0].message.reasoning is None  # type: ignore[attr-defined]
+
+
+async def test_the_streaming_helper_of_the_client() -> None:
+    """It takes strict functions only, and parses their arguments."""
+    strict: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    async with serving(FakeScheduler(replies=[reply(f"Ja.{CALLS}")]), tokenizer=TOKENIZER, **HERMES) as server:
+        async with server.openai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=strict) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        grammar = server.scheduler.last.sampling.grammar
+    written = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(event.arguments_delta for event in written if event.index == 0) == ARGUMENTS
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.index, event.name, event.arguments) for event in done] == [
+        (0, "get_weather", ARGUMENTS),
+        (1, "get_time", "{}"),
+    ]
+    assert final.choices[0].message.content == "Ja."
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.function.parsed_arguments for call in calls] == [json.loads(ARGUMENTS), {}]
+    assert allows(grammar, f"Ja.{CALLS}")
+    assert allows(grammar, "Nein.")
+    assert not allows(grammar, CALLS.replace(": 3", ': "3"'))
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether an output may be this text."""
+    tokenizer = LLTokenizer(byte_level_backend(SPECIAL).to_str(), eos_token=0)
+    matcher = LLMatcher(tokenizer, grammar)
+    tokens = reply(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+
+
+WEATHER, TIME = CALLS.split("\n<tool_call>")[0], "<tool_call>" + CALLS.split("<tool_call>")[2]
+
+
+async def test_calls_that_have_to_be_made_are_grammars() -> None:
+    async with serving(FakeScheduler(replies=[reply(WEATHER)] * 5), tokenizer=TOKENIZER, **HERMES) as server:
+
+        async def grammar(**options: Any) -> str:
+            answer = await whole(server, messages=MESSAGES, tools=TOOLS, **options)
+            assert answer.choices[0].finish_reason == "tool_calls"
+            return server.scheduler.last.sampling.grammar
+
+        assert await grammar() == ""
+        required = await grammar(tool_choice="required")
+        assert all(allows(required, text) for text in (WEATHER, CALLS, TIME, f"<think>hm</think>\n\n{CALLS}"))
+        assert not allows(required, f"Ja.{CALLS}")
+        one = await grammar(tool_choice="required", parallel_tool_calls=False)
+        assert allows(one, WEATHER)
+        assert not allows(one, CALLS)
+        named = await grammar(tool_choice={"type": "function", "function": {"name": "get_time"}})
+        assert allows(named, TIME)
+        assert not allows(named, WEATHER)
+        formatted = await grammar(response_format={"type": "json_object"})
+        assert all(allows(formatted, text) for text in (CALLS, '{"a": 1}', '<think>hm</think>{"a": 1}'))
+        assert not allows(formatted, "Ja.")
+
+
+async def test_a_format_of_the_answer_leaves_reasoning_free() -> None:
+    text = '<think>hm {</think>\n{"a": 1}'
+    async with serving(FakeScheduler(replies=[reply(text)] * 2), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await whole(server, messages=MESSAGES, response_format={"type": "json_object"})
+        assert answer.choices[0].message.content == '{"a": 1}'
+        assert allows(server.scheduler.last.sampling.grammar, text)
+        assert not allows(server.scheduler.last.sampling.grammar, "<think>hm</think>Ja.")
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_schemas_that_cannot_be_followed_are_refused(choice: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
+        status, answer = await server.post("/v1/chat/completions", body)
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, "tools")
+        assert "not" in error["message"]

@@ -21,7 +21,9 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
 from pagewise_gateway.http.schema import ChatRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
-from pagewise_gateway.http.structured import request_grammar
+from pagewise_gateway.http.structured import grammar_of
+from pagewise_gateway.http.tool_grammar import answer_grammar
+from pagewise_gateway.text.output_parsing import Start
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -41,37 +43,40 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     service.formats.check(body)
     parsing = service.formats.parsing(body)
     capacity = await service.link.wait_for_capacity()
-    sampling = sampling_params(
-        body,
-        service.tokenizer,
-        capacity,
-        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
-        grammar=await request_grammar(service, body, capacity, request[CLIENT].name),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=None,
-    )
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"{given} must be at least 1", given)
     encoded = await encode_chat(service, body, capacity, request[CLIENT].name)
+    start: Start = "main"
+    if parsing is not None:
+        start = parsing.format.start(encoded.text, _continued(body, parsing))
+    wanted_answer = answer_grammar(body, parsing, start, service.tokenizer.special_tokens)
+    sampling = sampling_params(
+        body,
+        service.tokenizer,
+        capacity,
+        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
+        grammar=await grammar_of(service, wanted_answer, capacity, request[CLIENT].name),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=None,
+    )
     tokens = truncated(encoded.tokens, body, wanted, capacity)
     size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
     default = size.default_tokens(len(tokens))
     budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget, segments=prompt_segments(body, encoded))
-    continued = _continued(body, parsing)
+    continues = bool(body.continue_final_message)
     strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer)
-    end = encoded.text
     del encoded  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:
         made = f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation
         if parsing is None:
             return await ChatAnswer(*made).respond(request)
-        return await ParsedAnswer(*made, lambda: parsing.parser(end, continued), parsing).respond(request)
+        return await ParsedAnswer(*made, lambda: parsing.parser(start, continues), parsing).respond(request)
 
 
 def _continued(body: ChatRequest, parsing: Parsing | None) -> str | None:

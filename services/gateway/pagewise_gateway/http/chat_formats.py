@@ -8,10 +8,10 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 
 from pagewise_gateway.http.conversation import check_depth, check_tool_list
-from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.tool_schema import NamedToolChoice
-from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Tools, make_format
+from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 
@@ -20,20 +20,22 @@ class Parsing:
     """How the outputs of one request are parsed.
 
     Fields:
-        format: of the text. shown: special tokens that the parser has to see.
+        format: of the text. tool_parser: the name of the parser of its calls.
+        shown: special tokens that the parser has to see.
         tools: that may be called. parallel: whether one answer may have several calls.
         reasoning: whether the answer has the reasoning.
     """
 
     format: OutputFormat
+    tool_parser: str
     shown: frozenset[int]
     tools: Tools
     parallel: bool = True
     reasoning: bool = True
 
-    def parser(self, prompt: str, continued: str | None) -> MessageParser:
-        """Return a parser of one output. ``prompt``, ``continued``: as ``MessageParser`` takes them."""
-        return MessageParser(self.format, prompt, self.tools, continued=continued, parallel=self.parallel)
+    def parser(self, start: Start, continues: bool) -> MessageParser:
+        """Return a parser of one output. ``start``, ``continues``: as ``MessageParser`` takes them."""
+        return MessageParser(self.format, start, self.tools, continues=continues, parallel=self.parallel)
 
     @property
     def id_length(self) -> int:
@@ -86,7 +88,6 @@ class ChatFormats:
             )
         if self.tool_parser is None:
             raise InvalidRequestError("tool_choice requires --tool-call-parser to be set", "tool_choice")
-        check_grammar(body)
 
     def parsing(self, body: ChatRequest) -> Parsing | None:
         """Return how the outputs of a request are parsed; None: they are content as they are."""
@@ -97,23 +98,14 @@ class ChatFormats:
         delimiters = chosen.delimiters
         shown = frozenset(self._special_tokens[text] for text in delimiters if text in self._special_tokens)
         tools = Tools({tool.function.name: tool.function.parameters for tool in (body.tools or ()) if calls})
-        return Parsing(chosen, shown, tools, body.parallel_tool_calls is not False, body.include_reasoning is not False)
-
-
-def check_grammar(body: ChatRequest) -> None:
-    """Refuse calls that the model has to make in a certain way.
-
-    Raises:
-        UnsupportedParameterError: it asks for such calls.
-    """
-    if body.tool_choice not in (None, "auto"):
-        raise UnsupportedParameterError(
-            "tool_choice: calls that the model has to make are not supported yet, only auto and none are", "tool_choice"
+        return Parsing(
+            chosen,
+            self.tool_parser or "",
+            shown,
+            tools,
+            parallel=body.parallel_tool_calls is not False,
+            reasoning=body.include_reasoning is not False,
         )
-    for number, tool in enumerate(body.tools or ()):
-        if tool.function.strict:
-            place = f"tools[{number}].function.strict"
-            raise UnsupportedParameterError(f"{place} is not supported yet", place)
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:

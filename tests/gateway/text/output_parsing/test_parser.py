@@ -29,7 +29,7 @@ def parsed(
 ) -> ParsedMessage:
     found = make_format(*names)
     assert found is not None
-    parser = MessageParser(found, prompt, TOOLS, parallel=parallel)
+    parser = MessageParser(found, found.start(prompt, None), TOOLS, parallel=parallel)
     deltas: list[Delta] = []
     for piece in pieces:
         deltas += parser.push(piece)

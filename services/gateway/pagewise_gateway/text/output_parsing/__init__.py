@@ -2,7 +2,7 @@
 
 ``regions`` finds where a region of the text begins and ends, by transformers' ``ResponseParser``. ``formats`` has the
 formats of models, by the names of vLLM's parsers. ``json_calls``, ``header_calls``, ``glm`` and ``pythonic`` read the
-calls in a region. ``parser`` puts them together.
+calls in a region. ``parser`` puts them together. ``grammar`` has the grammars of tool calls.
 """
 
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, joined
@@ -10,6 +10,7 @@ from pagewise_gateway.text.output_parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     OutputFormat,
+    Start,
     make_format,
 )
 from pagewise_gateway.text.output_parsing.parser import MessageParser
@@ -21,6 +22,7 @@ __all__ = [
     "Delta",
     "MessageParser",
     "OutputFormat",
+    "Start",
     "Tools",
     "joined",
     "make_format",

@@ -101,10 +101,11 @@ def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         return {}
-    return {name: frozenset(_types(declared)) for name, declared in properties.items()}
+    return {name: frozenset(schema_types(declared)) for name, declared in properties.items()}
 
 
-def _types(schema: Any) -> list[str]:
+def schema_types(schema: Any) -> list[str]:
+    """Return the JSON types that a schema declares, of unions those of each part."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")
@@ -114,5 +115,5 @@ def _types(schema: Any) -> list[str]:
     for union in ("anyOf", "oneOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            found += _types(choice)
+            found += schema_types(choice)
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Tools
 from pagewise_gateway.text.output_parsing.glm import GlmCall
@@ -12,6 +13,10 @@ from pagewise_gateway.text.output_parsing.regions import RegionTemplate
 
 REASONING, CALL, MARK, HEADER = "reasoning", "call", "mark", "header"
 """Regions of a text: what the model thinks, a tool call, a delimiter that says nothing, and what says what follows."""
+
+Start = Literal["main", "ended", "reasoning", "implied"]
+"""Where an output begins: outside of regions, behind reasoning that the prompt has ended, in reasoning that it has
+begun, or in reasoning that may be opened nevertheless."""
 
 _Regions = dict[str, tuple[tuple[str, ...], str | None]]
 
@@ -111,6 +116,23 @@ class OutputFormat:
     def delimiters(self) -> tuple[str, ...]:
         """Texts that the parser has to see, special tokens or not."""
         return self.template.delimiters + (self.tools.inner if self.tools is not None else ())
+
+    def start(self, prompt: str, continued: str | None) -> Start:
+        """Return where an output begins. Chat templates may begin the reasoning, or begin and end it.
+
+        ``prompt``: its end. ``continued``: what ``last_border`` says of the message that the output goes on with; None:
+        it begins one.
+        """
+        prompt, reasoning = prompt.rstrip(), self.reasoning
+        if reasoning is None:
+            return "main"
+        if continued is not None:
+            return "reasoning" if continued == reasoning.opening else "main"
+        if prompt.endswith(reasoning.closing):
+            return "ended"
+        if prompt.endswith(reasoning.opening):
+            return "reasoning"
+        return "implied" if reasoning.implied else "main"
 
     def last_border(self, message: str) -> str:
         """Return what opened or closed the reasoning last in the beginning of a message; an empty text: nothing did."""

@@ -3,7 +3,7 @@
 import re
 
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, DeltaKind, Tools
-from pagewise_gateway.text.output_parsing.formats import CALL, HEADER, REASONING, OutputFormat
+from pagewise_gateway.text.output_parsing.formats import CALL, HEADER, REASONING, OutputFormat, Start
 from pagewise_gateway.text.output_parsing.json_calls import JsonValue
 from pagewise_gateway.text.output_parsing.regions import MAIN, RegionEvent, Regions
 
@@ -18,9 +18,8 @@ class MessageParser:
     they come, but for white space at the borders of regions, which is left out; what is between regions is joined by
     line breaks. A text without regions stays as it is. No text raises an error.
 
-    ``prompt``: the end of the prompt, which may have begun a region. ``continued``: what ``OutputFormat.last_border``
-    says of the message that the output goes on with, if it begins none. ``tools``: of the request. ``parallel``:
-    whether calls after the first one count.
+    ``start``: where the output begins. ``continues``: whether it goes on with a message of which the prompt has a part.
+    ``tools``: of the request. ``parallel``: whether calls after the first one count.
     """
 
     __slots__ = (
@@ -40,10 +39,10 @@ class MessageParser:
     def __init__(
         self,
         output_format: OutputFormat,
-        prompt: str = "",
+        start: Start = "main",
         tools: Tools | None = None,
         *,
-        continued: str | None = None,
+        continues: bool = False,
         parallel: bool = True,
     ) -> None:
         self.num_calls = 0
@@ -55,8 +54,12 @@ class MessageParser:
         self._reader: CallReader | None = None
         self._header: list[str] = []
         self._kind: DeltaKind = "content"  # of the text that is in no region
-        self._opening: str | None = None  # what has come of an opening that the output need not have
-        self._regions = Regions(output_format.template, self._first_region(prompt.rstrip(), continued))
+        # What has come of an opening that the output need not have.
+        self._opening: str | None = "" if start == "implied" else None
+        if start == "ended":
+            self._content.border()
+        region = REASONING if start in ("reasoning", "implied") else MAIN
+        self._regions = Regions(output_format.template, HEADER if output_format.harmony and not continues else region)
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new in the message."""
@@ -78,25 +81,6 @@ class MessageParser:
             self._content.push(header, deltas)
         self._content.finish(deltas)
         return deltas
-
-    def _first_region(self, prompt: str, continued: str | None) -> str:
-        """The region that the text begins in. Chat templates may begin the reasoning, or begin and end it."""
-        reasoning = self._format.reasoning
-        if self._format.harmony:
-            return HEADER if continued is None else MAIN
-        if reasoning is None:
-            return MAIN
-        if continued is not None:
-            return REASONING if continued == reasoning.opening else MAIN
-        if prompt.endswith(reasoning.closing):
-            self._content.border()
-            return MAIN
-        if prompt.endswith(reasoning.opening):
-            return REASONING
-        if reasoning.implied:
-            self._opening = ""
-            return REASONING
-        return MAIN
 
     def _take(self, event: RegionEvent, deltas: list[Delta]) -> None:
         region, text = event.region, event.text
