@@ -1,15 +1,19 @@
 """A tiny model of random weights with a tokenizer, and what structured output is tested with."""
 
 import json
+import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import tokenizers
 import transformers
 from llguidance import LLMatcher, LLTokenizer
 from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.model_builders import build_model
@@ -24,7 +28,7 @@ VOCAB_SIZE = 280
 def save_tokenizer(path: Path) -> None:
     """Save a byte-level tokenizer that has any byte, and a few tokens of several."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spelled = {byte: chars for byte, chars in transformers_bytes().items()}
+    spelled = spelled_bytes()
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
     merges = []
     for text in MERGES:
@@ -41,7 +45,7 @@ def save_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "bos_token": "<bos>"}))
 
 
-def transformers_bytes() -> dict[int, str]:
+def spelled_bytes() -> dict[int, str]:
     """How byte-level tokenizers spell bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -61,11 +65,6 @@ def text_of(path: Path, tokens: Sequence[int]) -> str:
     return backend.decode(list(tokens), skip_special_tokens=True)
 
 
-def schema_grammar(schema: Any, *, whitespace: bool = False) -> str:
-    """The grammar of a schema; by default without whitespace, of which models of random weights make much."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": whitespace})
-
-
 class Reference:
     """What a grammar allows, found one token at a time by a matcher of its own."""
 
@@ -77,7 +76,7 @@ class Reference:
     def allowed(self, output: Sequence[int]) -> list[int]:
         """The tokens that may follow this output."""
         matcher = LLMatcher(self.tokenizer, self._grammar, log_level=0)
-        assert matcher.consume_tokens(list(output)), matcher.get_error()
+        assert not output or matcher.consume_tokens(list(output)), matcher.get_error()
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         return np.flatnonzero(bits[: self._vocab_size]).tolist()
 
@@ -88,3 +87,77 @@ class Reference:
     def prefix_allowed(self, num_prompt_tokens: int) -> Callable[[int, Any], list[int]]:
         """What transformers takes as ``prefix_allowed_tokens_fn``."""
         return lambda _, ids: self.allowed(ids[num_prompt_tokens:].tolist())
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    """A schema of what llguidance honours, whose texts are mostly short."""
+    kinds = ["integer", "string", "enum", "boolean", "null", "const"]
+    if depth:
+        kinds += ["object", "object", "array", "anyOf", "ref"]
+    match rng.choice(kinds):
+        case "integer":
+            low = rng.randrange(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(2000)}
+        case "string":
+            return (
+                {"type": "string", "maxLength": rng.randrange(4), "pattern": "^[a-d]*$"}
+                if rng.random() < 0.5
+                else ({"type": "string", "maxLength": rng.randrange(1, 4)})
+            )
+        case "enum":
+            return {"enum": rng.sample(["red", "a\nb", "é", 7, None, "", "ab", [1], {"a": 1}], rng.randrange(1, 4))}
+        case "const":
+            return {"const": rng.choice(["abc", -1, True, {"k": [None]}])}
+        case "object":
+            names = rng.sample(["a", "ab", "name", "ü", "true"], rng.randrange(1, 4))
+            return {
+                "type": "object",
+                "properties": {name: random_schema(rng, depth - 1) for name in names},
+                "required": rng.sample(names, rng.randrange(len(names) + 1)),
+                "additionalProperties": False,
+            }
+        case "array":
+            least = rng.randrange(2)
+            return {
+                "type": "array",
+                "items": random_schema(rng, depth - 1),
+                "minItems": least,
+                "maxItems": least + rng.randrange(3),
+            }
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randrange(1, 3))]}
+        case "ref":
+            inner = random_schema(rng, 0)
+            return {
+                "type": "object",
+                "properties": {"x": inner, "y": {"type": "array", "items": inner, "maxItems": 1}},
+                "required": ["x"],
+                "additionalProperties": False,
+            }
+        case kind:
+            return {"type": kind}
+
+
+def random_grammar(rng: random.Random) -> tuple[str, Callable[[str], bool]]:
+    """A grammar, and whether a whole text matches it."""
+    match rng.choice(["schema", "schema", "regex", "choice"]):
+        case "schema":
+            schema = random_schema(rng)
+            return json_schema_grammar(schema, whitespace=False), lambda text: matches(schema, text)
+        case "regex":
+            regex = rng.choice(["[ab]{1,5}c?", r"\d{2,4}-(x|yy)", "(true|abc)+!", "é{2}|", r"[^\x00-\x7f]?z"])
+            return regex_grammar(regex), lambda text: re.fullmatch(regex, text, re.ASCII) is not None
+        case _:
+            choices = rng.sample(
+                ["yes", "no", "", "true", 'say "no"', "a\\b", "日本", "ab", "abc"], rng.randrange(1, 5)
+            )
+            return choice_grammar(choices), lambda text: text in choices
+
+
+def matches(schema: Any, text: str) -> bool:
+    """Whether a text is JSON that a schema allows."""
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True

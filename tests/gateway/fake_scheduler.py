@@ -13,6 +13,7 @@ from typing import Literal
 import zmq
 import zmq.asyncio
 from pagewise_shared.protocol import (
+    PROTOCOL_MINOR,
     Abort,
     FinishStream,
     FleetState,
@@ -96,7 +97,7 @@ class FakeScheduler:
         step_seconds: time between two rounds. tokens_per_round: of each stream.
         silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
             are not told that they may run.
-        heartbeat_ms: as in the welcome.
+        heartbeat_ms, protocol_minor: as in the welcome. no_grammars: of the fleet.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument. queries: what was asked for.
         keys: public and secret key, if connections are encrypted.
@@ -110,13 +111,15 @@ class FakeScheduler:
     refuse_after: int = 0
     refuse_gateways: str | None = None
     fail_after: int | None = None
-    fail_kind: Literal["internal", "unavailable"] = "internal"
+    fail_kind: Literal["internal", "unavailable", "invalid"] = "internal"
     step_seconds: float = 0.0
     tokens_per_round: int = 1
     silent: bool = False
     mute: bool = False
     paused: bool = False
     heartbeat_ms: int = 200
+    protocol_minor: int = PROTOCOL_MINOR
+    no_grammars: str = ""
     submits: list[Submit] = field(default_factory=list)
     hellos: list[GatewayHello] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -203,7 +206,8 @@ class FakeScheduler:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _fleet(self, epoch: int) -> FleetState:
-        return FleetState(epoch, self.ready, self.max_model_len, self.vocab_size if self.max_model_len else 0)
+        vocab_size = self.vocab_size if self.max_model_len else 0
+        return FleetState(epoch, self.ready, self.max_model_len, vocab_size, self.no_grammars)
 
     async def _send(self, identity: bytes, message: Message | bytes) -> None:
         frame = message if isinstance(message, bytes) else encode(message)
@@ -227,7 +231,7 @@ class FakeScheduler:
             await self._send(identity, Refused(self.refuse_gateways))
             return
         member = self.members[identity] = Member(hello, next(_epochs))
-        await self._send(identity, GatewayWelcome(member.epoch, self.heartbeat_ms))
+        await self._send(identity, GatewayWelcome(member.epoch, self.heartbeat_ms, self.protocol_minor))
         await self._send(identity, self._fleet(member.epoch))
 
     async def _take(self, identity: bytes, message: FromGateway) -> None:

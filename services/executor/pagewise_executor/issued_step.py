@@ -15,8 +15,8 @@ class IssuedStep:
     """A step that may still be running on the device.
 
     ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
-    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: indices of sequences
-    that cannot go on, and why.
+    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
+    cannot go on.
     """
 
     plan: StepPlan
@@ -26,7 +26,7 @@ class IssuedStep:
     prompt_logprobs: list[tuple[int, LogprobsTensors]]
     seconds: float
     events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
-    failures: list[tuple[int, str]] = field(default_factory=list)
+    failures: list[RowFailure] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -50,5 +50,5 @@ class IssuedStep:
             logprobs=self.logprobs.report() if self.logprobs is not None else (),
             prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
             elapsed_us=int(seconds * 1e6),
-            failures=tuple(RowFailure(index, reason) for index, reason in self.failures),
+            failures=tuple(self.failures),
         )

@@ -3,8 +3,9 @@
 ``http`` builds a GenerationRequest and submits it to the link, which returns a LiveRequest. The outputs arrive as
 SequenceDeltas. Errors::
 
-    GenerationError             the generation failed, and its client is not to blame
+    GenerationError             the generation failed
     ├── SlowReaderError         the client left too much unread
+    ├── InvalidGrammarError     the grammar cannot be used with the model
     ├── NoExecutorError         the request was accepted, but no executor came that could run it
     └── AdmissionError          the request was not accepted
 """
@@ -189,7 +190,7 @@ class Capacity:
 
 
 class GenerationError(Exception):
-    """A generation failed, and its client is not to blame; the text says why."""
+    """A generation failed; the text says why. Unless its subclass says otherwise, its client is not to blame."""
 
 
 class SlowReaderError(GenerationError):
@@ -198,6 +199,10 @@ class SlowReaderError(GenerationError):
 
 class NoExecutorError(GenerationError):
     """The request was accepted and waited, but no executor came that could run it."""
+
+
+class InvalidGrammarError(GenerationError):
+    """The grammar of the request makes no sense with the model's tokenizer, which executors have."""
 
 
 class AdmissionError(GenerationError):

@@ -286,13 +286,14 @@ class StreamFinished(Piece, frozen=True):
 
 
 class PromptFailed(Piece, frozen=True):
-    """What was to be generated from a prompt failed on our side after it was accepted.
+    """What was to be generated from a prompt failed after it was accepted.
 
-    ``stream``: the prompt's first stream. ``kind``: "internal", or "unavailable" if no executor came that could run it.
+    ``stream``: the prompt's first stream. ``kind``: "internal", "unavailable" if no executor came that could run it, or
+    "invalid" if its grammar makes no sense with the model's tokenizer.
     """
 
     stream: int
-    kind: Literal["internal", "unavailable"]
+    kind: Literal["internal", "unavailable", "invalid"]
     message: str
 
 

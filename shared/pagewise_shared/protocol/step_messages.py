@@ -162,10 +162,12 @@ class RowFailure(Piece, frozen=True):
     """A sequence that cannot go on, because its output can no longer be made to match its grammar.
 
     ``index``: of its token in ``StepResult.tokens``, which means nothing. ``message``: why, for the client.
+    ``invalid``: the grammar makes no sense with the model's tokenizer.
     """
 
     index: int
     message: str
+    invalid: bool = False
 
 
 class StepResult(Message, frozen=True):

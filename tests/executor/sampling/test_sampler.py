@@ -358,7 +358,14 @@ def test_constraints_of_a_large_vocabulary_are_those_token_by_token(device: torc
     single, last = int(allowed[7]), int(allowed[9])
     words = ((single,), (1, 2, 3, last), (9, 2, 3, int(allowed[11])), (3, int(allowed[12])))
     tables = ConstraintTables(vocab, device)
-    sampler = Sampler(TorchTokenSampler(device), TorchPenalties(vocab, device), tables, compute_logprobs, device)
+    sampler = Sampler(
+        TorchTokenSampler(device),
+        TorchPenalties(vocab, device),
+        tables,
+        compute_logprobs,
+        device,
+        StructuredRows(None, "there is no tokenizer", vocab, device),
+    )
     shared = token_constraints(allowed, bias, words)
     assert shared is not None
     for row in range(rows):  # each comes in a plan of its own, which is decoded anew

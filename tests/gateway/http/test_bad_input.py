@@ -201,8 +201,6 @@ async def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], param: str
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     ({"store": True}, "store"),

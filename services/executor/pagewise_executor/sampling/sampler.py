@@ -6,6 +6,7 @@ the tokens that were sampled last. All rows of a step share a few uploaded array
 
 import numpy as np
 import torch
+from pagewise_shared.protocol import RowFailure
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.input_batch import Int32s
@@ -105,8 +106,8 @@ class Sampler:
                 ranked[number] = processed[sampled.reporting[number]]
         return tokens, gather_logprobs(own, chosen, sampled.reporting, sampled.counts, self._compute_logprobs, ranked)
 
-    def take_failures(self) -> list[tuple[int, str]]:
-        """Return the rows that cannot go on since the last call: the index of each among the tokens, and why."""
+    def take_failures(self) -> list[RowFailure]:
+        """Return the rows that cannot go on since the last call, by the indices of their tokens."""
         return self._structured.take_failures()
 
     def _classify(self, row: int, state: SamplingState) -> None:

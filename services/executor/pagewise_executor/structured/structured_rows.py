@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from pagewise_shared.protocol import RowFailure
 
 from pagewise_executor.structured.masks import forbidden_tokens
 from pagewise_executor.uploads import Uploads
@@ -37,6 +38,7 @@ class StructuredRow:
         beam: it is a hypothesis of a beam search. What is sampled for it means nothing: the scheduler chooses with
             which tokens others go on from it.
         matcher: None until its first mask is needed. error: why there are no more masks; empty: there are.
+        invalid: the grammar makes no sense with the model's tokenizer.
     """
 
     grammar: str
@@ -44,6 +46,7 @@ class StructuredRow:
     beam: bool = False
     matcher: "LLMatcher | None" = None
     error: str = ""
+    invalid: bool = False
 
     def consume(self, token: int) -> None:
         """Feed the matcher the token that was sampled."""
@@ -80,7 +83,7 @@ class StructuredRows:
     _rows: dict[int, StructuredRow] = field(default_factory=dict)
     _left: deque[StructuredRow] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
     _drawn: list[_Drawn] = field(default_factory=list)
-    _failures: list[tuple[int, str]] = field(default_factory=list)
+    _failures: list[RowFailure] = field(default_factory=list)
     _upload: Uploads = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +129,7 @@ class StructuredRows:
             if row.error:
                 masks[number] = 0
                 masks[number, 0] = 1
-                self._failures.append((indices[number], row.error))
+                self._failures.append(RowFailure(indices[number], row.error, row.invalid))
         return forbidden_tokens(masks, self.vocab_size, self._upload)
 
     def drawn(self, rows: Iterable[int], tokens: torch.Tensor) -> None:
@@ -140,8 +143,8 @@ class StructuredRows:
         copied.record()
         self._drawn.append(_Drawn(held, on_host, copied))
 
-    def take_failures(self) -> list[tuple[int, str]]:
-        """Return the rows that have failed since the last call: the index of each among the tokens, and why."""
+    def take_failures(self) -> list[RowFailure]:
+        """Return the rows that have failed since the last call, by the indices of their tokens."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -178,9 +181,8 @@ class StructuredRows:
     def _replayed(self, row: StructuredRow) -> "LLMatcher | None":
         assert self.grammars is not None
         matcher = self.grammars.matcher(row.grammar)
-        if not matcher.is_error():
-            matcher.consume_tokens(np.frombuffer(bytes(row.consumed), np.int32).tolist())
-        if matcher.is_error():
-            row.fail(matcher.get_error())
-            return None
-        return matcher
+        row.invalid = matcher.is_error()
+        if not row.invalid and matcher.consume_tokens(np.frombuffer(bytes(row.consumed), np.int32).tolist()):
+            return matcher
+        row.fail(matcher.get_error())
+        return None

@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from pagewise_gateway.generation import AdmissionError, GenerationError, NoExecutorError
+from pagewise_gateway.generation import AdmissionError, GenerationError, InvalidGrammarError, NoExecutorError
 
 MAX_MESSAGE_CHARACTERS = 1024
 """Longer messages are cut in the middle: they quote what the client sent, and name the limit at their end."""
@@ -222,6 +222,8 @@ def failure(error: GenerationError) -> APIError:
             return OverloadedError(str(error), retry_after=error.retry_after)
         case AdmissionError():
             return UnavailableError(str(error), retry_after=error.retry_after)
+        case InvalidGrammarError():
+            return InvalidRequestError(str(error))
         case NoExecutorError():
             return UnavailableError(str(error))
         case _:

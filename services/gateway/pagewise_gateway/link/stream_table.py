@@ -8,13 +8,15 @@ from typing import NamedTuple
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Outputs, PromptFailed, RequestRefused, TokenLogprobs, unpack_int32s
 
-from pagewise_gateway.generation import GenerationError, NoExecutorError
+from pagewise_gateway.generation import GenerationError, InvalidGrammarError, NoExecutorError
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.output import LivePrompt, Output
 from pagewise_gateway.metrics import Metrics
 
 MOST_STREAMS = 2**31 - 1
 """How many stream numbers there are under one epoch."""
+
+_FAILURES: dict[str, type[GenerationError]] = {"unavailable": NoExecutorError, "invalid": InvalidGrammarError}
 
 
 class Applied(NamedTuple):
@@ -164,7 +166,7 @@ class StreamTable:
     def _fail(self, failed: PromptFailed) -> None:
         """Fail the whole request, because a client cannot use a part of its outputs."""
         if (prompt := self._prompts.get(failed.stream)) is not None:
-            kind = NoExecutorError if failed.kind == "unavailable" else GenerationError
+            kind = _FAILURES.get(failed.kind, GenerationError)
             prompt.live.fail(kind(failed.message))
 
 

@@ -29,6 +29,7 @@ _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
 """Grammars that are known to be good, and characters of them together."""
 _EMBEDDED = re.compile(r"%json\s*")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -51,6 +52,10 @@ def json_schema_grammar(
     if isinstance(schema, str):
         schema = _decoded(schema)
     check_schema(schema)
+    if schema is False:
+        raise GrammarError("nothing matches the schema false")
+    if schema is True:
+        schema = {}
     if not additional_properties:
         without_additional_properties(schema)
     options: dict[str, Any] = {} if whitespace else {"whitespace_flexible": False}
@@ -232,4 +237,9 @@ def _is_text(text: str) -> bool:
 
 
 def _reason(text: str) -> str:
+    """Why the library refuses a grammar, on one line."""
+    if keywords := _UNIMPLEMENTED.match(text):
+        return f"keywords that are not supported: {keywords[1].replace(chr(34), '')}"
+    if text.startswith("oneOf constraints"):
+        return "oneOf is only supported where its schemas exclude each other for certain; anyOf always is"
     return " ".join(text.split())[:_MAX_REASON]

@@ -215,7 +215,7 @@ class Engine:
             log.warning("%s: request %s: %s", self.executor_id, sequence.request.request_id, message)
             self.scheduler.abort(sequence.request.request_id)
             self._forget(live)
-            live.fail("internal", message, clock())
+            live.fail("invalid" if failure.invalid else "internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
         """Copies have been made, or have failed.

@@ -13,7 +13,7 @@ from pagewise_scheduler.core.routing.executor_view import Placement
 if TYPE_CHECKING:
     from pagewise_scheduler.actors.engine import Engine
 
-FailureKind = Literal["internal", "unavailable"]
+FailureKind = Literal["internal", "unavailable", "invalid"]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,7 @@ class LiveRequest:
             self.end(now)
 
     def fail(self, kind: FailureKind, message: str, now: float) -> None:
-        """All of it failed on our side."""
+        """All of it failed; it is the client's fault only if ``kind`` is "invalid"."""
         if not self.done:
             self.outputs.failed.append(PromptFailed(self.stream, kind, message))
             self.end(now)

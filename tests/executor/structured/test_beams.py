@@ -1,0 +1,100 @@
+"""Beam search within a grammar finds what transformers finds with ``prefix_allowed_tokens_fn``."""
+
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_shared.sampling import BeamParams, SamplingParams
+
+from tests.executor.driver import run_requests
+from tests.executor.runners import build_runner
+from tests.structured import EOS, Reference, build_structured_model
+
+GRAMMARS = {
+    "schema": json_schema_grammar(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99999}, "b": {"type": "boolean"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        whitespace=False,
+    ),
+    "regex": regex_grammar("[a-f]{2,9}(true|[0-9])"),
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_structured_model(path, seed=11)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(model_path: Path) -> ModelRunner:
+    return build_runner(model_path)
+
+
+def beams(grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n: int, name: str = "r") -> Request:
+    params = SamplingParams(temperature=0, grammar=grammar, stop_token_ids=(EOS,))
+    return Request(name, array("i", prompt), max_tokens, params, n=n, beam=beam)
+
+
+def expected(path: Path, grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n: int) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        num_beams=beam.width,
+        num_return_sequences=n,
+        length_penalty=beam.length_penalty,
+        early_stopping=beam.early_stopping,
+        do_sample=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        prefix_allowed_tokens_fn=Reference(path, grammar).prefix_allowed(len(prompt)),
+    )
+    rows = found[:, len(prompt) :].tolist()
+    return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize(("width", "n"), [(2, 1), (3, 3)])
+def test_beams_equal_those_of_transformers(
+    runner: ModelRunner, model_path: Path, kind: str, width: int, n: int
+) -> None:
+    rng = random.Random(width)
+    prompts = [[rng.randrange(3, 200) for _ in range(11)] for _ in range(2)]
+    for max_tokens in (6, 24):
+        beam = BeamParams(width)
+        wanted = [expected(model_path, GRAMMARS[kind], prompt, max_tokens, beam, n) for prompt in prompts]
+        asked = [beams(GRAMMARS[kind], prompt, max_tokens, beam, n, f"b{i}") for i, prompt in enumerate(prompts)]
+        scheduler, _ = run_requests(runner, asked, num_blocks=18, max_num_seqs=4, max_num_batched_tokens=16)
+        assert scheduler.kv.num_available == 18
+        assert [[sequence.output_token_ids.tolist() for sequence in one.sequences] for one in asked] == wanted
+
+
+def test_outputs_that_a_grammar_does_not_have_are_empty(runner: ModelRunner) -> None:
+    asked = beams(choice_grammar(["a"]), [5, 6, 7], 8, BeamParams(3), 3)
+    run_requests(runner, [asked])
+    found = [(sequence.output_token_ids.tolist()[-1:], sequence.finish_reason) for sequence in asked.sequences]
+    assert found == [([EOS], "stop"), ([], "abort"), ([], "abort")]
+
+
+def test_the_likeliest_of_several_samples(runner: ModelRunner, model_path: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=4, grammar=GRAMMARS["regex"], stop_token_ids=(EOS,))
+    asked = Request("r", array("i", [5, 9, 20]), 30, params, n=2, best_of=4)
+    run_requests(runner, [asked])
+    reference = Reference(model_path, GRAMMARS["regex"])
+    for sequence in asked.sequences:
+        assert sequence.finish_reason == "stop"
+        assert reference.holds(sequence.output_token_ids.tolist())
