@@ -267,8 +267,8 @@ def allows(grammar: str, text: str) -> bool:
     """Whether an output may be this text."""
     tokenizer = LLTokenizer(byte_level_backend(SPECIAL).to_str(), eos_token=0)
     matcher = LLMatcher(tokenizer, grammar)
-    tokens = reply(text)
-    return bool(matcher.try_consume_tokens(tokens) == len(tokens))
+    tokens = reply(text, end=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
 
 
 WEATHER, TIME = CALLS.split("\n<tool_call>")[0], "<tool_call>" + CALLS.split("<tool_call>")[2]

@@ -278,7 +278,7 @@ class ContentPart(Struct, forbid_unknown_fields=True):
     segment: Annotated[bool, Meta(description="Whether its text is a segment of the prompt.")] | None = None
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of a conversation. Messages of the assistant may have tool calls instead of a content.
 
     ``tool_call_id``: of a message of role tool, the call that it answers. ``reasoning`` and ``reasoning_content``: of
