@@ -27,8 +27,8 @@ def submit(grammar: str, max_tokens: int = 8, n: int = 1, prompts: int = 1) -> S
 class FailingRunner(SimulatedRunner):
     """Follows grammars as far as anybody can tell; those called "bad" fail with their third token."""
 
-    def __init__(self, step_seconds: float = 0.0, *, invalid: bool = False, no_grammars: str = "") -> None:
-        super().__init__(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
+    def __init__(self, *, invalid: bool = False, no_grammars: str = "") -> None:
+        super().__init__(ExecutorConfig(num_blocks=64, block_size=4))
         self.info = dataclasses.replace(self.info, no_grammars=no_grammars)
         self.invalid = invalid
         self.num_served = 0
@@ -76,20 +76,6 @@ async def test_executors_that_follow_no_grammars_get_none(tmp_path: Path) -> Non
             asked = [await stack.gateway.submit_as(submit("good")) for _ in range(4)]
             await asyncio.gather(*(one.result() for one in asked))
         assert (able.num_served, unable.num_served) == (4, 0)
-
-
-async def test_requests_that_decode_elsewhere_stay_if_some_cannot_follow_them(tmp_path: Path) -> None:
-    prefill, decode = FailingRunner(0.005), FailingRunner(0.005, no_grammars="it has no tokenizer")
-    async with (
-        running(tmp_path, routing="round-robin") as stack,
-        executor(tmp_path, "prefill", runner=prefill, role="prefill"),
-        executor(tmp_path, "decode", runner=decode, role="decode"),
-    ):
-        await stack.ready(2)
-        for grammar, moves in (("good", 0), ("", 1)):
-            await (await stack.gateway.submit_as(submit(grammar, 40))).result()
-            assert stack.metric("request_moves_total", reason="decode") == moves
-        assert decode.num_served == 0
 
 
 async def test_an_executor_that_is_older_than_grammars_gets_none(tmp_path: Path) -> None:

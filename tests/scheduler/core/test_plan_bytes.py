@@ -21,6 +21,7 @@ from pagewise_shared.sampling import (
     MAX_ALLOWED_BYTES,
     MAX_BAD_SEQUENCES,
     MAX_BAD_TOKENS,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
     BeamParams,
@@ -110,6 +111,7 @@ def test_whatever_fits_into_a_plan_the_tokens_are_the_same(monkeypatch: pytest.M
 def test_what_leaves_before_anybody_was_told_leaves_room_in_the_plan() -> None:
     scheduler = create_scheduler()
     scheduler.add(request := create_request(prompt=5))
+    request.sampling = msgspec.structs.replace(request.sampling, grammar="é" * 1000)
     plan = scheduler._plan
     scheduler._prefilling.chunks(32, 0, scheduler.steps_in_flight, 0.0)
     assert plan.joined_bytes > 0
@@ -137,6 +139,7 @@ def test_the_greatest_sequence_fits_into_a_frame_beside_others(block_size: int) 
         top_k=2**31 - 1,
         stop_token_ids=(2**31 - 1,) * MAX_STOP_IDS,
         constraints=GREATEST,
+        grammar="g" * MAX_GRAMMAR_BYTES,
     )
     scheduler = Scheduler(
         num_blocks=length // block_size + 1000, block_size=block_size, max_num_seqs=8, max_num_batched_tokens=length
@@ -153,5 +156,5 @@ def test_the_greatest_sequence_fits_into_a_frame_beside_others(block_size: int) 
     assert len(new.blocks) > 4 * (length // block_size - 2)
     assert len(new.tokens) + len(new.blocks) <= MAX_SEQUENCE_BYTES
     alone = len(encode(plan))
-    assert alone <= MAX_SEQUENCE_BYTES + MAX_CONSTRAINTS_BYTES + SEQUENCE_OVERHEAD_BYTES + 64
+    assert alone <= MAX_SEQUENCE_BYTES + MAX_CONSTRAINTS_BYTES + MAX_GRAMMAR_BYTES + SEQUENCE_OVERHEAD_BYTES + 64
     assert alone + MAX_JOINED_BYTES < MAX_FRAME_FROM_SCHEDULER

@@ -61,6 +61,17 @@ def test_prompts_are_computed_by_those_that_are_for_them(routing: RoutingName) -
     assert all(request.sequences[0].output_token_ids.tolist() == expected_tokens(request) for request in requests)
 
 
+def test_with_a_grammar_a_request_stays_if_some_executors_follow_none() -> None:
+    served = Fleet(["prefill", "decode"])
+    served.views[1].grammars = False
+    requests = [create_request(prompt=40, max_tokens=20) for _ in range(2)]
+    requests[0].sampling = msgspec.structs.replace(requests[0].sampling, grammar="start: /.*/")
+    for request in requests:
+        served.add(request)
+    served.run()
+    assert [served.moved.get(request, 0) for request in requests] == [0, 1]
+
+
 def test_without_roles_nothing_moves() -> None:
     served = Fleet(["both", "both"])
     assert not {serve(served, create_request(prompt=40)) for _ in range(3)} & served.moved.keys()
