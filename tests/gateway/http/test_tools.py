@@ -8,41 +8,18 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolUnionParam
-from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.errors import ConfigError
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.http.tool_model import ARGUMENTS, CALLS, HERMES, PARAMETERS, SPECIAL, TOKENIZER, reply
 from tests.gateway.server import MODEL, Server, serving
 from tests.gateway.text.tokenizer_builders import byte_level_backend
 
-TEMPLATE = (
-    "{% if tools %}<|user|>tools: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
-    "{% for message in messages %}<|user|>{{ message['role'] }}: {{ message['content'] or '' }}"
-    "{% for call in message.tool_calls or [] %}"
-    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    "{% if thinking %}<think>\n{% endif %}"
-)
-SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|noise|>")
-TOKENIZER = Tokenizer(byte_level_backend(SPECIAL), eos_token_ids=frozenset({0}), chat_template=TEMPLATE)
-HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: list[ChatCompletionToolUnionParam] = [
     {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
 ]
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Wie wird das Wetter?"}]
-ARGUMENTS = '{"city": "Köln \\"</x>\\" 🙂", "days": 3}'
-CALLS = (
-    f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-)
-
-
-def reply(text: str, end: bool = True) -> list[int]:
-    """The tokens of an output, and of its end."""
-    return TOKENIZER.encode(text, add_special_tokens=False) + [0] * end
 
 
 async def streamed(server: Server, **options: Any) -> ChatCompletion:

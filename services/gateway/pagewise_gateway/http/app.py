@@ -39,6 +39,7 @@ from pagewise_gateway.http.responses import (
     TokenizeResponse,
     Version,
 )
+from pagewise_gateway.http.responses_api.handler import create_response
 from pagewise_gateway.http.schema import (
     ALWAYS_DETOKENIZED_TOKENS,
     DETOKENIZED_CONTEXTS,
@@ -108,6 +109,7 @@ def create_app(
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
             web.post("/v1/chat/completions/render", render),
+            web.post("/v1/responses", create_response),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.post("/tokenize", tokenize),

@@ -1,14 +1,18 @@
 """``POST /v1/chat/completions``."""
 
+from collections.abc import Awaitable, Callable
+
 from aiohttp import web
 
 from pagewise_gateway.generation import Prompt
 from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.chat_answer import ChatAnswer
 from pagewise_gateway.http.chat_formats import Parsing
+from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import (
     check_common,
     check_priority,
@@ -33,8 +37,27 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         APIError: the request is invalid, or cannot be served now.
         GenerationError: the request was not accepted, or failed before the response began.
     """
-    service = request.app[Service.KEY]
     body, intake = await read_request(request, ChatRequest)
+
+    def respond(run: ChatRun) -> Awaitable[web.StreamResponse]:
+        kind = ChatAnswer if run.parsing is None else ParsedAnswer
+        return kind(f"chatcmpl-{request[REQUEST_ID]}", run).respond(request)
+
+    return await run_chat(request, body, intake, respond)
+
+
+async def run_chat(
+    request: web.Request,
+    body: ChatRequest,
+    intake: Intake,
+    respond: Callable[[ChatRun], Awaitable[web.StreamResponse]],
+) -> web.StreamResponse:
+    """Submit a chat, and return what ``respond`` makes of it. ``intake``: what is held for the request.
+
+    Raises:
+        APIError, GenerationError: as ``create_chat_completion``.
+    """
+    service = request.app[Service.KEY]
     n = check_common(body, service.limits)
     check_priority(body, request[CLIENT])
     if body.top_logprobs is not None and not body.logprobs:
@@ -73,10 +96,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     del encoded  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:
-        made = f"chatcmpl-{request[REQUEST_ID]}", service, body, prompt, generation
-        if parsing is None:
-            return await ChatAnswer(*made).respond(request)
-        return await ParsedAnswer(*made, lambda: parsing.parser(start, continues), parsing).respond(request)
+        return await respond(ChatRun(service, body, prompt, generation, parsing, start, continues))
 
 
 def _continued(body: ChatRequest, parsing: Parsing | None) -> str | None:

@@ -5,9 +5,8 @@ from typing import cast
 
 from msgspec import UNSET
 
-from pagewise_gateway.generation import Prompt, SequenceDelta
-from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import (
@@ -19,17 +18,15 @@ from pagewise_gateway.http.responses import (
     ChatLogprobs,
     ChatResponse,
 )
-from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.sse import EventTemplate, event
 
 
 class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
     """The response whose content is the text of the output as it is."""
 
-    def __init__(
-        self, completion_id: str, service: Service, body: ChatRequest, prompt: Prompt, generation: Generation
-    ) -> None:
-        super().__init__(ChatChunk, completion_id, service, body, generation, logprobs=bool(body.logprobs))
+    def __init__(self, completion_id: str, run: ChatRun) -> None:
+        body, prompt = run.body, run.prompt
+        super().__init__(ChatChunk, completion_id, run.service, body, run.generation, logprobs=bool(body.logprobs))
         self._logprobs_wanted = bool(body.logprobs)
         self._token_ids_wanted = bool(body.return_token_ids)
         self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET

@@ -129,10 +129,20 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(text: str, place: str, dialect: Dialect) -> dict[str, Any] | str:
+    arguments = check_arguments(text, place)
+    return text or "{}" if dialect.arguments_as_text else arguments
+
+
+def check_arguments(text: str, place: str) -> dict[str, Any]:
+    """Return the arguments of a call. ``place``: where they are, for errors.
+
+    Raises:
+        InvalidRequestError: they are no JSON object.
+    """
     try:
         arguments = msgspec.json.decode(text or "{}")
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{place} is no JSON object", place)
-    return text or "{}" if dialect.arguments_as_text else arguments
+    return arguments

@@ -24,6 +24,7 @@ from pagewise_gateway.http.responses import (
     TokenizeResponse,
     Version,
 )
+from pagewise_gateway.http.responses_api.schema import Response, ResponseEvent, ResponsesRequest
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
@@ -42,6 +43,7 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         RenderResponse,
         None,
     ),
+    "/v1/responses": ("Continue a conversation that consists of items.", ResponsesRequest, Response, ResponseEvent),
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
 }

@@ -1,16 +1,12 @@
 """The response to a chat completion whose outputs are parsed into reasoning, content and tool calls."""
 
-import secrets
-import string
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 
 from msgspec import UNSET
 
-from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_answer import ChatAnswer
-from pagewise_gateway.http.chat_formats import Parsing
-from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -22,35 +18,23 @@ from pagewise_gateway.http.responses import (
     ToolCall,
     ToolCallDelta,
 )
-from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.sse import EventTemplate, event
 from pagewise_gateway.text.output_parsing import Delta, MessageParser, joined
-
-_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class ParsedAnswer(ChatAnswer):
     """The response whose message is parsed from the text of the output."""
 
-    def __init__(
-        self,
-        completion_id: str,
-        service: Service,
-        body: ChatRequest,
-        prompt: Prompt,
-        generation: Generation,
-        parser: Callable[[], MessageParser],
-        parsing: Parsing,
-    ) -> None:
-        """``parser`` makes a parser for one output."""
-        super().__init__(completion_id, service, body, prompt, generation)
-        self._new_parser, self._parsing = parser, parsing
+    def __init__(self, completion_id: str, run: ChatRun) -> None:
+        super().__init__(completion_id, run)
+        self._run = run
+        self._reasoning = run.parsing is None or run.parsing.reasoning
         self._outputs: dict[int, _Output] = {}
 
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
-        parser = self._new_parser()
+        parser = self._run.parser()
         parsed = joined([*parser.push(delta.text), *parser.finish()])
-        reasoning = parsed.reasoning or None if self._parsing.reasoning else UNSET
+        reasoning = parsed.reasoning or None if self._reasoning else UNSET
         message = AssistantMessage(
             parsed.content or (None if parsed.calls or parsed.reasoning else ""),
             reasoning=reasoning,
@@ -58,7 +42,7 @@ class ParsedAnswer(ChatAnswer):
         )
         if parsed.calls:
             message.tool_calls = [
-                ToolCall(self._new_id(), FunctionCall(call.name, call.arguments)) for call in parsed.calls
+                ToolCall(self._run.new_id(), FunctionCall(call.name, call.arguments)) for call in parsed.calls
             ]
         return ChatChoice(
             delta.index,
@@ -80,7 +64,7 @@ class ParsedAnswer(ChatAnswer):
     def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
         index = delta.index
         if (output := self._outputs.get(index)) is None:
-            output = self._outputs[index] = _Output(self._new_parser())
+            output = self._outputs[index] = _Output(self._run.parser())
             yield self._opening(index)
         news = output.parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -104,9 +88,9 @@ class ParsedAnswer(ChatAnswer):
             output.calls += 1
             output.templates.pop("arguments", None)
             called = FunctionCallDelta(new.text, "")
-            call = ToolCallDelta(output.calls - 1, called, self._new_id(), "function")
+            call = ToolCallDelta(output.calls - 1, called, self._run.new_id(), "function")
             return event(self._chunk([ChatChunkChoice(index, ChatDelta(tool_calls=[call]))]))
-        if new.kind == "reasoning" and not self._parsing.reasoning:
+        if new.kind == "reasoning" and not self._reasoning:
             return b""
         if not self._only_text:
             return event(self._piece(index, output, new))
@@ -123,11 +107,6 @@ class ParsedAnswer(ChatAnswer):
         else:
             delta = ChatDelta(tool_calls=[ToolCallDelta(output.calls - 1, FunctionCallDelta(arguments=new.text))])
         return self._chunk([ChatChunkChoice(index, delta)])
-
-    def _new_id(self) -> str:
-        if (length := self._parsing.id_length) > 0:
-            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
-        return f"call_{secrets.token_hex(12)}"
 
 
 class _Output:

@@ -102,7 +102,9 @@ class EventWriter:
 
 
 class EventSource(Protocol):
-    """What makes the events of a stream."""
+    """What makes the events of a stream. ``end``: the bytes behind the last event."""
+
+    end: bytes
 
     @property
     def cheap(self) -> bool:
@@ -164,5 +166,5 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
             raise
         log.exception("request %s failed", request[REQUEST_ID])
         return await writer.fail(InternalError("internal error"))
-    await writer.send(source.last() + DONE)
+    await writer.send(source.last() + source.end)
     return await writer.finish()

@@ -12,8 +12,10 @@ from pagewise_gateway.http.schema import ChatMessage
 _FIELDS: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
+    "conversation": (),
     "function_call": ("none",),
     "functions": ([],),
+    "max_tool_calls": (),
     "include_reasoning": (True, False),
     "metadata": ({},),
     "modalities": (["text"],),
@@ -25,6 +27,8 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": (),

@@ -13,7 +13,7 @@ from pagewise_gateway.text.output_parsing.formats import (
     Start,
     make_format,
 )
-from pagewise_gateway.text.output_parsing.parser import MessageParser
+from pagewise_gateway.text.output_parsing.parser import MessageParser, make_plain
 
 __all__ = [
     "REASONING_FORMATS",
@@ -26,4 +26,5 @@ __all__ = [
     "Tools",
     "joined",
     "make_format",
+    "make_plain",
 ]

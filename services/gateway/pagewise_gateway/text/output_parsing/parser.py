@@ -5,7 +5,7 @@ import re
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, DeltaKind, Tools
 from pagewise_gateway.text.output_parsing.formats import CALL, HEADER, REASONING, OutputFormat, Start
 from pagewise_gateway.text.output_parsing.json_calls import JsonValue
-from pagewise_gateway.text.output_parsing.regions import MAIN, RegionEvent, Regions
+from pagewise_gateway.text.output_parsing.regions import MAIN, RegionEvent, Regions, RegionTemplate
 
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"(?:.*<\|channel\|>)?\s*(\w*)", re.DOTALL)
@@ -165,6 +165,14 @@ class MessageParser:
                 self._content.border()
             if delta.text and (self._parallel or self.num_calls == 1):
                 deltas.append(delta)
+
+
+_PLAIN = OutputFormat(RegionTemplate({}))
+
+
+def make_plain() -> MessageParser:
+    """Return a parser of an output that is content as it is."""
+    return MessageParser(_PLAIN)
 
 
 class _Arguments:
