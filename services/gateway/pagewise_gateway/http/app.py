@@ -24,6 +24,7 @@ from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import read_request
@@ -110,6 +111,8 @@ def create_app(
             web.post("/v1/chat/completions", create_chat_completion),
             web.post("/v1/chat/completions/render", render),
             web.post("/v1/responses", create_response),
+            web.post("/v1/messages", create_message),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.post("/tokenize", tokenize),

@@ -10,6 +10,13 @@ from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.messages_api.schema import (
+    CountRequest,
+    Message,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.parsing import BODY_SECONDS
 from pagewise_gateway.http.responses import (
@@ -44,6 +51,8 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         None,
     ),
     "/v1/responses": ("Continue a conversation that consists of items.", ResponsesRequest, Response, ResponseEvent),
+    "/v1/messages": ("Continue a conversation of Anthropic's API.", MessagesRequest, Message, MessageEvent),
+    "/v1/messages/count_tokens": ("Count the tokens of a prompt of Anthropic's API.", CountRequest, TokenCount, None),
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
 }

@@ -62,16 +62,17 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drop_unsupported(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def drop_unsupported(fields: dict[str, Any], known: frozenset[str], of_chat: bool) -> dict[str, Any]:
     """Return the fields without nulls and without unsupported fields whose values ask for nothing.
 
-    ``known``: the fields that the request's struct has; they are left alone.
+    ``known``: the fields that the request's struct has; they are left alone. ``of_chat``: whether it has messages of a
+    chat.
 
     Raises:
         UnsupportedParameterError: a field asks for something Pagewise does not do.
     """
     kept = _drop(fields, _FIELDS, known, "")
-    if isinstance(messages := kept.get("messages"), list):
+    if of_chat and isinstance(messages := kept.get("messages"), list):
         kept["messages"] = [_drop_in_message(message, i) for i, message in enumerate(messages)]
     return kept
 
