@@ -126,6 +126,19 @@ def test_the_experiments_on_the_quality_of_segments_run(tmp_path: Path) -> None:
     assert [one["trained"] for one in found["questions"]] == ["full attention", "both"]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_structured_output_runs(tmp_path: Path) -> None:
+    record = tmp_path / "structured.json"
+    command = [sys.executable, "-m", "benchmarks.structured.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(record.read_text())
+    assert [row["structured"] for row in numbers["rows"]] == [0.0, 0.2, 1.0]
+    assert all(row["tokens_per_s"] > 0 for row in numbers["rows"])
+    assert len(numbers["masks"]) == 2
+
+
 @pytest.mark.timeout(300)
 def test_the_benchmark_of_roles_runs(tmp_path: Path) -> None:
     record = tmp_path / "roles.json"

@@ -79,7 +79,7 @@ class ModelRunner:
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size)
+        self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
         self._choose_engine(config, loaded)
         self._tiers: dict[int, Tier] = {}
         self._storages = Storages()

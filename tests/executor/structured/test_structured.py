@@ -259,3 +259,17 @@ def test_the_same_masks_on_the_device(device: torch.device) -> None:
         found = forbidden_tokens(allowed, vocab_size, Uploads(device)).cpu().numpy()
         wanted = [[not int(row[t // 32]) >> (t % 32) & 1 for t in range(vocab_size)] for row in allowed]
         assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize("kernels", ["triton", "cpu", "torch"])
+def test_any_kernels_keep_to_grammars(kernels: str, model_path: Path, device: torch.device) -> None:
+    """Decode steps of the Triton kernels sample by themselves first: rows with grammars are sampled again."""
+    if kernels == "cpu" and device.type != "cpu":
+        pytest.skip("the operations in C are for the CPU")
+    runner = build_runner(model_path, device.type, kernels=kernels, num_blocks=30, block_size=4, max_num_seqs=2)
+    bound = structured(choice_grammar(["abc", "12ab"]), 6, seed=3)
+    plain = request([40, 7, 8], 4, "p", temperature=0.0)
+    run_requests(runner, [bound, plain], max_num_seqs=2)
+    (sequence,) = bound.sequences
+    assert sequence.finish_reason == "stop"
+    assert text_of(model_path, sequence.output_token_ids.tolist()) in ("abc", "12ab")

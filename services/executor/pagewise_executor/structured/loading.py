@@ -4,6 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.cpu_threads import available_cores
 from pagewise_shared.model_files import resolve_model
 
 if TYPE_CHECKING:
@@ -12,13 +13,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_THREADS = 8
-"""Threads that compute masks: 64 masks of a vocabulary of 113,000 tokens take one of them some milliseconds."""
+"""Threads that compute masks for a GPU, which waits for them. On the CPU one does: the cores have the model to compute,
+and 16 masks of a vocabulary of 113,000 tokens take half a millisecond."""
 
 
-def load_grammars(config: ExecutorConfig, vocab_size: int) -> "tuple[Grammars | None, str]":
+def load_grammars(config: ExecutorConfig, vocab_size: int, device: str) -> "tuple[Grammars | None, str]":
     """Return what compiles grammars for the model's tokenizer; or None, and why there is nothing that could.
 
-    ``vocab_size``: the width of the model's logits.
+    ``vocab_size``: the width of the model's logits. ``device``: the type of the device that computes them.
     """
     try:
         from pagewise_executor.structured.grammars import Grammars
@@ -27,9 +29,9 @@ def load_grammars(config: ExecutorConfig, vocab_size: int) -> "tuple[Grammars | 
         reason = "llguidance is not installed"
     else:
         path = resolve_model(config.model, config.revision, tokenizer_only=True)
-        threads = config.threads if isinstance(config.threads, int) else 1
+        threads = min(_MOST_THREADS, available_cores()) if device == "cuda" else 1
         try:
-            return Grammars(load_tokenizer(path, vocab_size), min(threads, _MOST_THREADS)), ""
+            return Grammars(load_tokenizer(path, vocab_size), threads), ""
         except NoGrammarsError as error:
             reason = str(error)
     log.warning("requests for structured output are refused: %s", reason)
