@@ -137,6 +137,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages[0].content[0]"),
     ({"messages": []}, "messages"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "a"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": []}], "system": "a"}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10_000}, "max_tokens"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),

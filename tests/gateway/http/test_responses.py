@@ -112,6 +112,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"include": ["file_search_call.results"]}, "include"),
     ({"truncation": "auto"}, "truncation"),
     ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
     ({"input": [{"type": "web_search_call"}]}, "input[0]"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),

@@ -19,6 +19,15 @@ class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"
     citations: Any = None
 
 
+class OnlyText(Struct, forbid_unknown_fields=True):
+    """A text where there is nothing else. ``cache_control`` has no effect."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
 class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
     """A tool that the model has called."""
 
@@ -33,7 +42,7 @@ class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag=
     """What a tool has returned."""
 
     tool_use_id: Id
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyText] | None = None
     is_error: bool | None = None
     cache_control: Any = None
 
@@ -93,7 +102,7 @@ class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None

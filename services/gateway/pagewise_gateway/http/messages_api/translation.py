@@ -37,6 +37,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
     messages = _system(body)
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
+    if not messages or messages == _system(body):
+        raise InvalidRequestError("messages contain nothing that is a part of the prompt", "messages")
     choice = body.tool_choice
     chat = ChatRequest(
         messages=messages,

@@ -114,7 +114,10 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
         elif isinstance(item, FunctionCallItem):
             called = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
             last.tool_calls = [*(last.tool_calls or ()), called]
-    return [message for message in messages if message != ChatMessage("assistant")]
+    said = [message for message in messages if message != ChatMessage("assistant")]
+    if not said:
+        raise InvalidRequestError("input contains nothing that is a part of the prompt", "input")
+    return said
 
 
 def _item(given: dict[str, Any], number: int) -> Struct:
