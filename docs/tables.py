@@ -85,8 +85,14 @@ LIMITS = (
     ),
     ("messages", "each request", "pagewise_gateway.http.schema:MAX_MESSAGES"),
     ("parts of a message", "each message", "pagewise_gateway.http.schema:MAX_CONTENT_PARTS"),
+    ("tools", "each request", "pagewise_gateway.http.tool_schema:MAX_TOOLS"),
+    ("tool calls", "each message", "pagewise_gateway.http.tool_schema:MAX_TOOL_CALLS"),
     ("bytes of `chat_template_kwargs`", "each request", "pagewise_gateway.http.schema:MAX_TEMPLATE_KWARGS_BYTES"),
-    ("levels of `chat_template_kwargs`", "each request", "pagewise_gateway.http.schema:MAX_TEMPLATE_KWARGS_DEPTH"),
+    (
+        "levels of `chat_template_kwargs`, and of a tool's schema",
+        "each request",
+        "pagewise_gateway.http.schema:MAX_TEMPLATE_KWARGS_DEPTH",
+    ),
     ("characters of a text", "each token of the context", "pagewise_gateway.http.schema:CHARACTERS_PER_TOKEN"),
     ("stop strings", "each request", "pagewise_gateway.http.schema:MAX_STOP_STRINGS"),
     ("characters of a stop string or bad word", "each request", "pagewise_gateway.http.schema:MAX_STOP_CHARACTERS"),
@@ -213,7 +219,8 @@ def _default(option: Option) -> str:
         base = get_args(base)[0]
     if get_origin(base) is Literal:
         others = [choice for choice in get_args(base) if choice != option.default]
-        return f"`{option.default}` (or {', '.join(others)})"
+        default = "none" if option.default is None else f"`{option.default}`"
+        return f"{default} (or {', '.join(others)})"
     told = re.search(r"\(default: (.+)\)$", str(option.meta.get("text", "")))
     if told:
         return told[1]

@@ -100,6 +100,7 @@ class FakeScheduler:
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument. queries: what was asked for.
         keys: public and secret key, if connections are encrypted.
+        replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
     """
 
     ready: int = 1
@@ -127,6 +128,7 @@ class FakeScheduler:
     queries: list[Query] = field(default_factory=list)
     members: dict[bytes, Member] = field(default_factory=dict)
     keys: tuple[bytes, bytes] | None = None
+    replies: list[list[int]] = field(default_factory=list)
     endpoint: str = ""
 
     @property
@@ -275,6 +277,10 @@ class FakeScheduler:
             counted = member.runs.pop(submit.counted_as)
             assert not counted.submit.prompts
         run = Run(submit, streams_of(submit))
+        if submit.prompts and self.replies:
+            reply = self.replies.pop(0)
+            for stream in run.streams:
+                stream.prompt, stream.shift = reply, 0
         member.runs[submit.stream] = run
         if not submit.prompts and not self.mute:
             await self._send(identity, Outputs(member.epoch, started=(Started(submit.stream),)))

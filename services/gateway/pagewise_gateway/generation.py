@@ -64,7 +64,7 @@ class GenerationRequest:
         sampling: the parameters of sequence 0; the seed of sequence i is derived from that of sequence 0 and i.
         n: sequences to generate from each prompt.
         stop: strings that end a sequence. include_stop_str_in_output: whether they stay in its text.
-        skip_special_tokens: whether special tokens are left out of the text.
+        skip_special_tokens: whether special tokens are left out of the text, but for shown_tokens.
         wants_token_ids: whether deltas carry token ids.
         whole: whether all deltas arrive together, once all sequences have ended.
         priority: a request with a lower one runs earlier.
@@ -86,6 +86,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_tokens: frozenset[int] = frozenset()
     wants_token_ids: bool = False
     whole: bool = False
     priority: int = 0

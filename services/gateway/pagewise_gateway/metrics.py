@@ -32,7 +32,7 @@ Refusal = Literal[
 ]
 """Why a gateway refuses requests itself: before the scheduler is asked, or although it has accepted them."""
 
-GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "tool_calls"]
 """What a request for structured output asks for."""
 
 # Creation times would double the number of series.

@@ -53,6 +53,12 @@ GROUPS = {
         "max_answer_memory",
         "max_n",
     ),
+    "conversations": (
+        "enable_auto_tool_choice",
+        "tool_call_parser",
+        "reasoning_parser",
+        "default_chat_template_kwargs",
+    ),
     "API keys": (
         "api_keys_file",
         "share_cache",

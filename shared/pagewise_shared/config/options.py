@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
@@ -131,7 +132,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
 
 
-class GatewayConfig(Struct, frozen=True, kw_only=True):
+class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
     """Options of ``pagewise-gateway``."""
 
     model: Model = DEMO_MODEL

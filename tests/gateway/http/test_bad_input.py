@@ -199,8 +199,6 @@ async def test_wrong_field_of_a_chat_is_named(fields: dict[str, Any], param: str
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
     ({"modalities": ["text", "audio"]}, "modalities"),
@@ -208,14 +206,12 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"metadata": {"a": "b"}}, "metadata"),
     ({"service_tier": "flex"}, "service_tier"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"suffix": "tail"}, "suffix"),
     ({"guided_json": {}}, "guided_json"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "a"}]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "function", "content": "1", "name": "f"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
 ]
 

@@ -193,3 +193,14 @@ def test_what_is_not_used_any_more_is_freed_at_once(tokenizer: Tokenizer, stop: 
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, GEMMA, WORDPIECE], ids=["byte-level", "gemma", "window"])
+def test_special_tokens_that_are_shown(tokenizer: Tokenizer) -> None:
+    first, second, *_ = sorted(tokenizer.special_token_ids)
+    tokens = [first, *tokenizer.encode("the fox", add_special_tokens=False), second, first]
+    text = IncrementalDetokenizer(tokenizer, shown=frozenset({second}))
+    written = "".join([*map(text.push_one, tokens), text.finish()])
+    assert written == tokenizer.decode([token for token in tokens if token != first], skip_special_tokens=False)
+    assert tokenizer.token(second) in written
+    assert tokenizer.token(first) not in written

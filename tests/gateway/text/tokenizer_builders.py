@@ -10,8 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 TEXT = ["the quick brown fox jumps over the lazy dog 0123456789", "Grüße, naïve café — 世界 🙂 e\u0301"] * 3
 
 
-def byte_level_backend() -> tokenizers.Tokenizer:
-    """As in GPT-2 and Llama 3; ids 0 to 2 are special, the last one is an added token that is not."""
+def byte_level_backend(special: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
+    """As in GPT-2 and Llama 3; ids 0 to 2 and ``special`` are special, the last one is an added token that is not."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -22,6 +22,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(TEXT, trainer)
+    backend.add_special_tokens(list(special))
     backend.add_tokens(["<größe>"])
     return backend
 

@@ -14,6 +14,8 @@ from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
 _SCHEME = "bearer"
+_MESSAGES = "/v1/messages"
+"""Clients of these endpoints may send their key as X-Api-Key, as Anthropic's do."""
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
@@ -46,6 +48,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
             request[CLIENT] = EVERYBODY
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if not scheme and request.path.startswith(_MESSAGES):
+            scheme, key = _SCHEME, request.headers.get("X-Api-Key", "")
         client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
         if client is None:
             metrics.unauthorized.inc()

@@ -17,14 +17,16 @@ from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
+from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document
-from pagewise_gateway.http.params import Limits, check_model
+from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_tokenizable, encode_chat
 from pagewise_gateway.http.refused_requests import RefusedRequests
@@ -34,16 +36,19 @@ from pagewise_gateway.http.responses import (
     Health,
     Model,
     ModelList,
+    RenderResponse,
     TokenizeResponse,
     Version,
 )
+from pagewise_gateway.http.responses_api.handler import create_response
 from pagewise_gateway.http.schema import (
     ALWAYS_DETOKENIZED_TOKENS,
     DETOKENIZED_CONTEXTS,
+    ChatRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.segments import Piece
+from pagewise_gateway.http.segments import Piece, check_segments
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
@@ -73,7 +78,7 @@ def create_app(
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
     Raises:
-        ConfigError: the API keys cannot be read.
+        ConfigError: the API keys cannot be read, or options of conversations contradict each other.
     """
     middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
     if config.log_requests:
@@ -87,6 +92,7 @@ def create_app(
         tokenizer,
         metrics,
         limits,
+        ChatFormats(config, tokenizer),
         config.write_timeout,
         body_memory=memory,
         answer_memory=answers,
@@ -103,6 +109,10 @@ def create_app(
         [
             web.post("/v1/completions", create_completion),
             web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/v1/chat/completions/render", render),
+            web.post("/v1/responses", create_response),
+            web.post("/v1/messages", create_message),
+            web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.post("/tokenize", tokenize),
@@ -255,6 +265,17 @@ async def tokenize(request: web.Request) -> web.Response:
 
         strings = await service.tokenizer.off_loop(named, key)
     return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
+
+
+async def render(request: web.Request) -> web.Response:
+    """The prompt that a chat completion would have, which is not run."""
+    service, key = request.app[Service.KEY], request[CLIENT].name
+    body, _ = await read_request(request, ChatRequest)
+    check_common(body, service.limits)
+    check_segments(body)
+    service.formats.check(body)
+    encoded = await encode_chat(service, body, service.link.capacity(), key, whole_text=True)
+    return _json(RenderResponse(encoded.text, list(encoded.tokens)))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
+from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.loop_turns import LoopTurns
@@ -47,7 +48,8 @@ class Service:
 
     ``write_timeout``: seconds that a client may take to read what was written. ``answering``: counts requests of keys
     with limits until their answers are written. ``parsing``: turns at parsing large bodies. ``slices``: runs the making
-    of large answers. ``turns``: runs work that is short. ``grammars``: makes and checks grammars.
+    of large answers. ``turns``: runs work that is short. ``formats``: what the options say of conversations.
+    ``grammars``: makes and checks grammars.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -56,6 +58,7 @@ class Service:
     tokenizer: Tokenizer
     metrics: Metrics
     limits: Limits
+    formats: ChatFormats
     write_timeout: float
     body_memory: BodyMemory
     answer_memory: AnswerMemory

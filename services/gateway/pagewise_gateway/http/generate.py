@@ -31,8 +31,10 @@ class Generation:
         request: web.Request,
         intake: Intake,
         prompt_bytes: int,
+        shown_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        """``intake``: what is held for the request. ``prompt_bytes``: what ``AnswerSize.reserve`` returned."""
+        """``intake``: what is held for the request. ``prompt_bytes``: what ``AnswerSize.reserve`` returned.
+        ``shown_tokens``: special tokens that are not left out of the text."""
         self.n = n
         client = request[CLIENT]
         self._link = link
@@ -47,6 +49,7 @@ class Generation:
             stop=stop_texts(body),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
+            shown_tokens=shown_tokens,
             wants_token_ids=bool(body.return_token_ids),
             whole=not body.stream,
             priority=body.priority or 0,

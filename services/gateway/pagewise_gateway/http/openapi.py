@@ -10,6 +10,13 @@ from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.messages_api.schema import (
+    CountRequest,
+    Message,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
+)
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.parsing import BODY_SECONDS
 from pagewise_gateway.http.responses import (
@@ -20,9 +27,11 @@ from pagewise_gateway.http.responses import (
     Health,
     Model,
     ModelList,
+    RenderResponse,
     TokenizeResponse,
     Version,
 )
+from pagewise_gateway.http.responses_api.schema import Response, ResponseEvent, ResponsesRequest
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
@@ -37,6 +46,15 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
     "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
+    "/v1/chat/completions/render": (
+        "The prompt that a chat completion would have, which is not run.",
+        ChatRequest,
+        RenderResponse,
+        None,
+    ),
+    "/v1/responses": ("Continue a conversation that consists of items.", ResponsesRequest, Response, ResponseEvent),
+    "/v1/messages": ("Continue a conversation of Anthropic's API.", MessagesRequest, Message, MessageEvent),
+    "/v1/messages/count_tokens": ("Count the tokens of a prompt of Anthropic's API.", CountRequest, TokenCount, None),
 }
 _GETS: dict[str, tuple[str, type | None]] = {
     "/v1/models": ("The model that is served.", ModelList),
@@ -89,8 +107,8 @@ def document(
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
             components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
-    paths: dict[str, Any] = {path: {"post": _post(path, sizes)} for path in _POSTS}
-    paths |= {path: {"get": _get(path)} for path in _GETS}
+    paths: dict[str, Any] = {path: {"get": _get(path)} for path in _GETS}
+    paths |= {path: {"post": _post(path, sizes)} for path in _POSTS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
     text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     text |= {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}

@@ -22,6 +22,7 @@ from pagewise_gateway.http.errors import (
 from pagewise_gateway.http.inflating import PIECE, inflater
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.integers import with_integers
+from pagewise_gateway.http.schema import ChatRequest, TokenizeRequest
 from pagewise_gateway.http.structure import check_structure
 from pagewise_gateway.http.unsupported import drop_unsupported
 
@@ -132,7 +133,7 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         raise InvalidRequestError("the body must be a JSON object")
     known = frozenset(request_type.__struct_fields__)
     try:
-        wanted = drop_unsupported(fields, known)
+        wanted = drop_unsupported(fields, known, of_chat=request_type in (ChatRequest, TokenizeRequest))
         try:
             return msgspec.convert(wanted, request_type)
         except msgspec.ValidationError as error:

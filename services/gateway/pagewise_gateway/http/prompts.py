@@ -1,13 +1,22 @@
 """Turns prompts, conversations and banned words into token ids."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import SHORT_CHARACTERS, Service
+from pagewise_gateway.http.conversation import (
+    check_depth,
+    check_messages,
+    check_tool_list,
+    template_kwargs,
+    template_message,
+    template_tools,
+)
 from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
 from pagewise_gateway.http.params import bad_word_tokens
 from pagewise_gateway.http.schema import (
@@ -15,18 +24,20 @@ from pagewise_gateway.http.schema import (
     CHARACTERS_PER_TOKEN,
     MAX_PROMPTS,
     MAX_TEMPLATE_KWARGS_BYTES,
-    MAX_TEMPLATE_KWARGS_DEPTH,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
 )
 from pagewise_gateway.http.segments import Encoded, cut, encode_pieces, mark_parts, unmark
+from pagewise_gateway.text.chat_template import Dialect
 from pagewise_gateway.text.errors import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
+_END_CHARACTERS = 64
+"""So many last characters of a prompt tell whether it begins the reasoning of its answer."""
 _FEW_PIECES = 32
-"""Conversations of so many messages and parts are rendered on the event loop, in turns."""
+"""Conversations of so many messages, parts and calls are rendered on the event loop, in turns."""
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -83,11 +94,17 @@ async def encode_prompt(
 
 
 async def encode_chat(
-    service: Service, body: ChatRequest | TokenizeRequest, capacity: Capacity | None, key: str
+    service: Service,
+    body: ChatRequest | TokenizeRequest,
+    capacity: Capacity | None,
+    key: str,
+    *,
+    whole_text: bool = False,
 ) -> Encoded:
     """Return the tokens of a conversation, rendered with the model's chat template, and its segments.
 
-    ``key``: name of the API key. A long conversation is rendered and tokenized on another thread.
+    ``key``: name of the API key. A long conversation is rendered and tokenized on another thread. ``whole_text``:
+    whether all of its text is wanted as well, and not just its end.
 
     Raises:
         InvalidRequestError: the conversation cannot be rendered, or has no tokens.
@@ -98,7 +115,7 @@ async def encode_chat(
 
     def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
-        rendered = render_chat(service.tokenizer, body, messages)
+        rendered = render_chat(service.tokenizer, body, messages, service.formats.template_kwargs)
         segments = None if isinstance(body, TokenizeRequest) else body.segments
         parts = unmark(rendered, marked) if marked else cut(rendered, segments)
         text = "".join(part.text for part in parts) if marked else rendered
@@ -107,10 +124,12 @@ async def encode_chat(
         elif capacity is not None:
             check_text_length(service, text, capacity, "messages")
         # Chat templates contain the special tokens.
-        return encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
+        encoded = encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
+        return encoded._replace(text=text if whole_text else text[-_END_CHARACTERS:])
 
     try:
-        if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and not body.chat_template_kwargs:
+        simple = not (body.chat_template_kwargs or body.tools)
+        if characters <= SHORT_CHARACTERS and pieces <= _FEW_PIECES and simple:
             encoded = await service.turns.call(key, encode)
         else:
             encoded = await service.tokenizer.off_loop(encode, key, characters)
@@ -122,7 +141,7 @@ async def encode_chat(
 
 
 def check_chat(body: ChatRequest | TokenizeRequest) -> None:
-    """Check the parameters of the chat template.
+    """Check a conversation, and the parameters of the chat template.
 
     Raises:
         InvalidRequestError: they contradict each other, or are too large.
@@ -132,22 +151,35 @@ def check_chat(body: ChatRequest | TokenizeRequest) -> None:
             "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
         )
     _check_kwargs(body.chat_template_kwargs)
+    check_messages(body.messages or ())
+    if isinstance(body, TokenizeRequest):
+        check_tool_list(body.tools)
 
 
 def render_chat(
-    tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest, messages: Sequence[ChatMessage] | None = None
+    tokenizer: Tokenizer,
+    body: ChatRequest | TokenizeRequest,
+    messages: Sequence[ChatMessage] | None = None,
+    default_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text that the chat template makes of a conversation. ``messages``: in the place of the body's own.
+    ``default_kwargs``: variables of the template that the body need not give.
 
     Raises:
         ChatTemplateError: the template refuses it, or there is none.
+        InvalidRequestError: the arguments of a call are no JSON object.
     """
+    given = (body.messages if messages is None else messages) or ()
+    template = tokenizer.chat_template
+    calls = any(message.tool_calls for message in given)
+    dialect = template.dialect if calls else Dialect()
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    return tokenizer.render_chat(
-        [_message(message) for message in (body.messages if messages is None else messages) or ()],
+    return template.render(
+        [template_message(message, number, dialect) for number, message in enumerate(given)],
         add_generation_prompt=add_prompt,
         continue_final_message=bool(body.continue_final_message),
-        template_kwargs=body.chat_template_kwargs,
+        tools=template_tools(body.tools),
+        template_kwargs=template_kwargs(body, default_kwargs),
     )
 
 
@@ -198,17 +230,7 @@ def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
 
 
 def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
-    level: list[Any] = [kwargs] if kwargs else []
-    for _ in range(MAX_TEMPLATE_KWARGS_DEPTH):
-        if not level:
-            break
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    if level:
-        raise InvalidRequestError(
-            f"chat_template_kwargs is nested too deeply, the limit is {MAX_TEMPLATE_KWARGS_DEPTH}",
-            "chat_template_kwargs",
-        )
+    check_depth(kwargs, "chat_template_kwargs")
     if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
             f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",
@@ -217,20 +239,17 @@ def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
 
 
 def _size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """How many characters a conversation has, and how many messages and parts."""
+    """How many characters a conversation has, and how many messages, parts and calls."""
     characters, pieces = 0, len(messages)
     for message in messages:
-        if isinstance(message.content, str):
-            characters += len(message.content)
+        content = message.content
+        if isinstance(content, list):
+            pieces += len(content)
+            characters += sum(len(part.text) for part in content)
         else:
-            pieces += len(message.content)
-            characters += sum(len(part.text) for part in message.content)
+            characters += len(content or "")
+        characters += len(message.reasoning or message.reasoning_content or "")
+        for call in message.tool_calls or ():
+            pieces += 1
+            characters += len(call.function.arguments)
     return characters, pieces
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    content: object = message.content
-    if isinstance(message.content, list):
-        content = [{"type": "text", "text": part.text} for part in message.content]
-    fields = {"role": message.role, "content": content}
-    return fields if message.name is None else fields | {"name": message.name}

@@ -12,7 +12,7 @@ from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse
 from pagewise_gateway.http.schema import GenerationFields
-from pagewise_gateway.http.sse import encode, event, stream_events
+from pagewise_gateway.http.sse import DONE, encode, event, stream_events
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
@@ -29,6 +29,8 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
     Answers that take long to make are made in pieces (see ``Slices``). Generators yield each piece that is done, and an
     empty one where other tasks may run.
     """
+
+    end = DONE
 
     def __init__(
         self,

@@ -78,12 +78,30 @@ class ChatLogprobs(Struct):
     content: list[ChosenTokenLogprob]
 
 
-class AssistantMessage(Struct):
-    """The reply."""
+class FunctionCall(Struct):
+    """A function that the model calls. ``arguments``: what it has written, which is a JSON object unless cut off."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A call of a tool."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(Struct):
+    """The reply. ``reasoning`` and ``reasoning_content`` are the same: vLLM's name for it and the one it had before."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -109,11 +127,30 @@ class ChatResponse(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCallDelta(Struct):
+    """What is new in a call: first its name, then its arguments in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """What is new in the call with this index. Its first one has its id and type."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     """What is new in the reply."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -163,6 +200,13 @@ class TokenizeResponse(Struct):
     max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class RenderResponse(Struct):
+    """Answer of ``/v1/chat/completions/render``: what the chat template makes of a conversation, and its tokens."""
+
+    prompt: str
+    prompt_token_ids: list[int]
 
 
 class DetokenizeResponse(Struct):

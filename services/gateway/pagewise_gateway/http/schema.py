@@ -10,6 +10,8 @@ from msgspec import Meta, Struct
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
+from pagewise_gateway.http.tool_schema import MAX_TOOL_CALLS, AssistantToolCall, ToolChoice, ToolList
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
@@ -277,11 +279,19 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
-    """A message of a conversation."""
+    """A message of a conversation. Messages of the assistant may have tool calls instead of a content.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)]
+    ``tool_call_id``: of a message of role tool, the call that it answers. ``reasoning`` and ``reasoning_content``: of
+    the assistant; they mean the same, and the chat template decides what becomes of it.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[AssistantToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -291,6 +301,12 @@ TemplateKwargs = Annotated[
         description=f"Variables of the chat template, at most {MAX_TEMPLATE_KWARGS_BYTES} bytes as JSON, and "
         f"{MAX_TEMPLATE_KWARGS_DEPTH} levels deep."
     ),
+]
+
+
+ReasoningEffort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Meta(description="A variable of the chat template, as in chat_template_kwargs."),
 ]
 
 
@@ -304,6 +320,15 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: (
+        Annotated[bool, Meta(description="Whether one answer may have several calls; true by default.")] | None
+    ) = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: (
+        Annotated[bool, Meta(description="Whether the answer has its reasoning; true by default.")] | None
+    ) = None
 
 
 def strip(body: CompletionRequest | ChatRequest) -> None:
@@ -318,7 +343,7 @@ def strip(body: CompletionRequest | ChatRequest) -> None:
     if isinstance(body, CompletionRequest):
         body.prompt = ""
     else:
-        body.messages, body.chat_template_kwargs = [], None
+        body.messages, body.chat_template_kwargs, body.tools = [], None, None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -331,6 +356,8 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    tools: ToolList | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
 

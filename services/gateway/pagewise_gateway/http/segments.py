@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from msgspec import structs
 from pagewise_shared.protocol import PromptSegments, pack_int32s
 from pagewise_shared.segments import ALL_BEFORE, MAX_SEGMENTS, make_segments
 
@@ -31,12 +32,14 @@ class Piece(NamedTuple):
 class Encoded(NamedTuple):
     """A prompt: its token ids (int32), and of its segments the first token and the first one behind each.
 
-    ``root``: how many first tokens the segments attend to.
+    ``root``: how many first tokens the segments attend to. ``text``: of a conversation, the end of its text, or all of
+    it.
     """
 
     tokens: "array[int]"
     ranges: list[tuple[int, int]]
     root: int = ALL_BEFORE
+    text: str = ""
 
 
 def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ()) -> None:
@@ -80,14 +83,14 @@ def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict
     texts: dict[str, str] = {}
     marked = []
     for message in messages:
-        if not isinstance(message.content, str) and any(part.segment for part in message.content):
+        if isinstance(message.content, list) and any(part.segment for part in message.content):
             parts = []
             for part in message.content:
                 if part.segment:
                     texts[name := f"\ue000{secrets.token_hex(12)}\ue001"] = part.text
                     part = type(part)("text", name)
                 parts.append(part)
-            message = type(message)(message.role, parts, message.name)
+            message = structs.replace(message, content=parts)
         marked.append(message)
     return marked, texts
 
@@ -163,5 +166,5 @@ def prompt_segments(body: GenerationFields, prompt: Encoded) -> PromptSegments |
 
 def num_marked(messages: Sequence[ChatMessage]) -> int:
     """Return how many parts of some messages are marked as segments."""
-    parts = (message.content for message in messages if not isinstance(message.content, str))
+    parts = (message.content for message in messages if isinstance(message.content, list))
     return sum(bool(part.segment) for content in parts for part in content)

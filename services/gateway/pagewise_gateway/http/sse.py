@@ -32,17 +32,17 @@ def event(data: object) -> bytes:
 
 
 class EventTemplate:
-    """Makes events that differ in one text only. Everything around the text is encoded once."""
+    """Makes events that differ in one text only, which is in them once or more. What is around it is encoded once."""
 
-    __slots__ = ("_after", "_before")
+    __slots__ = ("_around",)
 
     def __init__(self, chunk: Callable[[str], object]) -> None:
         """``chunk`` returns the data of the event for a given text."""
-        self._before, self._after = event(chunk(_MARK)).split(encode(_MARK))
+        self._around = event(chunk(_MARK)).split(encode(_MARK))
 
     def event(self, text: str) -> bytes:
         """Return the event for this text."""
-        return b"%b%b%b" % (self._before, encode(text), self._after)
+        return encode(text).join(self._around)
 
 
 class EventWriter:
@@ -102,7 +102,9 @@ class EventWriter:
 
 
 class EventSource(Protocol):
-    """What makes the events of a stream."""
+    """What makes the events of a stream. ``end``: the bytes behind the last event."""
+
+    end: bytes
 
     @property
     def cheap(self) -> bool:
@@ -164,5 +166,5 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
             raise
         log.exception("request %s failed", request[REQUEST_ID])
         return await writer.fail(InternalError("internal error"))
-    await writer.send(source.last() + DONE)
+    await writer.send(source.last() + source.end)
     return await writer.finish()

@@ -45,7 +45,11 @@ async def request_grammar(service: Service, body: GenerationFields, capacity: Ca
         InvalidRequestError: the grammar cannot be used, or the request asks for several.
         UnsupportedParameterError: the executors follow no grammars.
     """
-    wanted = wanted_grammar(body)
+    return await grammar_of(service, wanted_grammar(body), capacity, key)
+
+
+async def grammar_of(service: Service, wanted: Wanted | None, capacity: Capacity, key: str) -> str:
+    """Return the grammar that a request asks for, checked; empty: it asks for none. As ``request_grammar``."""
     if wanted is None:
         return ""
     if capacity.no_grammars:

@@ -6,13 +6,17 @@ Such a field is refused by name, unless its value asks for nothing: SDKs and fro
 from typing import Any
 
 from pagewise_gateway.http.errors import UnsupportedParameterError
+from pagewise_gateway.http.schema import ChatMessage
 
 # Field -> values that ask for nothing. Null always counts as one.
 _FIELDS: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
+    "conversation": (),
     "function_call": ("none",),
     "functions": ([],),
+    "max_tool_calls": (),
+    "include_reasoning": (True, False),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -23,6 +27,8 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": (),
@@ -35,7 +41,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True, False),
     "kv_transfer_params": (),
     "logits_processors": (),
     "media_io_kwargs": (),
@@ -53,24 +58,21 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "refusal": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 
-def drop_unsupported(fields: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+def drop_unsupported(fields: dict[str, Any], known: frozenset[str], of_chat: bool) -> dict[str, Any]:
     """Return the fields without nulls and without unsupported fields whose values ask for nothing.
 
-    ``known``: the fields that the request's struct has; they are left alone.
+    ``known``: the fields that the request's struct has; they are left alone. ``of_chat``: whether it has messages of a
+    chat.
 
     Raises:
         UnsupportedParameterError: a field asks for something Pagewise does not do.
     """
     kept = _drop(fields, _FIELDS, known, "")
-    if isinstance(messages := kept.get("messages"), list):
+    if of_chat and isinstance(messages := kept.get("messages"), list):
         kept["messages"] = [_drop_in_message(message, i) for i, message in enumerate(messages)]
     return kept
 
@@ -91,15 +93,15 @@ def _drop(
     return kept
 
 
-_MESSAGE_KNOWN = frozenset({"role", "content", "name"})
+_MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
 
 
 def _drop_in_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
     place = f"messages[{index}]"
-    if message.get("role") in ("tool", "function"):
-        raise UnsupportedParameterError(f"{place}: messages of role {message['role']} are not supported", place)
+    if message.get("role") == "function":
+        raise UnsupportedParameterError(f"{place}: messages of role function are not supported; tool is", place)
     kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{place}.")
     if isinstance(parts := kept.get("content"), list):
         for i, part in enumerate(parts):
@@ -109,6 +111,4 @@ def _drop_in_message(message: Any, index: int) -> Any:
                     f"{place}.content[{i}]: parts of type {kind} are not supported: only text is",
                     f"{place}.content[{i}]",
                 )
-    elif "content" not in kept and kept.get("role") == "assistant":
-        kept["content"] = ""  # SDKs send back messages of the assistant as they got them, with a null content
     return kept

@@ -159,6 +159,7 @@ class Output:
                 skip_special_tokens=request.skip_special_tokens,
                 stop=self._live.stop_strings,
                 min_tokens=request.sampling.min_tokens,
+                shown=request.shown_tokens,
             )
             self._push = self._text.push_one
         return self._text

@@ -27,7 +27,8 @@ class IncrementalDetokenizer:
     that the prompt's last token leaves incomplete belongs to the output.
 
     ``stop``: the stop strings, if there are any. ``stopped_by``: the one that was found; no text is returned after it.
-    ``min_tokens``: the text of that many first tokens is not searched for stop strings.
+    ``min_tokens``: the text of that many first tokens is not searched for stop strings. ``shown``: special tokens that
+    are not skipped.
     """
 
     __slots__ = ("_decoder", "_stopping", "push_one")
@@ -39,12 +40,16 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: StopStrings | None = None,
         min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         decoder: _ByteDecoder | _WindowDecoder
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        if shown:
+            skipped -= shown
         if tokenizer.token_bytes is not None:
-            decoder = _ByteDecoder(tokenizer, tokenizer.token_bytes, prompt_token_ids, skip_special_tokens)
+            decoder = _ByteDecoder(tokenizer.token_bytes, prompt_token_ids, skipped)
         else:
-            decoder = _WindowDecoder(tokenizer, prompt_token_ids, skip_special_tokens)
+            decoder = _WindowDecoder(tokenizer, prompt_token_ids, skipped)
         self._stopping = _StoppingDecoder(decoder, StopMatcher(stop), min_tokens) if stop else None
         self._decoder = self._stopping or decoder
         # Called for every token that is served, so there is no layer between. It must not be a method of this object
@@ -99,11 +104,9 @@ class _ByteDecoder:
 
     __slots__ = ("_open", "_skipped", "_strip_space", "_texts", "_token_bytes", "_utf8")
 
-    def __init__(
-        self, tokenizer: Tokenizer, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], skip_special: bool
-    ) -> None:
+    def __init__(self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
-        self._skipped: frozenset[int] = tokenizer.special_token_ids if skip_special else frozenset()
+        self._skipped = skipped
         self._strip_space = token_bytes.strips_first_space and all(token in self._skipped for token in prompt_token_ids)
         self._utf8 = _UTF8("replace")
         context = self._bytes(prompt_token_ids[-_CONTEXT_TOKENS:])
@@ -151,11 +154,11 @@ class _WindowDecoder:
     that character is returned.
     """
 
-    __slots__ = ("_ids", "_prefix_text", "_read", "_skip_special", "_tokenizer")
+    __slots__ = ("_ids", "_prefix_text", "_read", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skipped = skipped
         self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._read = len(self._ids)
         self._prefix_text = self._decode(self._ids)
@@ -194,4 +197,6 @@ class _WindowDecoder:
         return fresh
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special)
+        skipped = self._skipped
+        shown = [token_id for token_id in token_ids if token_id not in skipped] if skipped else token_ids
+        return self._tokenizer.decode(shown, skip_special_tokens=False)

@@ -16,13 +16,12 @@ import tokenizers
 from pagewise_shared.end_tokens import end_token_ids, read_json, token_text, tokenizer_settings
 from pagewise_shared.errors import ModelError
 
-from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
+from pagewise_gateway.text.chat_template import SPECIAL_TOKENS, ChatTemplate, renderer
 from pagewise_gateway.text.token_bytes import TokenBytes
 from pagewise_gateway.text.turns import Turns
 
 T = TypeVar("T")
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOOL_CALL_TOKENS = (
     "<tool_call>",  # Qwen, Hermes, GLM
     "[TOOL_CALLS]",  # Mistral
@@ -43,17 +42,6 @@ _TRIMMED_CHARACTERS = 65_536
 _LONG_DECODE = 4096
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
-_RESERVED_TEMPLATE_NAMES = {
-    "conversations",
-    "messages",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
-    *_SPECIAL_TOKENS,
-}
 
 
 class Tokenizer:
@@ -62,10 +50,12 @@ class Tokenizer:
     Fields:
         eos_token_ids: tokens that end the model's output.
         tool_call_ids: tokens with which the model calls a tool, if its vocabulary has tokens of their own for that.
+        special_tokens: their ids by their texts.
         special_token_ids: tokens that ``skip_special_tokens`` leaves out.
         vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
         token_bytes: the bytes behind each token, or None if the vocabulary has no fixed ones.
         longest_token: characters in the longest token: a text of more than n times as many has more than n tokens.
+        chat_template: renders conversations.
     """
 
     def __init__(
@@ -74,23 +64,25 @@ class Tokenizer:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.eos_token_ids = eos_token_ids
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        self.special_tokens = {
+            token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        self.special_token_ids = frozenset(self.special_tokens.values())
         self.tool_call_ids = tuple(vocabulary[token] for token in _TOOL_CALL_TOKENS if token in vocabulary)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
         decoder = msgspec.json.decode(backend.to_str(), type=_TokenizerFile).decoder
         self.token_bytes = TokenBytes.of(backend, decoder)
         self._backend = backend
-        self._chat_template = chat_template
-        self._special_tokens = special_tokens or {}
+        self.chat_template = ChatTemplate(chat_template, tool_template, special_tokens or {})
+        self.render_chat = self.chat_template.render
         self._threads: ThreadPoolExecutor | None = None
         self._turns, self._large_turns = Turns(_THREADS), Turns(_THREADS - 1)
 
@@ -109,14 +101,15 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{file} cannot be read: {error}") from error
         settings = tokenizer_settings(path)
-        special = {name: text for name in _SPECIAL_TOKENS if (text := token_text(settings.get(name))) is not None}
-        template = _chat_template(path, settings)
+        special = {name: text for name in SPECIAL_TOKENS if (text := token_text(settings.get(name))) is not None}
+        template, tool_template = _chat_templates(path, settings)
         if template is not None:
-            _renderer()  # imported now and not with the first request, because it takes half a second
+            renderer()  # imported now and not with the first request, because it takes half a second
         return cls(
             backend,
             eos_token_ids=end_token_ids(path, backend.token_to_id),
             chat_template=template,
+            tool_template=tool_template,
             special_tokens=special,
         )
 
@@ -147,40 +140,6 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it (such as "Ġthe"), "" for unknown ids."""
         return self._backend.id_to_token(token_id) or ""
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation with the model's chat template.
-
-        ``messages``: role and content; a content that is a list of text parts is joined by line breaks.
-
-        Raises:
-            NoChatTemplateError: the model has no chat template.
-            ChatTemplateError: the template refuses the conversation.
-        """
-        if self._chat_template is None:
-            raise NoChatTemplateError("the model has no chat template: use /v1/completions")
-        if reserved := _RESERVED_TEMPLATE_NAMES & (template_kwargs or {}).keys():
-            raise ChatTemplateError(f"chat_template_kwargs may not set {min(reserved)}")
-        try:
-            rendered: list[str]
-            rendered, _ = _renderer()(
-                [[_flatten(message, self._chat_template) for message in messages]],
-                chat_template=self._chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **self._special_tokens,
-                **(template_kwargs or {}),
-            )
-        except Exception as error:  # whatever a template written by others may raise
-            raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
-        return rendered[0]
 
     async def off_loop(self, function: Callable[[], T], key: str = "", size: int = 0) -> T:
         """Run ``function``, which tokenizes, on one of a few threads, so that the event loop is not blocked.
@@ -228,30 +187,17 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def _renderer() -> Callable[..., Any]:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template
-
-
-def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
-    flat = dict(message)
-    if isinstance(content := flat.get("content"), list):
-        flat["content"] = "\n".join(part["text"] for part in content)
-    if flat.get("role") == "developer" and "developer" not in template:
-        flat["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
-    return flat
-
-
-def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+def _chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template of a model, and the one for conversations with tools if there are two."""
     file = path / "chat_template.jinja"
     try:
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8"), None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-    template = settings.get("chat_template") or read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several templates by name; the one for plain chat is called "default"
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+    given = settings.get("chat_template") or read_json(path / "chat_template.json").get("chat_template")
+    if not isinstance(given, list):
+        return (given if isinstance(given, str) else None), None
+    by_name = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    default, of_tools = by_name.get("default"), by_name.get("tool_use")
+    return (default if isinstance(default, str) else None), (of_tools if isinstance(of_tools, str) else None)

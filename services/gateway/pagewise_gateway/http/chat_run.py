@@ -1,0 +1,45 @@
+"""A chat that runs, for whatever makes an answer of its output."""
+
+import secrets
+import string
+from dataclasses import dataclass
+
+from pagewise_gateway.generation import Prompt
+from pagewise_gateway.http.chat_formats import Parsing
+from pagewise_gateway.http.context import Service
+from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True, frozen=True)
+class ChatRun:
+    """A chat that was submitted.
+
+    Fields:
+        body: without what may be large. prompt: of which the output is generated.
+        parsing: how its outputs are parsed; None: they are content as they are.
+        start, continues: where an output begins, as a ``MessageParser`` takes it.
+    """
+
+    service: Service
+    body: ChatRequest
+    prompt: Prompt
+    generation: Generation
+    parsing: Parsing | None
+    start: Start
+    continues: bool
+
+    def parser(self) -> MessageParser:
+        """Return a parser of one output."""
+        if self.parsing is None:
+            return make_plain()
+        return self.parsing.parser(self.start, self.continues)
+
+    def new_id(self) -> str:
+        """Return an id for a tool call."""
+        if self.parsing is not None and (length := self.parsing.id_length) > 0:
+            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
+        return f"call_{secrets.token_hex(12)}"

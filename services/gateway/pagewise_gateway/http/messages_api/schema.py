@@ -1,0 +1,191 @@
+"""The bodies of ``/v1/messages``: Anthropic's shapes."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pagewise_gateway.http.schema import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, TemplateKwargs
+from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
+
+MAX_MESSAGES = 4096
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A text. ``cache_control`` has no effect: all prefixes are cached."""
+
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+class OnlyText(Struct, forbid_unknown_fields=True):
+    """A text where there is nothing else. ``cache_control`` has no effect."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: Any = None
+
+
+class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):
+    """A tool that the model has called."""
+
+    id: Id
+    name: FunctionName
+    input: dict[str, Any]
+    cache_control: Any = None
+    caller: Any = None
+
+
+class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
+    """What a tool has returned."""
+
+    tool_use_id: Id
+    content: str | list[OnlyText] | None = None
+    is_error: bool | None = None
+    cache_control: Any = None
+
+
+class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
+    """What the model has thought. Its signature has no effect."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="redacted_thinking"):
+    """What another server has kept for itself; it is left out."""
+
+    data: str
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class InputMessage(Struct, forbid_unknown_fields=True):
+    """A message. Results of tools are blocks of the user."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class MessageTool(Struct, forbid_unknown_fields=True):
+    """A tool that the model may use. ``input_schema``: the JSON schema of its input."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+
+class MessageToolChoice(Struct, forbid_unknown_fields=True):
+    """Whether tools are used; ``name``: of the one that has to be, with the type tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, forbid_unknown_fields=True):
+    """Whether the model thinks: the variables ``enable_thinking`` and ``thinking`` of the chat template."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(description="Accepted, and without any effect.")] | None = None
+    display: str | None = None
+
+
+class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    system: str | list[OnlyText] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+
+class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Meta(max_length=MAX_STOP_STRINGS)
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    metadata: Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")] | None = (
+        None
+    )
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+class MessageUsage(Struct):
+    """Token counts; those of the input that were found in the cache are counted apart."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class OutputBlock(Struct):
+    """A block of the answer."""
+
+    type: Literal["text", "tool_use", "thinking"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class Message(Struct):
+    """Answer of ``/v1/messages``."""
+
+    id: str
+    model: str
+    content: list[OutputBlock]
+    usage: MessageUsage
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class BlockDelta(Struct):
+    """What is new in a block, or in the message."""
+
+    type: Literal["text_delta", "input_json_delta", "thinking_delta"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Struct):
+    """An event of a stream; which fields it has depends on its type."""
+
+    type: str
+    message: Message | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: OutputBlock | UnsetType = UNSET
+    delta: BlockDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+class TokenCount(Struct):
+    """Answer of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int

@@ -1,0 +1,1 @@
+"""``POST /v1/responses``: a translation to and from chats."""

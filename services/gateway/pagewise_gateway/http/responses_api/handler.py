@@ -1,0 +1,39 @@
+"""``POST /v1/responses``."""
+
+import re
+
+from aiohttp import web
+
+from pagewise_gateway.http.chat import run_chat
+from pagewise_gateway.http.context import REQUEST_ID
+from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.responses_api.answer import ResponseAnswer
+from pagewise_gateway.http.responses_api.schema import ResponsesRequest
+from pagewise_gateway.http.responses_api.translation import chat_request
+
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""The fields of a chat that have other names here."""
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Continue a conversation that consists of items.
+
+    Raises:
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
+    """
+    body, intake = await read_request(request, ResponsesRequest)
+    chat = chat_request(body)
+    body.input = ""
+    try:
+        return await run_chat(
+            request,
+            chat,
+            intake,
+            lambda run: ResponseAnswer(run, body, f"resp_{request[REQUEST_ID]}").respond(request),
+        )
+    except InvalidRequestError as error:
+        head = re.split(r"[.\[]", error.param or "")[0]
+        error.param = _NAMES.get(head, error.param)
+        raise

@@ -1,0 +1,239 @@
+"""The bodies of ``/v1/responses``: OpenAI's shapes, without what would need a store of earlier responses."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pagewise_gateway.http.schema import SCHEMAS, Ignored, ReasoningEffort, TemplateKwargs
+from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
+
+MAX_ITEMS = 4096
+_ITEMS = (
+    "A text, or items of the types message, reasoning, function_call and function_call_output. An item without a type "
+    f"is a message. At most {MAX_ITEMS}."
+)
+
+
+class InputText(Struct, forbid_unknown_fields=True):
+    """A text in an item. What earlier answers had besides it has no effect."""
+
+    text: str
+    type: Literal["input_text", "output_text", "reasoning_text", "text"]
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class MessageItem(Struct, forbid_unknown_fields=True):
+    """A message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True):
+    """What the model has thought. Its summary has no effect."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = None
+    content: list[InputText] | None = None
+    status: str | None = None
+
+
+class FunctionCallItem(Struct, forbid_unknown_fields=True):
+    """A function that the model has called."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: FunctionName
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionOutputItem(Struct, forbid_unknown_fields=True):
+    """What a function has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionTool(Struct, forbid_unknown_fields=True):
+    """A function that the model may call. ``strict``: whether its arguments have to follow ``parameters``."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True):
+    """The one function that has to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class PlainText(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JSONObject(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JSONSchemaText(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """A JSON text that matches a schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Annotated[dict[str, Any], Meta(description=SCHEMAS)]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, forbid_unknown_fields=True):
+    """What the text of the answer has to match."""
+
+    format: PlainText | JSONObject | JSONSchemaText | None = None
+
+
+class Reasoning(Struct, forbid_unknown_fields=True):
+    """``effort``: a variable of the chat template. There are no summaries."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/responses``. Nothing is stored: ``store`` is false unless it says otherwise."""
+
+    input: Annotated[str | list[dict[str, Any]], Meta(description=_ITEMS)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    store: Annotated[bool, Meta(description="Only false: nothing is stored.")] | None = None
+    previous_response_id: Annotated[str, Meta(description="Not supported: nothing is stored.")] | None = None
+    background: Annotated[bool, Meta(description="Only false.")] | None = None
+    include: (
+        Annotated[list[str], Meta(max_length=16, description="Accepted if empty or reasoning.encrypted_content.")]
+        | None
+    ) = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+
+
+class InputDetails(Struct):
+    """How many tokens of the input were found in the cache."""
+
+    cached_tokens: int
+
+
+class OutputDetails(Struct):
+    """How many tokens of the output are reasoning; they are not counted apart."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Struct):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class OutputText(Struct):
+    """A text of the answer."""
+
+    text: str
+    type: Literal["output_text", "reasoning_text"] = "output_text"
+    annotations: list[Any] | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class OutputItem(Struct):
+    """An item of the answer: a message, a call, or reasoning."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: str = "in_progress"
+    role: str | UnsetType = UNSET
+    content: list[OutputText] | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class Response(Struct):
+    """Answer of ``/v1/responses``."""
+
+    id: str
+    created_at: int
+    model: str
+    output: list[OutputItem]
+    status: str
+    parallel_tool_calls: bool
+    tool_choice: Any
+    tools: list[Any]
+    text: Any
+    reasoning: Any
+    object: Literal["response"] = "response"
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: Any = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    store: bool = False
+    background: bool = False
+    previous_response_id: str | None = None
+    truncation: str = "disabled"
+
+
+class ResponseEvent(Struct):
+    """An event of a stream; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET

@@ -1,0 +1,163 @@
+"""Turns a request for a response into the chat that it is."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from pagewise_gateway.http.conversation import check_arguments
+from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.parsing import explain
+from pagewise_gateway.http.responses_api.schema import (
+    MAX_ITEMS,
+    FunctionCallItem,
+    FunctionOutputItem,
+    InputText,
+    JSONObject,
+    JSONSchemaText,
+    MessageItem,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesRequest,
+)
+from pagewise_gateway.http.schema import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    JSONObjectFormat,
+    JSONSchema,
+    JSONSchemaFormat,
+    ResponseFormat,
+)
+from pagewise_gateway.http.tool_schema import (
+    AssistantToolCall,
+    CalledFunction,
+    ChosenFunction,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
+
+_ITEMS: dict[str, type[Struct]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+}
+
+
+def chat_request(body: ResponsesRequest) -> ChatRequest:
+    """Return the chat that a request for a response is.
+
+    Raises:
+        InvalidRequestError: an item is wrong, or the request asks for what would have to be stored.
+    """
+    _check_stateless(body)
+    return ChatRequest(
+        messages=_messages(body),
+        model=body.model,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=[
+            Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+            for tool in body.tools or ()
+        ]
+        or None,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        response_format=_format(body),
+        stream=body.stream,
+        chat_template_kwargs=body.chat_template_kwargs,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _check_stateless(body: ResponsesRequest) -> None:
+    for name in ("store", "previous_response_id", "background"):
+        if getattr(body, name):
+            raise UnsupportedParameterError(f"{name} is not supported by Pagewise, which stores no responses", name)
+    for wanted in body.include or ():
+        if wanted != "reasoning.encrypted_content":  # which clients without a store ask for; there is none
+            raise UnsupportedParameterError(f"include: {wanted!r} is not supported by Pagewise", "include")
+
+
+def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, ChatMessage("user", body.input)]
+    if not body.input:
+        raise InvalidRequestError("input must not be empty", "input")
+    if len(body.input) > MAX_ITEMS:
+        raise InvalidRequestError(f"input: {len(body.input)} items are too many, at most {MAX_ITEMS}", "input")
+    for number, given in enumerate(body.input):
+        item = _item(given, number)
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append(ChatMessage(item.role, _content(item.content)))
+            continue
+        if isinstance(item, FunctionOutputItem):
+            messages.append(ChatMessage("tool", _content(item.output), tool_call_id=item.call_id))
+            continue
+        # What the model has thought, said and called, one behind the other, is one message.
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        begins = isinstance(item, ReasoningItem) and last is not None and (last.content or last.tool_calls)
+        if last is None or begins or (isinstance(item, MessageItem) and (last.content or last.tool_calls)):
+            last = ChatMessage("assistant")
+            messages.append(last)
+        if isinstance(item, MessageItem):
+            last.content = _content(item.content)
+        elif isinstance(item, ReasoningItem):
+            thought = "\n".join(part.text for part in item.content or ())
+            last.reasoning = f"{last.reasoning}\n{thought}" if last.reasoning else thought or None
+        elif isinstance(item, FunctionCallItem):
+            called = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
+            last.tool_calls = [*(last.tool_calls or ()), called]
+    said = [message for message in messages if message != ChatMessage("assistant")]
+    if not said:
+        raise InvalidRequestError("input contains nothing that is a part of the prompt", "input")
+    return said
+
+
+def _item(given: dict[str, Any], number: int) -> Struct:
+    place = f"input[{number}]"
+    kind = given.get("type", "message")
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise UnsupportedParameterError(f"{place}: items of type {kind!r} are not supported by Pagewise", place)
+    kept = {name: value for name, value in given.items() if value is not None and name != "encrypted_content"}
+    for name in ("content", "output"):
+        if isinstance(parts := kept.get(name), list):
+            kept[name] = [_without_nulls(part) for part in parts]
+    try:
+        item = msgspec.convert(kept, _ITEMS[kind])
+    except msgspec.ValidationError as error:
+        raised = explain(error, given)
+        raise InvalidRequestError(f"{place}: {raised}", f"{place}.{raised.param}" if raised.param else place) from None
+    if isinstance(item, FunctionCallItem):
+        check_arguments(item.arguments, f"{place}.arguments")
+    return item
+
+
+def _without_nulls(part: Any) -> Any:
+    return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
+
+
+def _content(content: str | list[InputText]) -> str | list[ContentPart]:
+    return content if isinstance(content, str) else [ContentPart("text", part.text) for part in content]
+
+
+def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        return NamedToolChoice("function", ChosenFunction(choice.name))
+    return choice
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = body.text.format if body.text is not None else None
+    if isinstance(wanted, JSONObject):
+        return JSONObjectFormat()
+    if isinstance(wanted, JSONSchemaText):
+        return JSONSchemaFormat(JSONSchema(wanted.name, wanted.schema))
+    return None

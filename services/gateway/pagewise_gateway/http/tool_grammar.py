@@ -1,0 +1,75 @@
+"""What an answer has to match, as a grammar: calls that the model has to make, and a format of the answer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagewise_gateway.http.chat_formats import Parsing
+from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.http.structured import Wanted, wanted_grammar
+from pagewise_gateway.http.tool_schema import NamedToolChoice
+from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.schemas import check_schema
+from pagewise_gateway.text.output_parsing import Start
+from pagewise_gateway.text.output_parsing.grammar import (
+    Function,
+    UnsupportedSchemaError,
+    after_reasoning,
+    tool_call_grammar,
+)
+
+
+def answer_grammar(
+    body: ChatRequest, parsing: Parsing | None, start: Start, special_tokens: Mapping[str, int]
+) -> Wanted | None:
+    """Return what the output of a chat has to match; None: anything. Reasoning that is parsed is free.
+
+    ``start``: where the output begins. ``special_tokens``: their ids by their texts.
+
+    Raises:
+        InvalidRequestError: it asks for several formats.
+    """
+    wanted = wanted_grammar(body)
+    if parsing is None:
+        return wanted
+    choice, tools = body.tool_choice, body.tools or []
+    has_to_call = choice == "required" or isinstance(choice, NamedToolChoice)
+    answer = wanted.make if wanted is not None and not has_to_call else None
+    if tools and choice != "none" and (has_to_call or answer or any(tool.function.strict for tool in tools)):
+        named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        functions = [
+            Function(tool.function.name, tool.function.parameters, bool(tool.function.strict))
+            for tool in tools
+            if named in (None, tool.function.name)
+        ]
+        parallel = parsing.parallel and named is None
+
+        def make() -> str:
+            for function in functions:
+                if has_to_call or function.strict:
+                    _check_parameters(function.name, function.parameters)
+            try:
+                return tool_call_grammar(
+                    parsing.tool_parser,
+                    parsing.format,
+                    functions,
+                    special_tokens,
+                    start=start,
+                    required=has_to_call,
+                    parallel=parallel,
+                    answer=answer() if answer is not None else None,
+                )
+            except UnsupportedSchemaError as error:
+                raise GrammarError(str(error)) from error
+
+        return Wanted("tool_calls", "tools", make)
+    if wanted is None:
+        return None
+    make_answer = wanted.make
+    return wanted._replace(make=lambda: after_reasoning(make_answer(), parsing.format, special_tokens, start))
+
+
+def _check_parameters(name: str, parameters: Mapping[str, Any] | None) -> None:
+    try:
+        check_schema(parameters if parameters is not None else {})
+    except GrammarError as error:
+        raise GrammarError(f"the parameters of {name!r}: {error}") from error

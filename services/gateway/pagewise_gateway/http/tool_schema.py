@@ -1,0 +1,59 @@
+"""The parts of a conversation's body that are about tools: OpenAI's shapes."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 1024
+
+FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call. ``parameters``: the JSON schema of its arguments, which are an object."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[bool, Meta(description="Whether arguments have to follow the schema.")] | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, frozen=True):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChosenFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
+    """The one function that has to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it."""
+
+    name: FunctionName
+    arguments: str
+
+
+class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):
+    """A call in an earlier message of the assistant."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice

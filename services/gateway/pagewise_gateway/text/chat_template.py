@@ -1,0 +1,128 @@
+"""Renders conversations, and the tools that they may use, with a model's chat template."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that templates name."""
+_RESERVED_NAMES = {
+    "conversations",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    *SPECIAL_TOKENS,
+}
+
+
+class Dialect(NamedTuple):
+    """What a template expects of messages that call tools.
+
+    Fields:
+        arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
+            would write it as Python does.
+        empty_content: a message without content has an empty one, and not null.
+    """
+
+    arguments_as_text: bool = False
+    empty_content: bool = False
+
+
+_DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
+
+
+class ChatTemplate:
+    """A model's chat template. ``of_tools``: the one for conversations with tools, if the model has two."""
+
+    def __init__(self, template: str | None, of_tools: str | None, special_tokens: dict[str, str]) -> None:
+        self._template, self._of_tools, self._special_tokens = template, of_tools, special_tokens
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation.
+
+        ``messages``: role and content, and what else the template knows; a content that is a list of text parts is
+        joined by line breaks. ``tools``: in OpenAI's shape, as the template gets them.
+
+        Raises:
+            NoChatTemplateError: the model has no chat template.
+            ChatTemplateError: the template refuses the conversation.
+        """
+        template = self._of_tools if tools and self._of_tools is not None else self._template
+        if template is None:
+            raise NoChatTemplateError("the model has no chat template: use /v1/completions")
+        if reserved := _RESERVED_NAMES & (template_kwargs or {}).keys():
+            raise ChatTemplateError(f"chat_template_kwargs may not set {min(reserved)}")
+        try:
+            rendered: list[str]
+            rendered, _ = renderer()(
+                [[_flatten(message, template) for message in messages]],
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **self._special_tokens,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # whatever a template written by others may raise
+            raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
+        return rendered[0]
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the template wants messages that call tools. It is tried with a conversation that has one."""
+        for dialect in _DIALECTS:
+            if self._renders_calls(dialect):
+                return dialect
+        return Dialect()
+
+    def _renders_calls(self, dialect: Dialect) -> bool:
+        """Whether the template writes a call, and its arguments as JSON."""
+        arguments = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
+        function = {"name": "probe_name", "arguments": arguments}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        content = "" if dialect.empty_content else None
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": "probe", "tool_call_id": "abcdefghi", "name": "probe_name"},
+        ]
+        parameters = {"type": "object", "properties": {}}
+        described = {"name": "probe", "description": "", "parameters": parameters}
+        try:
+            text = self.render(messages, tools=[{"type": "function", "function": described}])
+        except ChatTemplateError:
+            return False
+        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
+        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+
+
+def renderer() -> Callable[..., Any]:
+    """Return the function of transformers that renders. Importing it takes half a second."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
+    flat = dict(message)
+    if isinstance(content := flat.get("content"), list):
+        flat["content"] = "\n".join(part["text"] for part in content)
+    if flat.get("role") == "developer" and "developer" not in template:
+        flat["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
+    if "reasoning_content" in flat and ".thinking" in template:  # the name that gpt-oss has for it
+        flat["thinking"] = flat["reasoning_content"]
+    return flat

@@ -1,0 +1,30 @@
+"""Cuts the text of an output into reasoning, content and tool calls, while it arrives.
+
+``regions`` finds where a region of the text begins and ends, by transformers' ``ResponseParser``. ``formats`` has the
+formats of models, by the names of vLLM's parsers. ``json_calls``, ``header_calls``, ``glm`` and ``pythonic`` read the
+calls in a region. ``parser`` puts them together. ``grammar`` has the grammars of tool calls.
+"""
+
+from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, joined
+from pagewise_gateway.text.output_parsing.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    OutputFormat,
+    Start,
+    make_format,
+)
+from pagewise_gateway.text.output_parsing.parser import MessageParser, make_plain
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "CallReader",
+    "Delta",
+    "MessageParser",
+    "OutputFormat",
+    "Start",
+    "Tools",
+    "joined",
+    "make_format",
+    "make_plain",
+]

@@ -1,0 +1,119 @@
+"""What a parser makes of the text of an output: deltas, and the message that they add up to."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+DeltaKind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class Delta(NamedTuple):
+    """A piece of a message.
+
+    A ``call`` begins a tool call; its text is the name of the function. ``arguments`` belong to the call that began
+    last.
+    """
+
+    kind: DeltaKind
+    text: str
+
+
+@dataclass(slots=True)
+class ParsedCall:
+    """A tool call. ``arguments``: the text as the model wrote it, which is JSON unless it is cut off or wrong."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class ParsedMessage:
+    """The message that an output adds up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ParsedCall] = field(default_factory=list)
+
+
+def joined(deltas: Iterable[Delta]) -> ParsedMessage:
+    """Return the message that these deltas add up to."""
+    content, reasoning, names, arguments = [], [], [], []
+    for kind, text in deltas:
+        if kind == "content":
+            content.append(text)
+        elif kind == "reasoning":
+            reasoning.append(text)
+        elif kind == "call":
+            names.append(text)
+            arguments.append([""])
+        else:
+            arguments[-1].append(text)
+    calls = [ParsedCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
+    return ParsedMessage("".join(content), "".join(reasoning), calls)
+
+
+class Tools:
+    """What a parser has to know of the tools of a request: their names, and the types of their parameters."""
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """``parameters``: the JSON schema of the parameters of each tool, by its name."""
+        self._types = {name: _property_types(schema or {}) for name, schema in parameters.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._types
+
+    def types(self, name: str, parameter: str) -> frozenset[str]:
+        """Return the JSON types that a parameter of a tool may have; none: they are not declared."""
+        return self._types.get(name, {}).get(parameter, frozenset())
+
+
+class CallReader(Protocol):
+    """Reads the text of a region that holds tool calls."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Take text; return what is new."""
+
+    def finish(self, closed: bool) -> list[Delta]:
+        """Return what is left. ``closed``: the region has ended, and not the text inside of it."""
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON. Half of a surrogate pair, which no encoding has, stays an escape."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _encodable(text) else json.dumps(value)
+
+
+def as_text(value: object) -> str:
+    """Return a value if it is a text that can be encoded, else an empty one."""
+    return value if isinstance(value, str) and _encodable(value) else ""
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: frozenset(schema_types(declared)) for name, declared in properties.items()}
+
+
+def schema_types(schema: Any) -> list[str]:
+    """Return the JSON types that a schema declares, of unions those of each part."""
+    if not isinstance(schema, Mapping):
+        return []
+    declared = schema.get("type")
+    found = [declared] if isinstance(declared, str) else []
+    if isinstance(declared, list):
+        found += [each for each in declared if isinstance(each, str)]
+    for union in ("anyOf", "oneOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            found += schema_types(choice)
+    return found

@@ -1,0 +1,179 @@
+"""The formats in which models write reasoning and tool calls, by the names of vLLM's parsers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pagewise_gateway.text.output_parsing.deltas import CallReader, Tools
+from pagewise_gateway.text.output_parsing.glm import GlmCall
+from pagewise_gateway.text.output_parsing.header_calls import HeaderCall, MistralCalls, deepseek_name
+from pagewise_gateway.text.output_parsing.json_calls import JsonCalls
+from pagewise_gateway.text.output_parsing.pythonic import PythonicCalls
+from pagewise_gateway.text.output_parsing.regions import RegionTemplate
+
+REASONING, CALL, MARK, HEADER = "reasoning", "call", "mark", "header"
+"""Regions of a text: what the model thinks, a tool call, a delimiter that says nothing, and what says what follows."""
+
+Start = Literal["main", "ended", "reasoning", "implied"]
+"""Where an output begins: outside of regions, behind reasoning that the prompt has ended, in reasoning that it has
+begun, or in reasoning that may be opened nevertheless."""
+
+_Regions = dict[str, tuple[tuple[str, ...], str | None]]
+
+
+@dataclass(slots=True, frozen=True)
+class ToolFormat:
+    """How a model writes tool calls.
+
+    Fields:
+        reader: makes what reads the calls of one region.
+        opening, closing: the texts around a region with calls, if there is one; closing None: the next opening ends it.
+        marks: delimiters that are left out. inner: those inside of regions with calls.
+        bare: characters with which a text begins that is read as calls though nothing opens them.
+        id_length: characters of the ids of calls; 0: any number.
+    """
+
+    reader: Callable[[Tools], CallReader]
+    opening: tuple[str, ...] = ()
+    closing: str | None = None
+    marks: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    bare: str = ""
+    id_length: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class ReasoningFormat:
+    """How a model writes what it thinks. ``implied``: the text begins with it even if nothing opens it."""
+
+    opening: str
+    closing: str
+    implied: bool = False
+
+
+_THINK = ReasoningFormat("<think>", "</think>")
+_DEEPSEEK = ToolFormat(
+    lambda tools: HeaderCall(deepseek_name),
+    ("<\uff5ctool\u2581call\u2581begin\uff5c>",),
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+    ("<\uff5ctool\u2581sep\uff5c>",),
+)
+
+HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "glm45": ToolFormat(
+        GlmCall,
+        ("<tool_call>",),
+        "</tool_call>",
+        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "hermes": ToolFormat(lambda tools: JsonCalls(), ("<tool_call>",), "</tool_call>"),
+    "llama3_json": ToolFormat(JsonCalls, ("<|python_tag|>",), bare="{"),
+    "mistral": ToolFormat(lambda tools: MistralCalls(), ("[TOOL_CALLS]",), inner=("[ARGS]", "[CALL_ID]"), id_length=9),
+    HARMONY_TOOLS: ToolFormat(lambda tools: JsonCalls()),  # a text of its own, see ``HARMONY``
+    "pythonic": ToolFormat(PythonicCalls, bare="[`"),
+}
+"""By the names of vLLM's ``--tool-call-parser``."""
+
+REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", implied=True),
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    HARMONY_REASONING: None,
+    "qwen3": _THINK,
+}
+"""By the names of vLLM's ``--reasoning-parser``."""
+
+HARMONY = RegionTemplate(
+    {
+        HEADER: (("<|start|>", "<|channel|>"), "<|message|>"),
+        MARK: (("<|end|>", "<|call|>", "<|return|>"), ""),
+    }
+)
+"""Of gpt-oss: each message has a header with its channel, and with the function if it is a call."""
+
+
+@dataclass(slots=True, frozen=True)
+class OutputFormat:
+    """The format of an output, as far as it is parsed.
+
+    Fields:
+        template: of its regions. tools, reasoning: how they are written; None: they are not looked for.
+        harmony: whether headers say what follows them.
+    """
+
+    template: RegionTemplate
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    harmony: bool = False
+
+    @property
+    def delimiters(self) -> tuple[str, ...]:
+        """Texts that the parser has to see, special tokens or not."""
+        return self.template.delimiters + (self.tools.inner if self.tools is not None else ())
+
+    def start(self, prompt: str, continued: str | None) -> Start:
+        """Return where an output begins. Chat templates may begin the reasoning, or begin and end it.
+
+        ``prompt``: its end. ``continued``: what ``last_border`` says of the message that the output goes on with; None:
+        it begins one.
+        """
+        prompt, reasoning = prompt.rstrip(), self.reasoning
+        if reasoning is None:
+            return "main"
+        if continued is not None:
+            return "reasoning" if continued == reasoning.opening else "main"
+        if prompt.endswith(reasoning.closing):
+            return "ended"
+        if prompt.endswith(reasoning.opening):
+            return "reasoning"
+        return "implied" if reasoning.implied else "main"
+
+    def last_border(self, message: str) -> str:
+        """Return what opened or closed the reasoning last in the beginning of a message; an empty text: nothing did."""
+        if self.reasoning is None:
+            return ""
+        last = max((self.reasoning.opening, self.reasoning.closing), key=message.rfind)
+        return last if last in message else ""
+
+
+_made: dict[tuple[str | None, str | None], OutputFormat] = {}
+
+
+def make_format(tool_parser: str | None, reasoning_parser: str | None) -> OutputFormat | None:
+    """Return the format that these parsers read; None if neither is given.
+
+    Raises:
+        KeyError: there is no parser of that name.
+    """
+    if tool_parser is None and reasoning_parser is None:
+        return None
+    key = tool_parser, reasoning_parser
+    if key not in _made:
+        tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else None
+        reasoning = REASONING_FORMATS[reasoning_parser] if reasoning_parser is not None else None
+        if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
+            _made[key] = OutputFormat(HARMONY, tools, None, True)
+        else:
+            _made[key] = OutputFormat(RegionTemplate(_regions(tools, reasoning)), tools, reasoning)
+    return _made[key]
+
+
+def _regions(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> _Regions:
+    regions: _Regions = {}
+    marks: list[str] = []
+    if reasoning is not None:
+        regions[REASONING] = (reasoning.opening,), reasoning.closing
+        marks.append(reasoning.closing)
+    if tools is not None:
+        if tools.opening:
+            regions[CALL] = tools.opening, tools.closing
+        marks += [*tools.marks, *([tools.closing] if tools.closing else [])]
+    if marks:
+        regions[MARK] = tuple(marks), ""
+    return regions

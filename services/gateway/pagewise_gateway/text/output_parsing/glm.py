@@ -1,0 +1,134 @@
+"""Reads the tool calls of GLM 4.5: a name, and tags around the name and the value of each argument."""
+
+import json
+from collections.abc import Callable
+
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
+
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+
+
+_State = Callable[["GlmCall", str, bool, list[Delta]], None]
+
+
+class _Until:
+    """Passes text on until a delimiter comes; what may begin it is held back."""
+
+    __slots__ = ("_delimiter", "_held")
+
+    def __init__(self, delimiter: str) -> None:
+        self._delimiter = delimiter
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text before the delimiter, as far as it is known, and that behind it; None: it has not come."""
+        text = self._held + text
+        found = text.find(self._delimiter)
+        if found >= 0:
+            self._held = ""
+            return text[:found], text[found + len(self._delimiter) :]
+        held = min(len(self._delimiter) - 1, len(text))
+        while not self._delimiter.startswith(text[len(text) - held :]):
+            held -= 1
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+
+class GlmCall:
+    """Reads one call. The values of parameters that are strings are passed on as they come, others at their end.
+
+    A value is a string if its parameter is declared as one; else it is JSON, and if it is not, a string.
+    """
+
+    __slots__ = ("_key", "_name", "_num_arguments", "_parts", "_state", "_string", "_tools", "_until")
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._name = self._key = ""
+        self._num_arguments = 0
+        self._parts: list[str] = []
+        self._string = False
+        self._state: _State = GlmCall._in_name
+        self._until = _Until(_KEY)
+
+    def push(self, text: str) -> list[Delta]:
+        """Take text; return what is new."""
+        deltas: list[Delta] = []
+        rest: str | None = text
+        while rest:
+            before, rest = self._until.push(rest)
+            self._state(self, before, rest is not None, deltas)
+        return deltas
+
+    def finish(self, closed: bool) -> list[Delta]:
+        """Return what is left: the end of the arguments, if the region has ended."""
+        deltas: list[Delta] = []
+        if not closed:
+            return deltas
+        if not self._name:
+            self._in_name("", True, deltas)
+            if not self._name:
+                return [Delta("content", "".join(self._parts))]
+        if self._state in (GlmCall._in_value, GlmCall._before_value):
+            return deltas  # the call is cut off inside of its region
+        deltas.append(Delta("arguments", "}" if self._num_arguments else "{}"))
+        return deltas
+
+    # ---- states: each takes the text before its delimiter ---------------------------------------------
+
+    def _in_name(self, text: str, ended: bool, deltas: list[Delta]) -> None:
+        self._parts.append(text)
+        if ended:
+            self._name = "".join(self._parts).strip()
+            if self._name:
+                deltas.append(Delta("call", self._name))
+            self._next(GlmCall._in_key, _KEY_END)
+
+    def _before_key(self, text: str, ended: bool, deltas: list[Delta]) -> None:
+        if ended:
+            self._next(GlmCall._in_key, _KEY_END)
+
+    def _in_key(self, text: str, ended: bool, deltas: list[Delta]) -> None:
+        self._parts.append(text)
+        if ended:
+            self._key = "".join(self._parts).strip()
+            self._next(GlmCall._before_value, _VALUE)
+
+    def _before_value(self, text: str, ended: bool, deltas: list[Delta]) -> None:
+        if not ended:
+            return
+        self._string = self._tools.types(self._name, self._key) == {"string"}
+        before, quote = ", " if self._num_arguments else "{", '"' if self._string else ""
+        self._num_arguments += 1
+        self._pass_on(f"{before}{as_json(self._key)}: {quote}", deltas)
+        self._next(GlmCall._in_value, _VALUE_END)
+
+    def _in_value(self, text: str, ended: bool, deltas: list[Delta]) -> None:
+        if self._string:
+            self._pass_on(as_json(text)[1:-1] + ('"' if ended else ""), deltas)
+        else:
+            self._parts.append(text)
+            if ended:
+                self._pass_on(self._value("".join(self._parts)), deltas)
+        if ended:
+            self._next(GlmCall._before_key, _KEY)
+
+    def _next(self, state: "_State", delimiter: str) -> None:
+        self._state = state
+        self._until = _Until(delimiter)
+        self._parts = []
+
+    def _pass_on(self, text: str, deltas: list[Delta]) -> None:
+        if text and self._name:
+            deltas.append(Delta("arguments", text))
+
+    def _value(self, text: str) -> str:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return as_json(text)
+        types = self._tools.types(self._name, self._key)
+        if "string" in types and not isinstance(value, str) and not (value is None and "null" in types):
+            return as_json(text)
+        return as_json(value)

@@ -1,0 +1,281 @@
+"""Grammars of tool calls, in Lark's form as llguidance reads it: what the model may write, in its own format.
+
+A delimiter that is a special token of the vocabulary is written as that token, any other one as text. Text that is free
+may contain no special token.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from pagewise_gateway.text.output_parsing.deltas import schema_types
+from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
+
+_ANY_OBJECT = {"type": "object"}
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+
+
+class Function(NamedTuple):
+    """A function that may be called. ``parameters``: the schema of its arguments; None: it has none.
+
+    ``strict``: whether the model may choose to call it, but then has to follow the schema. If it has to call something,
+    it has to follow the schemas of all functions.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    strict: bool = False
+
+
+class UnsupportedSchemaError(ValueError):
+    """A schema says something that cannot be followed in the format of the model; the text names the function."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Shape:
+    """How calls are written: NAME and then the arguments stand between ``before`` and ``after``.
+
+    Fields:
+        between: stands between two calls. opening, closing: around all of them.
+        trigger: what begins calls in free text; an empty text: calls are the whole text, which begins with ``begins``.
+        arguments: how they are written: JSON, keyword arguments of Python, or GLM's tags.
+    """
+
+    before: str
+    after: str
+    between: str
+    opening: str = ""
+    closing: str = ""
+    trigger: str = ""
+    begins: str = ""
+    arguments: Literal["json", "python", "glm"] = "json"
+
+    def behind_trigger(self) -> "_Shape":
+        """The same without what has been written before it."""
+        if self.opening:
+            return replace(self, opening=self.opening.removeprefix(self.trigger))
+        return replace(self, before=self.before.removeprefix(self.trigger))
+
+
+_MISTRAL_LIST = _Shape('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", trigger="[TOOL_CALLS]")
+_BEGINS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_ENDS = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+_BEGIN, _END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_SHAPES = {
+    "deepseek_v3": _Shape(
+        f"{_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}", "\n", _BEGINS, _ENDS, trigger=_BEGINS
+    ),
+    "deepseek_v31": _Shape(f"{_BEGIN}NAME{_SEPARATOR}", _END, "", _BEGINS, _ENDS, trigger=_BEGINS),
+    "glm45": _Shape("<tool_call>NAME\n", "</tool_call>", "\n", trigger="<tool_call>", arguments="glm"),
+    "hermes": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", trigger="<tool_call>"),
+    "llama3_json": _Shape('{"name": "NAME", "parameters": ', "}", "; ", begins="{"),
+    "mistral": _Shape("[TOOL_CALLS]NAME[ARGS]", "", "", trigger="[TOOL_CALLS]"),
+    HARMONY_TOOLS: _Shape("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", ""),
+    "pythonic": _Shape("NAME(", ")", ", ", "[", "]", begins="[", arguments="python"),
+}
+"""By the names of parsers. gpt-oss makes one call at a time."""
+
+
+def tool_call_grammar(
+    parser: str,
+    output: OutputFormat,
+    functions: Sequence[Function],
+    special_tokens: Mapping[str, int],
+    *,
+    start: Start = "main",
+    required: bool = True,
+    parallel: bool = True,
+    answer: str | None = None,
+) -> str:
+    """Return the grammar of outputs that call functions.
+
+    Args:
+        parser: the name of the parser of tool calls, and ``output`` the format that it reads.
+        functions: of which calls may be made. special_tokens: their ids by their texts.
+        start: where the output begins.
+        required: whether there is a call; if not, there may be text and calls.
+        parallel: whether there may be several calls.
+        answer: the grammar of an output without calls; None: it may be any text, and there may be text around calls.
+
+    Raises:
+        UnsupportedSchemaError: a schema cannot be followed.
+    """
+    grammar = _Grammar(special_tokens)
+    shape = _SHAPES[parser]
+    if parser == "mistral" and "[ARGS]" not in special_tokens:
+        shape = _MISTRAL_LIST
+    if not required and answer is None and shape.trigger not in special_tokens:
+        shape = shape.behind_trigger()
+    calls = " | ".join(grammar.call(shape, function, required) for function in functions)
+    if output.harmony:
+        grammar.harmony(calls, required, "@answer" if answer is not None else None)
+    else:
+        thinking = grammar.reasoning(output, start)
+        one = grammar.rule("call", calls)
+        if required or answer is not None:
+            more = f" ({grammar.text(shape.between)} {one})*" if parallel else ""
+            group = f"{grammar.text(shape.opening)} {one}{more} {grammar.text(shape.closing)}"
+            grammar.rule("start", f"{thinking} {group}" if required else f"{thinking} ({group} | @answer)")
+        else:
+            grammar.rule("start", f"{thinking} {grammar.free(shape, one, parallel)}")
+    return str(grammar) if answer is None else _with_answer(grammar, answer)
+
+
+def after_reasoning(grammar: str, output: OutputFormat, special_tokens: Mapping[str, int], start: Start) -> str:
+    """Return the grammar of outputs that match ``grammar`` once the model has stopped thinking (llguidance's JSON)."""
+    before = _Grammar(special_tokens)
+    if output.harmony:
+        before.harmony(None, False, "@answer")
+    else:
+        before.rule("start", f"{before.reasoning(output, start)} @answer")
+    return _with_answer(before, grammar)
+
+
+class _Grammar:
+    """A grammar in the making."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self._special = special_tokens
+        self._rules: dict[str, str] = {}
+        texts = sorted((text for text in special_tokens if text), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {expression}" for name, expression in self._rules.items()) + "\n"
+
+    def rule(self, name: str, expression: str, options: str = "") -> str:
+        """Add a rule; return its name, which is made unique unless it is ``start``."""
+        if name != "start":
+            name = f"{name}{len(self._rules)}"
+        self._rules[name + options] = expression.strip() or '""'
+        return name
+
+    def text(self, text: str) -> str:
+        """Return the expression of a text, which may contain special tokens."""
+        parts, at = [], 0
+        for found in self._tokens.finditer(text):
+            parts += [_quoted(text[at : found.start()])] if found.start() > at else []
+            parts.append(f"<[{self._special[found[0]]}]>")
+            at = found.end()
+        parts += [_quoted(text[at:])] if at < len(text) else []
+        return " ".join(parts)
+
+    def until(self, delimiter: str) -> str:
+        """Return the expression of any text that ends with this delimiter and does not contain it before."""
+        if delimiter in self._special:
+            return f"{self.rule('ANY', '/(?s:.+)/')}? {self.text(delimiter)}"
+        return self.rule("until", "/(?s:.*)/", f"[suffix={_quoted(delimiter)}]")
+
+    def reasoning(self, output: OutputFormat, start: Start) -> str:
+        """Return the expression of what the model thinks before it answers."""
+        reasoning = output.reasoning
+        if reasoning is None or start == "ended":
+            return ""
+        space = self.rule("SPACE", r"/\s{1,4}/")
+        opening = f"{self.text(reasoning.opening)}"
+        thought = f"{self.until(reasoning.closing)} {space}?"
+        if start == "reasoning":
+            return thought
+        return f"({opening})? {thought}" if start == "implied" else f"({space}? {opening} {thought})?"
+
+    def free(self, shape: _Shape, call: str, parallel: bool) -> str:
+        """Return the expression of text and calls; calls of a trigger that is no special token are without it."""
+        more = f"({self.text(shape.between)} {call})*" if parallel and (shape.closing or not shape.trigger) else ""
+        group = f"{self.text(shape.opening)} {call} {more} {self.text(shape.closing)}"
+        if not shape.trigger:
+            other = self.rule("OTHER", rf"/\s*[^\s{re.escape(shape.begins)}](?s:.*)/")
+            return f'({group} | {other} | "")'
+        any_text = self.rule("ANY", "/(?s:.+)/")
+        before = f"{any_text}?" if shape.trigger in self._special else self.until(shape.trigger)
+        return f"({before} {group}){'*' if parallel else '?'} {any_text}?"
+
+    def harmony(self, calls: str | None, required: bool, answer: str | None = None) -> None:
+        """Add the rules of gpt-oss: messages on other channels, and then calls or an answer."""
+        ends = self.until("<|end|>")
+        message = f'{self.text("<|channel|>")} ("analysis" | "commentary") {self.text("<|message|>")} {ends}'
+        begun = self.rule("message", f"{message} {self.text('<|start|>assistant')}")
+        answer = answer or f"{self.rule('ANY', '/(?s:.+)/')}?"
+        final = f"{self.text('<|channel|>final<|message|>')} {answer}"
+        last = calls if required else f"{calls} | {final}" if calls is not None else final
+        self.rule("start", f"{begun}* ({last})")
+
+    # ---- calls -------------------------------------------------------------------------------------
+
+    def call(self, shape: _Shape, function: Function, required: bool) -> str:
+        """Return the expression of a call of a function."""
+        schema: Mapping[str, Any] = function.parameters if function.parameters is not None else _NO_PARAMETERS
+        if not (required or function.strict):
+            schema = _ANY_OBJECT
+        before = self.text(shape.before.replace("NAME", function.name))
+        if shape.arguments == "json":
+            arguments = f"%json {json.dumps(schema)}"
+        elif shape.arguments == "python":
+            arguments = self._keywords(function, schema)
+        else:
+            arguments = self._tags(function, schema)
+        return f"{before} {arguments} {self.text(shape.after)}"
+
+    def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
+        """Arguments of a call in Python, whose values JSON and Python write alike."""
+        properties = _properties(function, schema)
+        # From the last property to the first: what may follow if something stands before it, or nothing does.
+        some = none = '""'
+        for name, (value, needed) in reversed(properties.items()):
+            item = self.rule("argument", f"{_quoted(name + '=')} %json {json.dumps(value)}")
+            after = self.rule("some", some)
+            some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
+            none = f"{item} {after}" if needed else f"{item} {after} | {self.rule('none', none)}"
+        return self.rule("arguments", none)
+
+    def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
+        """Arguments of GLM, of which strings are written as they are."""
+        parts = []
+        for name, (value, needed) in _properties(function, schema).items():
+            key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
+            closing = "</arg_value>"
+            choices = value.get("enum") if "const" not in value else [value["const"]]
+            if "string" not in schema_types(value):
+                written = f"%json {json.dumps(value)} {self.text(closing)}"
+            elif isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+                written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
+            elif function.strict and (unmet := [each for each in _OF_STRINGS if each in value]):
+                raise UnsupportedSchemaError(
+                    f"{unmet[0]} of the parameter {name!r} of {function.name!r} cannot be followed: this model writes "
+                    "strings as they are"
+                )
+            else:
+                written = self.until(closing)
+            pair = self.rule("pair", f"{key} {written} {_quoted(chr(10))}")
+            parts.append(pair if needed else f"{pair}?")
+        return " ".join(parts)
+
+
+def _with_answer(grammar: _Grammar, answer: str) -> str:
+    """Return a grammar that refers to another one as ``@answer``, with that one, as llguidance's JSON."""
+    parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
+    return json.dumps({"grammars": [{"lark_grammar": str(grammar)}, parts[0] | {"name": "answer"}, *parts[1:]]})
+
+
+def _properties(function: Function, schema: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], bool]]:
+    """The schema of each parameter, and whether it is required.
+
+    Raises:
+        UnsupportedSchemaError: the schema does not list them.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    others = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+    if others or not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnsupportedSchemaError(f"the parameters of {function.name!r} are not listed in properties")
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {
+        name: ({**value, **shared} if isinstance(value, Mapping) else {}, name in required)
+        for name, value in properties.items()
+    }
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

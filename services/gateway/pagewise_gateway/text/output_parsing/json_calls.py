@@ -1,0 +1,236 @@
+"""Reads tool calls that are JSON objects with a name and arguments, character by character."""
+
+import json
+import re
+from collections.abc import Callable
+
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_text
+
+_MOST_KEY = 256
+"""Characters of the longest name of a member; what is longer is no call."""
+_MEMBERS = frozenset({"name", "arguments", "parameters", "type", "id"})
+_BETWEEN = re.compile(r"[\s,;\[\]]*")
+_SPACE = re.compile(r"[\s,]*")
+_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_INSIDE = re.compile(r'["\\]')
+
+
+_State = Callable[["JsonCalls", str, int, list[Delta]], int]
+"""Plain functions: a method would hold its object, which then stays until the next garbage collection."""
+
+
+class JsonValue:
+    """Finds where a JSON value ends, in text that arrives in pieces. Only strings and brackets are looked at."""
+
+    __slots__ = ("_begun", "_depth", "_escaped", "_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._begun = self._string = self._escaped = False
+
+    def end(self, text: str, at: int) -> int:
+        """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
+        size = len(text)
+        while at < size:
+            if self._escaped:
+                self._escaped = False
+                at += 1
+            elif self._string:
+                if (found := _INSIDE.search(text, at)) is None:
+                    return -1
+                at = found.end()
+                self._escaped = found[0] == "\\"
+                if found[0] == '"':
+                    self._string = False
+                    if not self._depth:
+                        return at
+            elif self._depth:
+                if (found := _OUTSIDE.search(text, at)) is None:
+                    return -1
+                at = found.end()
+                if found[0] == '"':
+                    self._string = True
+                else:
+                    self._depth += 1 if found[0] in "{[" else -1
+                    if not self._depth:
+                        return at
+            else:
+                character = text[at]
+                if self._begun and (character in ",}]" or character.isspace()):  # behind a number or a word
+                    return at
+                self._string = not self._begun and character == '"'
+                self._depth = int(not self._begun and character in "{[")
+                self._begun = True
+                at += 1
+        return -1
+
+
+class JsonCalls:
+    """Reads objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
+
+    Arguments are passed on as they are written. What is no call is content. ``known``: only objects that name one of
+    these tools are calls, as where nothing else tells them from an answer in JSON.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_called",
+        "_early",
+        "_found",
+        "_key",
+        "_known",
+        "_raw",
+        "_rest",
+        "_state",
+        "_value",
+        "_words",
+    )
+
+    def __init__(self, known: Tools | None = None) -> None:
+        self._known = known
+        self._state: _State = JsonCalls._between
+        self._rest = ""  # text that cannot be read before more comes
+        self._key = ""
+        self._value = JsonValue()
+        self._raw: list[str] = []  # what is content if it turns out to be no call
+        self._words: list[str] = []  # of a value that is needed as a whole
+        self._early: list[str] = []  # arguments that came before the name
+        self._arguments = self._called = self._found = False
+
+    def push(self, text: str) -> list[Delta]:
+        """Take text; return what is new."""
+        text, self._rest = self._rest + text, ""
+        deltas: list[Delta] = []
+        at = 0
+        while at < len(text) and at >= 0:
+            at = self._state(self, text, at, deltas)
+        return deltas
+
+    def finish(self, closed: bool) -> list[Delta]:
+        """Return what is left: content, if it is no call, or nothing of a call that is cut off before its name."""
+        rest = "".join(self._raw) + self._rest
+        is_content = not self._called and (closed or self._known is not None)
+        return [Delta("content", rest)] if rest.strip() and is_content else []
+
+    # ---- states: each reads text from ``at`` on, and returns where the next one goes on; -1: more text is needed ----
+
+    def _between(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """Outside of objects."""
+        found = _BETWEEN.match(text, at)
+        end = found.end() if found is not None else at
+        if not self._called:
+            self._raw.append(text[at:end])
+        if end < len(text):
+            self._state = JsonCalls._member if text[end] == "{" else JsonCalls._no_call
+            if text[end] == "{":
+                if self._called:
+                    self._raw = []
+                self._raw.append("{")
+                self._called = self._arguments = False
+                self._early = []
+                end += 1
+        return end
+
+    def _member(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """Before the name of a member, or the end of the object."""
+        found = _SPACE.match(text, at)
+        start = found.end() if found is not None else at
+        self._keep(text[at:start])
+        if start == len(text):
+            return start
+        if text[start] == "}":
+            self._keep("}")
+            self._state = JsonCalls._between
+            if not self._called:
+                deltas.append(Delta("content", "".join(self._raw)))
+                self._raw = []
+                self._called = True
+            elif not self._arguments:
+                deltas.append(Delta("arguments", "{}"))
+            return start + 1
+        if (key := _KEY.match(text, start)) is None:
+            if text[start] == '"' and len(text) - start < _MOST_KEY:
+                self._rest = text[start:]
+                return -1
+            self._state = JsonCalls._broken
+            return start
+        if len(key[0]) >= _MOST_KEY or not (self._called or self._known is None or key[1] in _MEMBERS):
+            self._state = JsonCalls._broken
+            return start
+        self._keep(key[0])
+        self._key, self._value, self._words = key[1], JsonValue(), []
+        is_arguments = self._key in ("arguments", "parameters") and not self._arguments
+        self._state = JsonCalls._arguments_value if is_arguments and text[key.end()] == "{" else JsonCalls._other_value
+        return key.end()
+
+    def _other_value(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """In a value that is needed as a whole, or not at all."""
+        end = self._value.end(text, at)
+        piece = text[at:] if end < 0 else text[at:end]
+        self._keep(piece)
+        self._words.append(piece)
+        if end < 0:
+            return len(text)
+        self._state = JsonCalls._member
+        value = "".join(self._words)
+        if self._key == "name" and not self._called:
+            self._name(value, deltas)
+        elif self._key in ("arguments", "parameters") and not self._arguments:
+            decoded = as_text(_decoded(value))  # some models write them as a string
+            self._pass_on("{}" if value == "null" else decoded or value, deltas)
+            self._arguments = True
+        return end
+
+    def _arguments_value(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """In arguments, which are passed on as they come."""
+        end = self._value.end(text, at)
+        piece = text[at:] if end < 0 else text[at:end]
+        self._keep(piece)
+        self._pass_on(piece, deltas)
+        if end < 0:
+            return len(text)
+        self._arguments = True
+        self._state = JsonCalls._member
+        return end
+
+    def _no_call(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """Behind something that is no object: all that follows is content, but for what a delimiter is still to end."""
+        if self._known is not None or not self._found:
+            deltas.append(Delta("content", "".join(self._raw) + text[at:]))
+        self._raw = []
+        return len(text)
+
+    def _broken(self, text: str, at: int, deltas: list[Delta]) -> int:
+        """In an object that is no JSON: the call has what was read of it, or everything is content."""
+        if self._called:
+            return len(text)
+        self._state = JsonCalls._no_call
+        return at
+
+    def _keep(self, text: str) -> None:
+        if not self._called:
+            self._raw.append(text)
+
+    def _name(self, value: str, deltas: list[Delta]) -> None:
+        name = as_text(_decoded(value))
+        if not name or (self._known is not None and name not in self._known):
+            self._state = JsonCalls._broken
+            return
+        self._called, self._found, self._raw = True, True, []
+        deltas.append(Delta("call", name))
+        if self._early:
+            deltas.append(Delta("arguments", "".join(self._early)))
+
+    def _pass_on(self, arguments: str, deltas: list[Delta]) -> None:
+        if self._called:
+            deltas.append(Delta("arguments", arguments))
+        else:
+            self._early.append(arguments)
+
+
+def _decoded(value: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None

@@ -1,0 +1,127 @@
+"""Finds the regions of a text that arrives in pieces, by transformers' ``ResponseParser`` and a response template.
+
+``ResponseParser`` tells which region each piece of text belongs to as it arrives. What it tells of the *value* of a
+region comes only with the region's end, it raises if that is not what the template expects (such as the JSON of a call
+that was cut off), and its buffers grow with the text, and are copied with every piece. So templates here declare every
+region as text, call readers interpret it, and this layer bounds what a parser is fed: text in which no delimiter can
+begin passes by it, and a new parser goes on from time to time.
+"""
+
+import re
+from typing import Any, Literal, NamedTuple
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+_ANCHOR = "\x00"
+"""Begins each prefix, as a response template has to name something that does."""
+_MOST_FED = 4096
+"""Characters after which a new parser takes over, so that the buffers of one stay small."""
+
+MAIN = "content"
+"""The region of the text that is in no other one."""
+
+
+class RegionEvent(NamedTuple):
+    """Text of a region, or where one begins or ends. ``MAIN`` neither begins nor ends."""
+
+    kind: Literal["open", "text", "close"]
+    region: str
+    text: str = ""
+
+
+class RegionTemplate:
+    """A response template whose regions are delimited by texts.
+
+    ``regions``: of each region, the texts that open it, and the text that closes it. None: the region ends before the
+    next text that opens it; an empty text: at once. Text outside of all regions is in ``MAIN``.
+    """
+
+    def __init__(self, regions: dict[str, tuple[tuple[str, ...], str | None]]) -> None:
+        fields: dict[str, Any] = {MAIN: _field()}
+        for name, (opening, closing) in regions.items():
+            close = {"close": closing} if closing else {"close_pattern": "" if closing == "" else _before_any(opening)}
+            fields[name] = _field() | {"open": list(opening)} | close
+        self.response_template = load_response_template({"start_anchor": _ANCHOR, "fields": fields})
+        self.regions = regions
+        delimiters = [text for opening, closing in regions.values() for text in (*opening, closing or "") if text]
+        self.delimiters = tuple(dict.fromkeys(delimiters))
+        first = "".join(sorted({re.escape(text[0]) for text in delimiters}))
+        self.begins_delimiter = re.compile(f"[{first}]" if first else "(?!)")
+
+
+class Regions:
+    """Tells which region each piece of a text belongs to.
+
+    The events do not depend on how the text is cut into pieces, but for how many events of text there are. Characters
+    that may begin a delimiter are held back. ``region``: the region that the text is in.
+    """
+
+    __slots__ = ("_fed", "_held", "_parser", "_template", "region")
+
+    def __init__(self, template: RegionTemplate, region: str = MAIN) -> None:
+        self._template = template
+        self.region = region
+        self._held = ""  # what the parser holds back
+        self._fed = 0
+        self._parser = self._new_parser()
+
+    def push(self, text: str) -> list[RegionEvent]:
+        """Take text; return what is known of it now."""
+        if self._settled() and self._template.begins_delimiter.search(text) is None:
+            return [RegionEvent("text", self.region, text)] if text else []
+        events: list[RegionEvent] = []
+        for start in range(0, len(text), _MOST_FED):  # each search of the parser goes through all that it was fed
+            self._feed(text[start : start + _MOST_FED], events)
+        return events
+
+    def finish(self) -> list[RegionEvent]:
+        """Return what was held back. No more text comes; the region that is open ends without a close."""
+        _, told = self._parser.finalize()
+        events: list[RegionEvent] = []
+        self._add(told, self._held, events)
+        return [event for event in events if event.kind == "text"]
+
+    def _settled(self) -> bool:
+        """Whether the parser holds nothing back, and is not about to leave a region that ends at once."""
+        return not self._held and self._template.regions.get(self.region, ((), None))[1] != ""
+
+    def _feed(self, text: str, events: list[RegionEvent]) -> None:
+        if self._fed > _MOST_FED and self._settled():
+            self._fed, self._parser = 0, self._new_parser()
+        self._fed += len(text)
+        self._add(self._parser.feed(text), self._held + text, events)
+
+    def _add(self, told: list[dict[str, Any]], text: str, events: list[RegionEvent]) -> None:
+        """Add events of the parser, which are about the beginning of ``text``; the rest is held back."""
+        at = 0
+        for event in told:
+            kind, region = event["type"], event["field"]
+            opening, closing = self._template.regions.get(region, ((), None))
+            if kind == "region_chunk":
+                events.append(RegionEvent("text", region, event["text"]))
+                at += len(event["text"])
+            elif region == MAIN:
+                continue
+            elif kind == "region_open":
+                self.region = region
+                events.append(RegionEvent("open", region))
+                at += max(len(each) for each in opening if text.startswith(each, at))
+            else:
+                self.region = MAIN
+                events.append(RegionEvent("close", region))
+                at += len(closing) if closing and text.startswith(closing, at) else 0
+        self._held = text[at:]
+
+    def _new_parser(self) -> ResponseParser:
+        """A parser that is in the region where the text is."""
+        opening = self._template.regions[self.region][0][0] if self.region != MAIN else ""
+        return ResponseParser(self._template.response_template, prefix=_ANCHOR + opening)
+
+
+def _field() -> dict[str, Any]:
+    return {"content": "text", "content_args": {"strip": False}, "repeats": True}
+
+
+def _before_any(texts: tuple[str, ...]) -> str:
+    return f"(?={'|'.join(re.escape(text) for text in texts)})"

@@ -1,0 +1,132 @@
+"""/v1/responses, read by OpenAI's own client."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseCompletedEvent, ResponseIncompleteEvent
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.http.tool_model import ARGUMENTS, CALLS, HERMES, PARAMETERS, TOKENIZER, reply
+from tests.gateway.server import MODEL, Server, serving
+
+TOOLS: list[Any] = [
+    {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False},
+    {"type": "function", "name": "get_time", "parameters": {"type": "object", "properties": {}}, "strict": False},
+]
+TEXT = f"<think>\nEr will das Wetter.\n</think>\n\nIch sehe nach.\n{CALLS}"
+
+
+async def whole(server: Server, **options: Any) -> Response:
+    return await server.openai.responses.create(model=MODEL, **options)
+
+
+async def streamed(server: Server, **options: Any) -> Response:
+    """The response that the events of a stream add up to, put together by the client."""
+    async with server.openai.responses.stream(model=MODEL, **options) as stream:
+        events = [event async for event in stream]
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert isinstance(events[-1], ResponseCompletedEvent | ResponseIncompleteEvent)
+    return events[-1].response
+
+
+BOTH = pytest.mark.parametrize("ask", [whole, streamed])
+
+
+@BOTH
+async def test_items(ask: Any) -> None:
+    async with serving(FakeScheduler(replies=[reply(TEXT)]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, input="Wie wird das Wetter?", instructions="Kurz.", tools=TOOLS)
+        prompt = TOKENIZER.decode(server.scheduler.last_prompt, skip_special_tokens=False)
+    assert "<|user|>system: Kurz.<|end|><|user|>user: Wie wird das Wetter?<|end|>" in prompt
+    thought, message, weather, clock = answer.output
+    assert thought.content[0].text == "Er will das Wetter."
+    assert (answer.output_text, message.role, message.status) == ("Ich sehe nach.", "assistant", "completed")
+    assert [(call.type, call.name, call.arguments) for call in (weather, clock)] == [
+        ("function_call", "get_weather", ARGUMENTS),
+        ("function_call", "get_time", "{}"),
+    ]
+    assert (answer.status, answer.store, answer.error) == ("completed", False, None)
+    assert answer.usage.output_tokens == len(reply(TEXT))
+    assert answer.usage.input_tokens_details.cached_tokens == 1
+
+
+@BOTH
+async def test_items_go_back_into_the_template(ask: Any) -> None:
+    replies = [reply(TEXT), reply("Sonne.")]
+    async with serving(FakeScheduler(replies=replies), tokenizer=TOKENIZER, **HERMES) as server:
+        first = await ask(server, input="Wetter?", tools=TOOLS)
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "17 Grad"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        history = [
+            {"role": "user", "content": "Wetter?"},
+            *(item.model_dump(exclude={"parsed_arguments"}) for item in first.output),
+            *results,
+        ]
+        answer = await ask(server, input=history, tools=TOOLS)
+        assert answer.output_text == "Sonne."
+        prompt = TOKENIZER.decode(server.scheduler.last_prompt, skip_special_tokens=False)
+    assert prompt.count("<|user|>assistant: ") == 1
+    assert '<|user|>assistant: Ich sehe nach.<tool_call>{"name": "get_weather", "arguments": {"city"' in prompt
+    assert prompt.count("<|user|>tool: 17 Grad<|end|>") == 2
+
+
+@BOTH
+async def test_a_response_that_is_cut_off_is_incomplete(ask: Any) -> None:
+    async with serving(FakeScheduler(replies=[reply(CALLS, end=False)]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, input="Wetter?", tools=TOOLS, max_output_tokens=40)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    (call,) = answer.output
+    assert call.status == "incomplete"
+    assert ARGUMENTS.startswith(call.arguments)
+
+
+@BOTH
+async def test_text_may_have_a_format(ask: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    async with serving(FakeScheduler(replies=[reply('{"a": 1}')]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, input="Wetter?", text=form)
+        assert json.loads(answer.output_text) == {"a": 1}
+        assert '"integer"' in server.scheduler.last.sampling.grammar
+
+
+async def test_without_parsers_an_answer_is_one_message() -> None:
+    async with serving(FakeScheduler(replies=[reply(" <think> a\n")]), tokenizer=TOKENIZER) as server:
+        answer = await streamed(server, input=[{"role": "user", "content": [{"type": "input_text", "text": "b"}]}])
+    (message,) = answer.output
+    assert message.content[0].text == "  a\n"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "store"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"include": ["file_search_call.results"]}, "include"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0]"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input[0].arguments"),
+    ({"max_output_tokens": 10_000}, "max_output_tokens"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: repr(value)[:50])
+async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await server.openai.responses.create(model=MODEL, input="a", extra_body=fields)
+        assert raised.value.param == param
+        assert server.scheduler.submits == []

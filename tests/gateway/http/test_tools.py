@@ -1,0 +1,295 @@
+"""Tool calls and reasoning over real sockets, read by OpenAI's own client."""
+
+import json
+from array import array
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolUnionParam
+from pagewise_shared.errors import ConfigError
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.http.tool_model import ARGUMENTS, CALLS, HERMES, PARAMETERS, SPECIAL, TOKENIZER, reply
+from tests.gateway.server import MODEL, Server, serving
+from tests.gateway.text.tokenizer_builders import byte_level_backend
+
+TOOLS: list[ChatCompletionToolUnionParam] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Wie wird das Wetter?"}]
+
+
+async def streamed(server: Server, **options: Any) -> ChatCompletion:
+    """An answer that was streamed, as the client's accumulator puts it together."""
+    state = openai.lib.streaming.chat.ChatCompletionStreamState()
+    async for chunk in await server.openai.chat.completions.create(model=MODEL, stream=True, **options):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot
+
+
+async def whole(server: Server, **options: Any) -> ChatCompletion:
+    return await server.openai.chat.completions.create(model=MODEL, **options)
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_calls(ask: Any) -> None:
+    text = f"<think>\nEr will das Wetter.\n</think>\n\nIch sehe nach.<|noise|>\n{CALLS}"
+    async with serving(FakeScheduler(replies=[reply(text)]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, messages=MESSAGES, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Ich sehe nach."
+    assert choice.message.reasoning == choice.message.reasoning_content == "Er will das Wetter."
+    calls = choice.message.tool_calls
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
+        ("function", "get_weather", ARGUMENTS),
+        ("function", "get_time", "{}"),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert json.loads(calls[0].function.arguments) == {"city": 'Köln "</x>" 🙂', "days": 3}
+
+
+async def test_pieces_arrive_as_they_are_written() -> None:
+    scheduler = FakeScheduler(replies=[reply(f"<think>ab cd ef gh</think>Ich sehe nach.{CALLS}")], step_seconds=0.002)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+        stream = await server.openai.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    *parts, last = chunks
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(reply(f"<think>ab cd ef gh</think>Ich sehe nach.{CALLS}"))
+    deltas = [part.choices[0].delta for part in parts]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    begun = [call for call in calls if call.id]
+    assert [(call.index, call.type, call.function.name, call.function.arguments) for call in begun] == [
+        (0, "function", "get_weather", ""),
+        (1, "function", "get_time", ""),
+    ]
+    assert all(call.function.name is None for call in calls if not call.id)
+    assert len([call for call in calls if call.index == 0]) > 10
+    assert len([delta for delta in deltas if getattr(delta, "reasoning", None)]) > 3
+    assert len([delta for delta in deltas if delta.content]) > 3
+    assert [part.choices[0].finish_reason for part in parts if part.choices[0].finish_reason] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_a_call_that_is_cut_off_ends_by_its_length(ask: Any) -> None:
+    tokens = reply(CALLS, end=False)[:40]
+    async with serving(FakeScheduler(replies=[tokens]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, messages=MESSAGES, tools=TOOLS, max_tokens=40)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert call.function.arguments
+    assert ARGUMENTS.startswith(call.function.arguments)
+
+
+async def test_several_outputs_with_log_probabilities() -> None:
+    async with serving(FakeScheduler(replies=[reply(CALLS)] * 2), tokenizer=TOKENIZER, **HERMES) as server:
+        for ask in (whole, streamed):
+            answer = await ask(server, messages=MESSAGES, tools=TOOLS, n=3, logprobs=True, parallel_tool_calls=False)
+            assert [choice.index for choice in answer.choices] == [0, 1, 2]
+            for choice in answer.choices:
+                assert [call.function.arguments for call in choice.message.tool_calls] == [ARGUMENTS]
+                assert len(choice.logprobs.content) == len(reply(CALLS))
+            ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+            assert len(ids) == 3
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_without_calls_an_answer_is_as_it_was(ask: Any) -> None:
+    async with serving(FakeScheduler(replies=[reply(" ab <c \n")]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, messages=MESSAGES, tools=TOOLS)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (" ab <c \n", "stop", None)
+
+
+async def test_none_lets_text_be_and_reasoning_may_be_left_out() -> None:
+    replies = [reply(CALLS), reply("<think>a</think>b"), reply("a</think>b")]
+    async with serving(FakeScheduler(replies=replies), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await whole(server, messages=MESSAGES, tools=TOOLS, tool_choice="none")
+        assert answer.choices[0].finish_reason == "stop"
+        assert '{"name": "get_weather"' in (answer.choices[0].message.content or "")
+        answer = await whole(server, messages=MESSAGES, extra_body={"include_reasoning": False})
+        assert answer.choices[0].message.content == "b"
+        assert not hasattr(answer.choices[0].message, "reasoning")
+        thinking = {"chat_template_kwargs": {"thinking": True}}
+        answer = await whole(server, messages=MESSAGES, extra_body=thinking)
+        assert (answer.choices[0].message.content, answer.choices[0].message.reasoning) == ("b", "a")
+
+
+async def test_messages_with_calls_go_back_into_the_template() -> None:
+    async with serving(FakeScheduler(replies=[reply(CALLS), reply("Sonne.")]), tokenizer=TOKENIZER, **HERMES) as server:
+        first = (await whole(server, messages=MESSAGES, tools=TOOLS)).choices[0].message
+        assert first.tool_calls is not None
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "17 Grad"}]}
+            for call in first.tool_calls
+        ]
+        history = [*MESSAGES, first.model_dump(), *results]
+        answer = await whole(server, messages=history, tools=TOOLS)
+        assert answer.choices[0].message.content == "Sonne."
+        asked = TOKENIZER.decode(server.scheduler.last_prompt, skip_special_tokens=False)
+        body = {"messages": history, "tools": TOOLS}
+        status, rendered = await server.post("/v1/chat/completions/render", body)
+        assert (status, rendered["prompt"], rendered["prompt_token_ids"]) == (200, asked, server.scheduler.last_prompt)
+        status, tokens = await server.post("/tokenize", body)
+        assert (status, tokens["tokens"]) == (200, server.scheduler.last_prompt)
+    assert '<|user|>assistant: <tool_call>{"name": "get_weather", "arguments": {"city": "Köln \\"</x>\\" 🙂"' in asked
+    assert asked.count("<|user|>tool: 17 Grad<|end|>") == 2
+    expected = json.dumps({"type": "function", "function": {**TOOLS[0]["function"]}}, ensure_ascii=False)
+    assert asked.startswith(f"<|user|>tools: {expected}\n")
+
+
+async def test_marked_parts_are_segments_with_tools_too() -> None:
+    document = "the quick brown fox " * 8
+    parts = [{"type": "text", "text": document, "segment": True}, {"type": "text", "text": "Was steht da?"}]
+    async with serving(FakeScheduler(replies=[reply("x")]), tokenizer=TOKENIZER, **HERMES) as server:
+        await whole(server, messages=[{"role": "user", "content": parts}], tools=TOOLS)
+        (prompt,) = server.scheduler.last.prompts
+        assert prompt.segments is not None
+        first, behind = array("i", prompt.segments.ranges)
+        assert TOKENIZER.decode(server.scheduler.last_prompt[first:behind]) == document
+
+
+def assistant(arguments: str) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+NAMED = {"type": "function", "function": {"name": "other"}}
+DEEP: Any = {}
+for _ in range(80):
+    DEEP = {"a": DEEP}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"messages": [*MESSAGES, assistant("[1]")]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [*MESSAGES, assistant('{"a')]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "tool_call_id": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "reasoning": "a"}]}, "messages[0].reasoning"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: repr(value)[:50])
+async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        status, answer = await server.post("/v1/chat/completions", {"messages": MESSAGES, **fields})
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, param), error
+        assert server.scheduler.submits == []
+
+
+async def test_auto_needs_its_options() -> None:
+    async with serving(tokenizer=TOKENIZER, tool_call_parser="hermes") as server:
+        with pytest.raises(openai.BadRequestError, match="requires --enable-auto-tool-choice and --tool-call-parser"):
+            await whole(server, messages=MESSAGES, tools=TOOLS)
+    with pytest.raises(ConfigError, match="requires --tool-call-parser"):
+        async with serving(enable_auto_tool_choice=True):
+            pass
+    for kwargs in ("[1]", "{", json.dumps(DEEP)):
+        with pytest.raises(ConfigError, match="--default-chat-template-kwargs"):
+            async with serving(default_chat_template_kwargs=kwargs):
+                pass
+
+
+async def test_variables_of_the_template_have_defaults() -> None:
+    options = {"default_chat_template_kwargs": '{"thinking": true}', **HERMES}
+    async with serving(FakeScheduler(replies=[reply("a</think>b")] * 2), tokenizer=TOKENIZER, **options) as server:
+        answer = await whole(server, messages=MESSAGES)
+        assert answer.choices[0].message.reasoning == "a"  # type: ignore[attr-defined]
+        answer = await whole(server, messages=MESSAGES, extra_body={"chat_template_kwargs": {"thinking": False}})
+        assert answer.choices[0].message.reasoning is None  # type: ignore[attr-defined]
+
+
+async def test_the_streaming_helper_of_the_client() -> None:
+    """It takes strict functions only, and parses their arguments."""
+    strict: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    async with serving(FakeScheduler(replies=[reply(f"Ja.{CALLS}")]), tokenizer=TOKENIZER, **HERMES) as server:
+        async with server.openai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=strict) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        grammar = server.scheduler.last.sampling.grammar
+    written = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(event.arguments_delta for event in written if event.index == 0) == ARGUMENTS
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.index, event.name, event.arguments) for event in done] == [
+        (0, "get_weather", ARGUMENTS),
+        (1, "get_time", "{}"),
+    ]
+    assert final.choices[0].message.content == "Ja."
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.function.parsed_arguments for call in calls] == [json.loads(ARGUMENTS), {}]
+    assert allows(grammar, f"Ja.{CALLS}")
+    assert allows(grammar, "Nein.")
+    assert not allows(grammar, CALLS.replace(": 3", ': "3"'))
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether an output may be this text."""
+    tokenizer = LLTokenizer(byte_level_backend(SPECIAL).to_str(), eos_token=0)
+    matcher = LLMatcher(tokenizer, grammar)
+    tokens = reply(text, end=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+WEATHER, TIME = CALLS.split("\n<tool_call>")[0], "<tool_call>" + CALLS.split("<tool_call>")[2]
+
+
+async def test_calls_that_have_to_be_made_are_grammars() -> None:
+    async with serving(FakeScheduler(replies=[reply(WEATHER)] * 5), tokenizer=TOKENIZER, **HERMES) as server:
+
+        async def grammar(**options: Any) -> str:
+            answer = await whole(server, messages=MESSAGES, tools=TOOLS, **options)
+            assert answer.choices[0].finish_reason == "tool_calls"
+            return server.scheduler.last.sampling.grammar
+
+        assert await grammar() == ""
+        required = await grammar(tool_choice="required")
+        assert all(allows(required, text) for text in (WEATHER, CALLS, TIME, f"<think>hm</think>\n\n{CALLS}"))
+        assert not allows(required, f"Ja.{CALLS}")
+        one = await grammar(tool_choice="required", parallel_tool_calls=False)
+        assert allows(one, WEATHER)
+        assert not allows(one, CALLS)
+        named = await grammar(tool_choice={"type": "function", "function": {"name": "get_time"}})
+        assert allows(named, TIME)
+        assert not allows(named, WEATHER)
+        formatted = await grammar(response_format={"type": "json_object"})
+        assert all(allows(formatted, text) for text in (CALLS, '{"a": 1}', '<think>hm</think>{"a": 1}'))
+        assert not allows(formatted, "Ja.")
+
+
+async def test_a_format_of_the_answer_leaves_reasoning_free() -> None:
+    text = '<think>hm {</think>\n{"a": 1}'
+    async with serving(FakeScheduler(replies=[reply(text)] * 2), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await whole(server, messages=MESSAGES, response_format={"type": "json_object"})
+        assert answer.choices[0].message.content == '{"a": 1}'
+        assert allows(server.scheduler.last.sampling.grammar, text)
+        assert not allows(server.scheduler.last.sampling.grammar, "<think>hm</think>Ja.")
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_schemas_that_cannot_be_followed_are_refused(choice: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
+        status, answer = await server.post("/v1/chat/completions", body)
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, "tools")
+        assert "not" in error["message"]

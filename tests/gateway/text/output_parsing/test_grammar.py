@@ -1,0 +1,236 @@
+"""Grammars of tool calls, tried by llguidance itself: what a model may write, and what its parser makes of that."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pagewise_gateway.text.output_parsing import (
+    TOOL_FORMATS,
+    MessageParser,
+    OutputFormat,
+    Start,
+    Tools,
+    joined,
+    make_format,
+)
+from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
+from pagewise_gateway.text.output_parsing.grammar import (
+    Function,
+    UnsupportedSchemaError,
+    after_reasoning,
+    tool_call_grammar,
+)
+
+from tests.gateway.text.tokenizer_builders import byte_level_backend
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 3},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"type": "string", "enum": ["a", "b"]}},
+}
+FUNCTIONS = [Function("get_weather", SCHEMA), Function("get_time", None)]
+TOOLS = Tools({"get_weather": SCHEMA, "get_time": None})
+NAMES = sorted(TOOL_FORMATS)
+REASONING = {"openai": "openai_gptoss", "deepseek_v3": "deepseek_r1", "mistral": "mistral"}
+"""The parsers of reasoning that go with parsers of calls; qwen3 goes with the others."""
+
+
+def output_format(name: str) -> OutputFormat:
+    found = make_format(name, REASONING.get(name, "qwen3"))
+    assert found is not None
+    return found
+
+
+def backend(special: bool) -> Any:
+    """A tokenizer in which the delimiters of all formats are special tokens, or text."""
+    found = {text for name in NAMES for text in output_format(name).delimiters}
+    return byte_level_backend(("<|eos|>", *sorted(found)) if special else ("<|eos|>",))
+
+
+BACKENDS = {special: backend(special) for special in (True, False)}
+TOKENIZERS = {
+    special: LLTokenizer(found.to_str(), eos_token=found.token_to_id("<|eos|>")) for special, found in BACKENDS.items()
+}
+
+
+def special_tokens(special: bool) -> dict[str, int]:
+    decoder = BACKENDS[special].get_added_tokens_decoder()
+    return {token.content: number for number, token in decoder.items() if token.special}
+
+
+def matcher(grammar: str, special: bool) -> LLMatcher:
+    made = LLMatcher(TOKENIZERS[special], grammar)
+    assert not made.get_error(), (made.get_error(), grammar)
+    return made
+
+
+def allows(grammar: str, text: str, special: bool) -> bool:
+    """Whether an output may be this text, and end there."""
+    made = matcher(grammar, special)
+    ids = BACKENDS[special].encode(text, add_special_tokens=False).ids
+    return made.try_consume_tokens(ids) == len(ids) and bool(made.is_accepting())
+
+
+def grammar(name: str, special: bool, start: Start = "main", **options: Any) -> str:
+    functions = options.pop("functions", FUNCTIONS)
+    return tool_call_grammar(
+        name,
+        output_format(name),
+        functions,
+        special_tokens(special),
+        start=start,
+        **options,
+    )
+
+
+def parsed(name: str, text: str, start: Start = "main") -> ParsedMessage:
+    parser = MessageParser(output_format(name), start, TOOLS)
+    return joined([*parser.push(text), *parser.finish()])
+
+
+CITY = '{"city": "K\u00f6ln </b> [x]", "unit": "C"}'
+_DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+_CALL, _SEP, _END = (f"<\uff5ctool\u2581{part}\uff5c>" for part in ("call\u2581begin", "sep", "call\u2581end"))
+_GLM = (
+    "<arg_key>city</arg_key>\n<arg_value>K\u00f6ln </b> [x]</arg_value>\n"
+    "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
+)
+# What a model writes before a call, its arguments, what it writes behind it; between calls, and around all of them.
+WRITTEN: dict[str, tuple[str, str, str, str, str, str]] = {
+    "deepseek_v3": (f"{_CALL}function{_SEP}NAME\n```json\n", CITY, f"\n```{_END}", "\n", *_DEEPSEEK),
+    "deepseek_v31": (f"{_CALL}NAME{_SEP}", CITY, _END, "", *_DEEPSEEK),
+    "glm45": ("<tool_call>NAME\n", _GLM, "</tool_call>", "\n", "", ""),
+    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', CITY, "}\n</tool_call>", "\n", "", ""),
+    "llama3_json": ('{"name": "NAME", "parameters": ', CITY, "}", "; ", "", ""),
+    "mistral": ("[TOOL_CALLS]NAME[ARGS]", CITY, "", "", "", ""),
+    "openai": ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", CITY, "", "", "", ""),
+    "pythonic": ("NAME(", 'city="K\u00f6ln </b> [x]", unit="C"', ")", ", ", "[", "]"),
+}
+_OF_LISTS = ('{"name": "NAME", "arguments": ', CITY, "}", ", ", "[TOOL_CALLS][", "]")
+"""What Mistral's models write that have no token before arguments."""
+BOTH = pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def call(name: str, special: bool, *functions: str, arguments: str | None = None) -> str:
+    """What a model writes to call these functions, the first with arguments and the others without."""
+    parts = _OF_LISTS if name == "mistral" and not special else WRITTEN[name]
+    before, given, after, between, opening, closing = parts
+    nothing = "" if name in ("glm45", "pythonic") else "{}"
+    calls = [
+        before.replace("NAME", function) + ((arguments or given) if not number else nothing) + after
+        for number, function in enumerate(functions)
+    ]
+    return opening + between.join(calls) + closing
+
+
+def thought(name: str) -> str:
+    if name == "openai":
+        return "<|channel|>analysis<|message|>hm <b> hm<|end|><|start|>assistant"
+    opening, closing = ("[THINK]", "[/THINK]") if name == "mistral" else ("<think>", "</think>")
+    return f"{opening}\nhm <b> hm\n{closing}\n\n"
+
+
+@BOTH
+@EACH
+def test_calls_that_have_to_be_made(name: str, special: bool) -> None:
+    required = grammar(name, special)
+    text = call(name, special, "get_weather")
+    for output in (text, thought(name) + text):
+        assert allows(required, output, special)
+        message = parsed(name, output)
+        assert [each.name for each in message.calls] == ["get_weather"]
+        assert json.loads(message.calls[0].arguments) == json.loads(CITY)
+        assert (message.content, message.reasoning) == ("", "hm <b> hm" if output != text else "")
+    assert not allows(required, "Hello", special)
+    assert not allows(required, text[:-1], special) or name in ("mistral", "openai")
+    assert not allows(required, call(name, special, "get_nothing"), special)
+    assert not allows(required, "x" + text, special)
+
+
+@BOTH
+@EACH
+def test_several_calls_where_they_may_be(name: str, special: bool) -> None:
+    if name == "openai":
+        pytest.skip("gpt-oss makes one call at a time")
+    text = call(name, special, "get_weather", "get_time", "get_time")
+    assert allows(grammar(name, special), text, special)
+    assert not allows(grammar(name, special, parallel=False), text, special)
+    assert allows(grammar(name, special, parallel=False), call(name, special, "get_weather"), special)
+    assert [each.name for each in parsed(name, text).calls] == ["get_weather", "get_time", "get_time"]
+
+
+@BOTH
+@EACH
+def test_arguments_follow_the_schema(name: str, special: bool) -> None:
+    wrong = {
+        "glm45": "<arg_key>unit</arg_key>\n<arg_value>K</arg_value>\n",
+        "pythonic": 'city="a", unit="K"',
+    }.get(name, '{"city": "a", "unit": "K"}')
+    text = call(name, special, "get_weather", arguments=wrong)
+    assert not allows(grammar(name, special), text, special)
+    # A call that need not be made follows the schema if it is strict.
+    strict = [Function("get_weather", SCHEMA, True), FUNCTIONS[1]]
+    free = grammar(name, special, required=False, functions=strict)
+    assert not allows(free, text, special)
+    assert allows(free, call(name, special, "get_weather"), special)
+
+
+@BOTH
+@EACH
+def test_calls_that_may_be_made(name: str, special: bool) -> None:
+    strict = [Function("get_weather", SCHEMA, True), FUNCTIONS[1]]
+    free = grammar(name, special, required=False, functions=strict)
+    if name == "openai":
+        answer = "<|channel|>final<|message|>Hello <b>"
+        assert allows(free, thought(name) + answer, special)
+        return
+    assert allows(free, "Hello <b>, a [1]", special)
+    assert allows(free, thought(name) + "Hello", special)
+    if name not in ("llama3_json", "pythonic"):  # their calls are all of an output
+        text = f"Hello <b>.\n{call(name, special, 'get_weather', 'get_time')}"
+        assert allows(free, text, special)
+        assert [each.name for each in parsed(name, text).calls] == ["get_weather", "get_time"]
+
+
+@BOTH
+def test_reasoning_that_the_prompt_has_begun_or_ended(special: bool) -> None:
+    text = call("hermes", special, "get_weather")
+    begun, ended = grammar("hermes", special, "reasoning"), grammar("hermes", special, "ended")
+    implied = grammar("deepseek_v3", special, "implied")
+    assert allows(begun, f"hm</think>\n\n{text}", special)
+    assert not allows(begun, text, special)
+    assert allows(ended, text, special)
+    assert not allows(ended, thought("hermes") + text, special)
+    text = call("deepseek_v3", special, "get_weather")
+    for before in ("hm</think>", "<think>hm</think>"):
+        assert allows(implied, before + text, special)
+
+
+@BOTH
+def test_an_answer_that_follows_a_grammar_comes_behind_the_reasoning(special: bool) -> None:
+    for inner in (LLMatcher.grammar_from_json_schema('{"type": "object"}'), "start: %json {}", 'start: "{}"'):
+        for name in ("hermes", "openai"):
+            made = after_reasoning(inner, output_format(name), special_tokens(special), "main")
+            final = "<|channel|>final<|message|>" if name == "openai" else ""
+            assert allows(made, f"{thought(name)}{final}{{}}", special)
+            assert allows(made, f"{final}{{}}", special)
+            assert not allows(made, f"{thought(name)}{final}x", special)
+
+
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
+    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b+"}}}
+    with pytest.raises(UnsupportedSchemaError, match=r"pattern of the parameter 'a' of 'f' .* strings as they are"):
+        grammar("glm45", True, required=False, functions=[Function("f", pattern, True)])
+    assert grammar("hermes", True, required=False, functions=[Function("f", pattern, True)])
+    for name in ("glm45", "pythonic"):
+        with pytest.raises(UnsupportedSchemaError, match="not listed in properties"):
+            grammar(name, True, functions=[Function("f", {"anyOf": []})])

@@ -1,0 +1,272 @@
+"""What models write, by the parsers that read it, and the message that it is."""
+
+from typing import NamedTuple
+
+from pagewise_gateway.text.output_parsing import Tools
+from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessage
+
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "note": {"type": ["string", "null"]},
+}
+TOOLS = Tools({"get_weather": {"type": "object", "properties": PROPERTIES}, "get_time": None, "save": {}})
+
+
+class Transcript(NamedTuple):
+    """A text, and the message in it. ``prompt``: how the prompt ends."""
+
+    name: str
+    tool_parser: str | None
+    reasoning_parser: str | None
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    prompt: str = "<|im_start|>assistant\n"
+
+    @property
+    def message(self) -> ParsedMessage:
+        return ParsedMessage(self.content, self.reasoning, [ParsedCall(*call) for call in self.calls])
+
+
+NESTED = '{"city": "Köln \\"}</x>[\\\\", "days": 3, "tags": ["a", {"b": [1, 2]}], "emoji": "🙂\\u00e9"}'
+_BEGINS, _ENDS = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+_BEGIN, _SEP, _END = (
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+)
+
+
+def _hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def _deepseek(name: str, arguments: str) -> str:
+    return f"{_BEGIN}function{_SEP}{name}\n```json\n{arguments}\n```{_END}"
+
+
+def _glm(name: str, **arguments: str) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def _harmony(name: str, arguments: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+HERMES = [
+    Transcript("plain", "hermes", None, "  Hello < you >\n", "  Hello < you >\n"),
+    Transcript("a call", "hermes", None, _hermes("get_weather", NESTED), calls=(("get_weather", NESTED),)),
+    Transcript(
+        "parallel calls, text before and after",
+        "hermes",
+        None,
+        f"Let me see.\n\n{_hermes('get_weather', NESTED)}\n{_hermes('get_time', '{}')}\nDone <b>.\n",
+        "Let me see.\nDone <b>.",
+        calls=(("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "truncated arguments", "hermes", None, _hermes("save", '{"a": {"b')[:-14], calls=(("save", '{"a": {"b'),)
+    ),
+    Transcript("truncated name", "hermes", None, 'Yes.\n<tool_call>\n{"name": "get_', "Yes."),
+    Transcript("truncated delimiter", "hermes", None, "Yes.\n<tool_", "Yes.\n<tool_"),
+    Transcript("no end of the call", "hermes", None, _hermes("save", "{}")[:-12], calls=(("save", "{}"),)),
+    Transcript(
+        "arguments before the name",
+        "hermes",
+        None,
+        '<tool_call>{"arguments": {"a": 1}, "name": "save"}</tool_call>',
+        calls=(("save", '{"a": 1}'),),
+    ),
+    Transcript(
+        "arguments as text, and none",
+        "hermes",
+        None,
+        '<tool_call>{"name": "save", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "save"}</tool_call>',
+        calls=(("save", '{"a": 1}'), ("save", "{}")),
+    ),
+    Transcript("no call", "hermes", None, "<tool_call>\nnonsense\n</tool_call>\nsorry", "nonsense\nsorry"),
+    Transcript("a delimiter too many", "hermes", None, "a</tool_call>b", "a\nb"),
+]
+QWEN = [
+    Transcript("reasoning", None, "qwen3", "<think>\na <b>\n</think>\n\nHello.\n", "Hello.", "a <b>"),
+    Transcript("begun by the prompt", None, "qwen3", "a\n</think>\n\nHi", "Hi", "a", prompt="...<think>\n"),
+    Transcript("ended by the prompt", None, "qwen3", "Hi", "Hi", prompt="...<think>\n\n</think>\n\n"),
+    Transcript("truncated reasoning", None, "qwen3", "<think>\na b \n", "", "a b"),
+    Transcript(
+        "reasoning twice, and a call in it",
+        "hermes",
+        "qwen3",
+        f"<think>a <tool_call> b</think>\n{_hermes('save', '{}')}<think>c</think>Hi",
+        "Hi",
+        "a <tool_call> b\nc",
+        (("save", "{}"),),
+    ),
+]
+DEEPSEEK = [
+    Transcript("implied reasoning", None, "deepseek_r1", "a</think>\n\nHi", "Hi", "a"),
+    Transcript("reasoning that is opened", None, "deepseek_r1", "<think>\na</think>Hi", "Hi", "a"),
+    Transcript("all reasoning", None, "deepseek_r1", "<thi a", "", "<thi a"),
+    Transcript(
+        "parallel calls",
+        "deepseek_v3",
+        "deepseek_r1",
+        f"hm</think>\n\nI see.{_BEGINS}{_deepseek('get_weather', NESTED)}\n{_deepseek('get_time', '{}')}{_ENDS}",
+        "I see.",
+        "hm",
+        (("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "version 3.1",
+        "deepseek_v31",
+        "deepseek_v3",
+        f"{_BEGINS}{_BEGIN}save{_SEP}{NESTED}{_END}{_ENDS}",
+        calls=(("save", NESTED),),
+        prompt="<\uff5cAssistant\uff5c></think>",
+    ),
+    Transcript(
+        "truncated",
+        "deepseek_v3",
+        None,
+        f'{_BEGINS}{_BEGIN}function{_SEP}save\n```json\n{{"a": "b',
+        calls=(("save", '{"a": "b'),),
+    ),
+]
+LLAMA = [
+    Transcript(
+        "a call",
+        "llama3_json",
+        None,
+        f'{{"name": "get_weather", "parameters": {NESTED}}}',
+        calls=(("get_weather", NESTED),),
+    ),
+    Transcript(
+        "parallel calls",
+        "llama3_json",
+        None,
+        '<|python_tag|>{"name": "save", "parameters": {"a": 1}}; '
+        '{"type": "function", "name": "get_time", "parameters": {}}',
+        calls=(("save", '{"a": 1}'), ("get_time", "{}")),
+    ),
+    Transcript("text before", "llama3_json", None, 'I call {"name": "save"}', 'I call {"name": "save"}'),
+    Transcript(
+        "text after",
+        "llama3_json",
+        None,
+        '{"name": "save", "parameters": {}} and so on',
+        "and so on",
+        calls=(("save", "{}"),),
+    ),
+    Transcript("an answer in JSON", "llama3_json", None, '{"answer": [1, {"b": 2}]}', '{"answer": [1, {"b": 2}]}'),
+    Transcript("no tool", "llama3_json", None, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
+    Transcript(
+        "truncated",
+        "llama3_json",
+        None,
+        '{"name": "save", "parameters": {"a": [1, "',
+        calls=(("save", '{"a": [1, "'),),
+    ),
+]
+MISTRAL = [
+    Transcript(
+        "a list",
+        "mistral",
+        None,
+        f'Yes.[TOOL_CALLS][{{"name": "get_weather", "arguments": {NESTED}}}, '
+        '{"name": "get_time", "arguments": {}}]',
+        "Yes.",
+        calls=(("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "names and arguments",
+        "mistral",
+        "mistral",
+        f"[THINK]a[/THINK][TOOL_CALLS]get_weather[ARGS]{NESTED}[TOOL_CALLS]get_time[CALL_ID]abc[ARGS]{{}}",
+        "",
+        "a",
+        (("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript("brackets", "mistral", None, "[1] [TOOL [TOOL_CALL]", "[1] [TOOL [TOOL_CALL]"),
+    Transcript("truncated", "mistral", None, '[TOOL_CALLS]save[ARGS]{"a', calls=(("save", '{"a'),)),
+]
+GLM = [
+    Transcript(
+        "parallel calls",
+        "glm45",
+        "glm45",
+        "\n<think>a</think>\nSure.\n"
+        + _glm("get_weather", city='K"ö\nln</arg', days="3", tags='["a"]', note="null")
+        + "\n"
+        + _glm("get_time")
+        + "\n",
+        "Sure.",
+        "a",
+        (
+            ("get_weather", '{"city": "K\\"ö\\nln</arg", "days": 3, "tags": ["a"], "note": null}'),
+            ("get_time", "{}"),
+        ),
+    ),
+    Transcript(
+        "what is not declared",
+        "glm45",
+        None,
+        _glm("save", a="1", b="x y", c='{"d": "é"}'),
+        calls=(("save", '{"a": 1, "b": "x y", "c": {"d": "é"}}'),),
+    ),
+    Transcript(
+        "truncated", "glm45", None, _glm("get_weather", city="Köln")[:-25], calls=(("get_weather", '{"city": "Köln'),)
+    ),
+]
+PYTHONIC = [
+    Transcript(
+        "parallel calls",
+        "pythonic",
+        None,
+        "[get_weather(city='K\"ö\\'ln)', days=-3, tags=[\"a\", ['b']]), save(a={'b': None}, c=True, d=(1.5, false))]",
+        calls=(
+            ("get_weather", '{"city": "K\\"ö\'ln)", "days": -3, "tags": ["a", ["b"]]}'),
+            ("save", '{"a": {"b": null}, "c": true, "d": [1.5, false]}'),
+        ),
+    ),
+    Transcript("fenced", "pythonic", None, "```tool_code\nget_time()\n```\nHi", "Hi", calls=(("get_time", "{}"),)),
+    Transcript("no call", "pythonic", None, "[link](http://a)", "[link](http://a)"),
+    Transcript("no tool", "pythonic", None, "[print(1)]", "[print(1)]"),
+    Transcript("no names", "pythonic", None, "[save(1, '\\d')]", calls=(("save", "1, '\\d'"),)),
+    Transcript("truncated", "pythonic", None, "[get_time(), save(a='b", calls=(("get_time", "{}"), ("save", ""))),
+]
+HARMONY = [
+    Transcript(
+        "all channels",
+        "openai",
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>I need <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        f"<|end|><|start|>assistant{_harmony('get_weather', NESTED)}<|start|>assistant{_harmony('get_time', '{}')}",
+        "I look.",
+        "I need <b>.",
+        (("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "recipient before the channel",
+        "openai",
+        None,
+        ' to=functions.save<|channel|>commentary<|message|>{"a": 1}',
+        calls=(("save", '{"a": 1}'),),
+    ),
+    Transcript("an answer", "openai", None, "<|channel|>final<|message|>Hi <b> \n\nyou<|return|>", "Hi <b> \n\nyou"),
+    Transcript("no channel", "openai", None, "Hi", "Hi"),
+    Transcript("truncated", "openai", None, _harmony("save", '{"a": "b')[:-8], calls=(("save", '{"a": "b'),)),
+]
+_HALF = "\\ud83d"
+SURROGATES = [
+    Transcript(
+        "half a pair", "hermes", None, f'<tool_call>{{"name": "{_HALF}"}}</tool_call>', f'{{"name": "{_HALF}"}}'
+    ),
+    Transcript("half a pair", "pythonic", None, f"[save(a='{_HALF}')]", calls=(("save", f'{{"a": "{_HALF}"}}'),)),
+    Transcript(
+        "half a pair", "glm45", None, _glm("save", a=f'["{_HALF}"]'), calls=(("save", f'{{"a": ["{_HALF}"]}}'),)
+    ),
+]
+TRANSCRIPTS = [*HERMES, *QWEN, *DEEPSEEK, *LLAMA, *MISTRAL, *GLM, *PYTHONIC, *HARMONY, *SURROGATES]

@@ -1,0 +1,67 @@
+"""What templates expect of messages that call tools, as the templates of known models are written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagewise_gateway.text.chat_template import ChatTemplate, Dialect
+from pagewise_gateway.text.tokenizer import Tokenizer
+
+from tests.gateway.text.tokenizer_builders import write_model
+
+_CALL = "{{ call.function.name }}({{ %s }})"
+
+
+def template(arguments: str, content: str = "{{ message.content }}", condition: str = "message.tool_calls") -> str:
+    return (
+        "{% for message in messages %}[{{ message.role }}]"
+        "{% if " + condition + " %}{% for call in message.tool_calls %}" + _CALL % arguments + "{% endfor %}"
+        "{% else %}" + content + "{% endif %}{% endfor %}"
+    )
+
+
+OBJECT = template("call.function.arguments | tojson")
+ITEMS = template("call.function.arguments.items() | list | tojson")
+EITHER = template("call.function.arguments if call.function.arguments is string else call.function.arguments | tojson")
+TEXT = template("'```json' + call.function.arguments + '```'")
+WITHOUT_FILTER = template("call.function.arguments")
+NULL = template("call.function.arguments | tojson", condition="message.content is none and message.tool_calls")
+STRING = template("call.function.arguments | tojson + message.content")
+PRINTS = template("call.function.arguments | tojson", condition="message.tool_calls") + (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (OBJECT, Dialect(False, False)),
+        (ITEMS, Dialect(False, False)),
+        (EITHER, Dialect(False, False)),
+        (TEXT, Dialect(True, False)),
+        (WITHOUT_FILTER, Dialect(True, False)),
+        (NULL, Dialect(False, False)),
+        (STRING, Dialect(False, True)),
+        (PRINTS, Dialect(False, True)),
+        ("{{ raise_exception('no tools') }}", Dialect()),
+    ],
+)
+def test_what_a_template_expects_is_found_out(text: str, expected: Dialect) -> None:
+    made = ChatTemplate(text, None, {})
+    assert made.dialect == expected
+
+
+def test_reasoning_has_the_name_that_the_template_has_for_it() -> None:
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}]
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        made = ChatTemplate("{% for message in messages %}{{ message." + name + " }}{% endfor %}", None, {})
+        assert made.render(messages) == "b"
+
+
+def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    path = write_model(tmp_path / "model", tokenizer_config={"chat_template": templates})
+    render = Tokenizer.load(path).render_chat
+    messages = [{"role": "user", "content": "a"}]
+    assert render(messages) == "plain"
+    assert render(messages, tools=[{"b": 1, "a": "ä"}]) == '[{"b": 1, "a": "ä"}]'
