@@ -7,7 +7,6 @@ from typing import cast
 
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
-    PROTOCOL_MINOR,
     Abort,
     FinishStream,
     FleetState,
@@ -132,7 +131,7 @@ class Gateways(Sessions[Gateway]):
         self.metrics.gateways_ready.set(len(self))
         log.info("gateway %s joined%s", hello.gateway_id, spoken_version(hello))
         self._router.expect(hello.ready_executors)
-        self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS, PROTOCOL_MINOR))
+        self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self._send(session, self._fleet_state(session))
 
     def _misfit(self, hello: GatewayHello) -> str | None:
