@@ -230,6 +230,9 @@ class Metrics:
             self.kv_blocks(tier, state)
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
+        self.lora_adapters_resident = self._gauge(
+            "lora_adapters_resident", "LoRA adapters in the slots of all executors."
+        )
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
@@ -282,6 +285,11 @@ class Metrics:
         self.num_preemptions = self._counter(
             "num_preemptions", "Sequences that were preempted: they gave up their KV blocks."
         )
+        self.lora_loads = self._counter(
+            "lora_loads", "LoRA adapters that executors have loaded, by themselves or to slots."
+        )
+        self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
+        self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.look_ups_late = self._counter(

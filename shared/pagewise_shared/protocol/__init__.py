@@ -1,5 +1,15 @@
 """The wire between gateways, scheduler and executors: messages and their codec."""
 
+from pagewise_shared.protocol.adapter_messages import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterAnswer,
+    AdapterLoaded,
+    AdapterState,
+    LoadAdapter,
+    RegisterAdapter,
+    UnregisterAdapter,
+)
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.protocol.codec import (
     decode_from_executor,
@@ -91,6 +101,7 @@ from pagewise_shared.protocol.step_messages import (
 __all__ = [
     "DEVICE",
     "HOST",
+    "MAX_ADAPTERS",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
     "ROLES",
@@ -99,6 +110,10 @@ __all__ = [
     "STORAGE_NAMES",
     "TIER_NAMES",
     "Abort",
+    "Adapter",
+    "AdapterAnswer",
+    "AdapterLoaded",
+    "AdapterState",
     "BlockCopies",
     "Blocks",
     "CancelCopies",
@@ -120,6 +135,7 @@ __all__ = [
     "Inventory",
     "KeyLimits",
     "Leaving",
+    "LoadAdapter",
     "LookUp",
     "LowerTier",
     "MeasuredCosts",
@@ -138,6 +154,7 @@ __all__ = [
     "QueryAnswer",
     "ReadBlocks",
     "Refused",
+    "RegisterAdapter",
     "Rejoin",
     "RemoteTier",
     "RequestRefused",
@@ -155,6 +172,7 @@ __all__ = [
     "Submit",
     "ToGateway",
     "TokenLogprobs",
+    "UnregisterAdapter",
     "Welcome",
     "decode_from_executor",
     "decode_from_gateway",

@@ -7,12 +7,13 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.adapter_messages import AdapterLoaded, LoadAdapter
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 
 PROTOCOL_MAJOR = 3
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 DEVICE, HOST = 0, 1
 """The tiers of KV memory by their numbers, the nearest to the computing first."""
@@ -103,6 +104,7 @@ class Hello(Message, frozen=True):
             but cannot compute this model, or have not been built for this processor.
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
+        max_loras: slots for adapters on the device; 0: it serves none. max_lora_rank: the greatest that they may have.
     """
 
     protocol_major: int
@@ -129,6 +131,8 @@ class Hello(Message, frozen=True):
     storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     no_segments: str = ""
     role: str = "both"
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):
@@ -276,8 +280,8 @@ class Drain(Message, frozen=True):
     epoch: int
 
 
-FromExecutor = Hello | StepResult | Copied | Found | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | Drain
+FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | Heartbeat | Leaving | Goodbye
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | LoadAdapter | Drain
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
 
+from pagewise_scheduler.actors.adapter_loads import AdapterLoads
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
@@ -19,7 +20,7 @@ from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
@@ -75,10 +76,16 @@ class Engine:
     A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
     ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
     none is in flight. ``hello``: what the executor said of itself. ``num_tasks``: of its event loop, as it said last.
+    ``loads``: of adapters.
     """
 
     def __init__(
-        self, hello: Hello, scheduler: Scheduler, link: ExecutorLink, agenda: "dict[Engine, None]", metrics: Metrics
+        self,
+        hello: Hello,
+        scheduler: AdapterScheduler,
+        link: ExecutorLink,
+        agenda: dict["Engine", None],
+        metrics: Metrics,
     ) -> None:
         self.hello = hello
         self.executor_id = hello.executor_id
@@ -92,6 +99,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
+        self.loads = AdapterLoads(scheduler, self._send, self._fail, self.touch)
         self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
     @property
@@ -154,6 +162,7 @@ class Engine:
             EngineLostError: the executor cannot be reached.
         """
         if self.life in (Life.SERVING, Life.DRAINING):
+            self.loads.plan_ahead()
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
                 plan = self.scheduler.schedule(now)
@@ -256,10 +265,13 @@ class Engine:
         self.oldest_step_time = None
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
-            live = self._live[request.request_id]
-            self._forget(live)
-            live.fail("internal", f"the executor could not run it: {reason}", clock())
+            self._fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
+
+    def _fail(self, request: Request, message: str) -> None:
+        live = self._live[request.request_id]
+        self._forget(live)
+        live.fail("internal", message, clock())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
@@ -326,6 +338,7 @@ class Engine:
         try:
             self._watch.report()
             self._blame(loss)
+            self.scheduler.adapters.give_up_checks()
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)

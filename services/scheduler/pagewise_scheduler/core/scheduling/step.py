@@ -198,6 +198,7 @@ class PlanBuilder:
                 sampling=sampling,
                 root=root,
                 constraints=constraints,
+                adapter=sequence.request.adapter_slot,
             )
         )
 
