@@ -1,10 +1,8 @@
 """Adapters in the batches of a real model, against PEFT."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.protocol import Adapter
 
 from tests.executor.driver import run_requests
