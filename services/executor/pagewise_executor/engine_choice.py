@@ -66,12 +66,15 @@ def _with_triton(
 
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
     backend = TritonBackend(device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic)
     engine = TorchEngine(loaded, backend, adapters)
     token_sampler = TritonTokenSampler(rows, device)
+    slots = adapters.slots if adapters is not None else None
+    assert slots is None or isinstance(slots, TritonSlots)
     graphs = DecodeGraphs(
-        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size
+        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots
     )
     return EngineChoice(engine, token_sampler, TritonPenalties(rows, loaded.vocab_size, device), token_logprobs, graphs)

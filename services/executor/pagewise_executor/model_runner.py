@@ -180,6 +180,8 @@ class ModelRunner:
         with torch.inference_mode():
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
         self._mover.warm_up()
+        if self._adapters is not None:
+            self._adapters.slots.warm_up()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
     def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
@@ -322,7 +324,9 @@ class ModelRunner:
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Run a step of decodes alone, which a graph computes and samples."""
-        logits, tokens = graphs.run(work.decoding, self._batch.num_computed[work.decoding] + 1)
+        logits, tokens = graphs.run(
+            work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
+        )
         if self._sampler.are_simple(work.sampled_rows):
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read

@@ -21,15 +21,24 @@ SETTINGS = {
 }
 
 
-def test_a_mixed_batch_is_what_peft_computes_for_each_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen2", {"kernels": "torch", "quantization": "none"}),
+    ],
+)
+def test_a_mixed_batch_is_what_peft_computes_for_each_adapter(
+    family: str, options: dict[str, object], tmp_path: Path
+) -> None:
     model = tmp_path / "model"
-    build_model("llama", model)
+    build_model(family, model)
     folders = {
         name: build_adapter(model, tmp_path / name, seed, **given)
         for seed, (name, given) in enumerate(SETTINGS.items())
     }
     adapters: dict[str, Adapter | None] = {name: read(path, name) for name, path in folders.items()}
-    runner = build_runner(model, enable_lora=True, max_loras=3)
+    runner = build_runner(model, enable_lora=True, max_loras=3, **options)
     requests = [
         with_adapter(adapters.get(name), list(range(3 + number, 30 + number)), 12, f"{name} {number}", logprobs=0)
         for number, name in enumerate([*folders, "none", *folders, "none"])

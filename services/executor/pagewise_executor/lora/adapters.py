@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import AdapterError
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
@@ -104,4 +105,11 @@ def make_adapters(config: ExecutorConfig, loaded: LoadedModel) -> Adapters | Non
     context = LoraContext()
     layers = adapt_linears(loaded.model, context)
     host = HostAdapters(layers, loaded.dtype, config.max_cpu_loras or config.max_loras, config.max_lora_rank)
-    return Adapters(host, TorchSlots(config.max_loras, context, loaded.device))
+    if loaded.device.type == "cuda":
+        host.prepare = torch.Tensor.pin_memory
+    if loaded.kernels != "triton":
+        return Adapters(host, TorchSlots(config.max_loras, context, loaded.device))
+    from pagewise_executor.lora.triton_slots import TritonSlots
+
+    rank, rows = config.max_lora_rank, config.max_num_seqs
+    return Adapters(host, TritonSlots(config.max_loras, rank, layers, context, loaded.dtype, loaded.device, rows))
