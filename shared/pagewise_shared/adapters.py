@@ -38,7 +38,13 @@ _NEUTRAL = frozenset({
 something is refused by its name, because it would change what the adapter computes."""
 _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the weights of the model as they are."""
-_PARTS = {"lora_magnitude_vector": "it is DoRA", "lora_embedding": "LoRA of embeddings", "lora_bias": "a bias"}
+_PARTS = {
+    "lora_magnitude_vector": "of DoRA",
+    "lora_embedding": "LoRA of embeddings",
+    "embed_tokens": "of embeddings",
+    "lm_head": "of the head",
+    "bias": "a bias",
+}
 
 
 class Factor(NamedTuple):

@@ -64,8 +64,7 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
         while not reported.empty():
             _take(scheduler, reported.get())
         if isinstance(scheduler, AdapterScheduler):
-            scheduler.admit_parked(monotonic())
-            for load in scheduler.adapters.take_loads(scheduler.epoch):
+            for load in scheduler.adapter_loads(monotonic()):
                 runner.load_adapter(load)
         while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(monotonic())) is not None:
             received = decode_from_scheduler(encode(plan))

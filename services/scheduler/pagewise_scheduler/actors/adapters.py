@@ -143,7 +143,8 @@ class AdapterRegistry:
                 self._tried(trial)
 
         for engine in engines:
-            engine.loads.check(message.adapter, told)
+            engine.scheduler.adapters.check(message.adapter, told)
+            engine.touch()
 
     def _tried(self, trial: _Trial) -> None:
         message, adapter = trial.message, trial.message.adapter

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
-from pagewise_scheduler.actors.adapter_loads import AdapterLoads
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
@@ -76,7 +76,6 @@ class Engine:
     A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
     ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
     none is in flight. ``hello``: what the executor said of itself. ``num_tasks``: of its event loop, as it said last.
-    ``loads``: of adapters.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
-        self.loads = AdapterLoads(scheduler, self._send, self._fail, self.touch)
         self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
     @property
@@ -162,7 +160,8 @@ class Engine:
             EngineLostError: the executor cannot be reached.
         """
         if self.life in (Life.SERVING, Life.DRAINING):
-            self.loads.plan_ahead()
+            for load in self.scheduler.adapter_loads(clock()):
+                self._send(load)
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
                 plan = self.scheduler.schedule(now)
@@ -224,6 +223,12 @@ class Engine:
         except ProtocolError as error:
             self._metrics.frames_dropped("undecodable").inc()
             self._start_over(str(error), blame_step=False)
+
+    def take_loaded(self, message: AdapterLoaded) -> None:
+        """An adapter has been loaded, or could not be."""
+        self.touch()
+        for request in self.scheduler.adapter_loaded(message, clock()):
+            self._fail(request, printable(message.error, _MAX_ERROR_TEXT))
 
     def _answered(self, live: LiveRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""

@@ -248,7 +248,7 @@ class Fleet(Sessions[Executor]):
                 case AdapterLoaded():
                     check_loaded(message)
                     with self.guarded(engine):
-                        engine.loads.take(message)
+                        engine.take_loaded(message)
                 case Found():
                     self.router.look_ups.found(engine, message)
                 case Heartbeat(refused=refused, tasks=tasks, closed=closed, storage_errors=errors):

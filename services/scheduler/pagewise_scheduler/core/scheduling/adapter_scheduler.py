@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pagewise_shared.protocol import AdapterLoaded
+from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
@@ -17,7 +17,7 @@ class AdapterScheduler(Scheduler):
 
     def __init__(self, *, max_loras: int = 0, **options: Any) -> None:
         super().__init__(**options)
-        self.adapters = AdapterSlots(max_loras, self._take_back, lambda key: self.waiting.account(key).served)
+        self.adapters = AdapterSlots(max_loras, self.waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -46,11 +46,18 @@ class AdapterScheduler(Scheduler):
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
         request.create_sequences()
 
-    def admit_parked(self, now: float) -> None:
-        """Take requests on that waited for adapters which are there now (seconds), and ask for further adapters."""
+    def adapter_loads(self, now: float) -> list[LoadAdapter]:
+        """Take requests on that waited for adapters which are there now (seconds); returns which others to load."""
+        if not self.adapters.waiting and not self.adapters.has_loads:
+            return []
         oldest = self.steps_in_flight[0].step if self.steps_in_flight else None
-        for request in self.adapters.advance(now, oldest):
+        admitted, taken_back = self.adapters.advance(now, oldest)
+        for request in taken_back:  # none of them has begun
+            self.waiting.withdraw(request)
+            super().forget(request)
+        for request in admitted:
             super().add(request)
+        return self.adapters.take_loads(self.epoch)
 
     def adapter_loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
         """The executor has loaded an adapter, or could not: the requests that waited for it then fail."""
@@ -60,11 +67,6 @@ class AdapterScheduler(Scheduler):
         for request in failed:
             request.fail()
         return failed
-
-    def _take_back(self, request: Request) -> None:
-        """A request that has not begun waits for its adapter again, whose slot is needed for another one."""
-        self.waiting.withdraw(request)
-        super().forget(request)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """See ``Scheduler``."""

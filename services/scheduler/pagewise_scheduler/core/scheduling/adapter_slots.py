@@ -11,7 +11,6 @@ each adapter gets its turn. A slot is not claimed before its adapter has been th
 loading takes, so that adapters are not exchanged all the time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf, isnan
@@ -21,7 +20,7 @@ from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
 
 from pagewise_scheduler.core.memory.copy_costs import OnlineLine
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
-from pagewise_scheduler.core.scheduling.waiting_queue import queue_time_of
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time_of
 
 STAY_LOADS = 8
 """How many times as long as its load takes an adapter stays before its slot is claimed for another one."""
@@ -73,17 +72,14 @@ class AdapterSlots:
     """The adapters of one executor. ``num_slots``: of its device; 0: it serves none.
 
     ``waiting``: requests that wait for their adapters. ``num_loads``, ``num_load_errors``, ``num_evictions``: so far.
-    ``withdraw``: takes a request that has not begun out of the waiting queue. ``served``: what an API key has been
-    served.
+    ``queue``: where they wait to run afterwards.
     """
 
-    def __init__(
-        self, num_slots: int, withdraw: Callable[[Request], None], served: Callable[[str], float] = lambda key: 0.0
-    ) -> None:
+    def __init__(self, num_slots: int, queue: WaitingQueue) -> None:
         self.num_slots = num_slots
         self.num_loads = self.num_load_errors = self.num_evictions = 0
         self.waiting: dict[Request, None] = {}
-        self._withdraw, self._served = withdraw, served
+        self._queue = queue
         self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
         self._numbers = count(1)
         self._checks: list[_Load] = []
@@ -151,15 +147,17 @@ class AdapterSlots:
             slot.free_after = last_step
             self._changed = True
 
-    def advance(self, now: float, oldest_step: int | None) -> list[Request]:
-        """Begin loads, and return the requests that may go to the waiting queue now.
+    def advance(self, now: float, oldest_step: int | None) -> tuple[list[Request], list[Request]]:
+        """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
+        from there because their adapter gives its slot to another one.
 
         ``oldest_step``: the oldest one in flight, None: there is none.
         """
         if not self._changed and now < self._look_at:
-            return []
+            return [], []
         self._changed, self._look_at = False, inf
-        admitted = []
+        admitted: list[Request] = []
+        taken_back: list[Request] = []
         for each in self._slots.values():
             each.claimer = None
         claimed: set[bytes] = set()
@@ -173,15 +171,15 @@ class AdapterSlots:
                     admitted.append(request)
             elif content not in claimed:
                 claimed.add(content)
-                self._make_slot(request, request.adapter, now, oldest_step)
-        return admitted
+                taken_back += self._make_slot(request, request.adapter, now, oldest_step)
+        return admitted, taken_back
 
     def _may_enter(self, request: Request, slot: _Slot) -> bool:
         return slot.loaded and (slot.claimer is None or self._rank(request) < self._rank(slot.claimer))
 
     def _rank(self, request: Request) -> tuple[float, float]:
         """Who goes first: the key that has been served the least, and of one key the request that is next."""
-        return self._served(request.key), queue_time_of(request)
+        return self._queue.account(request.key).served, queue_time_of(request)
 
     def _pin(self, request: Request, slot: _Slot) -> None:
         slot.pins[request] = None
@@ -190,35 +188,35 @@ class AdapterSlots:
         content = slot.adapter.content
         self._slots[content] = self._slots.pop(content)
 
-    def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: int | None) -> None:
-        """Begin to load an adapter if there is a slot, else claim one."""
+    def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: int | None) -> list[Request]:
+        """Begin to load an adapter if there is a slot, else claim one; returns those who come back for that."""
         if self._free:
             self._load(adapter, self._free.pop())
-            return
+            return []
         unused = [slot for slot in self._slots.values() if slot.loaded and not slot.pins and slot.claimer is None]
         for slot in unused:
             if oldest_step is None or slot.free_after < oldest_step:
                 self._evict(slot)
                 self._load(adapter, slot.index)
-                return
+                return []
         if unused:
             self._look_at = now  # it is free when the steps in flight are back
             unused[0].claimer = request
-            return
+            return []
         stays = {slot: slot.since + STAY_LOADS * self._seconds(slot.adapter) for slot in self._slots.values()}
         open_ones = [slot for slot in stays if slot.loaded and slot.claimer is None]
         due = [slot for slot in open_ones if stays[slot] <= now]
         if not due:
             self._look_at = min([self._look_at, *(stays[slot] for slot in open_ones)])
-            return
+            return []
         slot = min(due, key=lambda one: one.since)
         slot.claimer = request
-        for other in list(slot.pins):
-            if _has_not_begun(other) and self._rank(other) > self._rank(request):
-                self._withdraw(other)
-                del slot.pins[other], self._pinned[other]
-                self.waiting[other] = None
-        self._changed = not slot.pins
+        back = [one for one in slot.pins if _has_not_begun(one) and self._rank(one) > self._rank(request)]
+        for one in back:
+            del slot.pins[one], self._pinned[one]
+            self.waiting[one] = None
+        self._changed |= not slot.pins
+        return back
 
     # ---- loads ---------------------------------------------------------------------------------------
 
