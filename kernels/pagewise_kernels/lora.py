@@ -128,7 +128,7 @@ def lora_expand_kernel(
 
 def padded_rank(rank: int) -> int:
     """Return the rank that matrices of this rank are padded to."""
-    return max(LEAST_RANK, triton.next_power_of_2(rank))
+    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
 def add_lora(

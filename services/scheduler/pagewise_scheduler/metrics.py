@@ -285,11 +285,6 @@ class Metrics:
         self.num_preemptions = self._counter(
             "num_preemptions", "Sequences that were preempted: they gave up their KV blocks."
         )
-        self.lora_loads = self._counter(
-            "lora_loads", "LoRA adapters that executors have loaded, by themselves or to slots."
-        )
-        self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
-        self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.look_ups_late = self._counter(
@@ -299,6 +294,7 @@ class Metrics:
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
+        self._bind_adapter_counters()
 
     def _bind_admission_counters(self) -> None:
         self._requests_refused = self._raw_counter(
@@ -312,6 +308,13 @@ class Metrics:
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
         for reason in REFUSALS:
             self.requests_refused(reason)
+
+    def _bind_adapter_counters(self) -> None:
+        self.lora_loads = self._counter(
+            "lora_loads", "LoRA adapters that executors have loaded, by themselves or to slots."
+        )
+        self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
+        self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
 
     def _bind_histograms(self) -> None:
         self._recovery_predicted = self._raw_histogram(

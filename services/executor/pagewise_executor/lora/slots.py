@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.host import LayerFactors
 from pagewise_executor.lora.layers import AdaptedLinear, LoraContext
+from pagewise_executor.models.packed_linear import rounded_rows
 
 
 class Slots(Protocol):
@@ -81,10 +82,13 @@ class _TorchStep:
         for factors, first, last, tokens in self._groups:
             if (pairs := factors.get(layer.number)) is None:
                 continue
-            rows = x[first:last] if tokens is None else x[tokens]
+            rows, padding = x[first:last] if tokens is None else x[tokens], 0
+            if rows.device.type == "cpu" and rows.dtype != torch.float32:
+                padding = rounded_rows(len(rows)) - len(rows)  # these go to oneDNN
+                rows = F.pad(rows, (0, 0, 0, padding))
             for pair in pairs:
                 _, start, stop = layer.parts[pair.part]
-                more = F.linear(F.linear(rows, pair.a), pair.b)
+                more = F.linear(F.linear(rows, pair.a), pair.b)[: len(rows) - padding]
                 if tokens is None:
                     y[first:last, start:stop] += more
                 else:

@@ -40,7 +40,7 @@ class TritonSlots:
 
         self._a = [zeros(len(layer.parts) * self._rank, layer.ins) for layer in layers]
         self._b = [zeros(layer.outs, self._rank) for layer in layers]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         ints = {"dtype": torch.int32, "device": device}
         self._decode_tiles = torch.full((_most_tiles(num_rows, num_slots), 3), -1, **ints)  # type: ignore[call-overload]
         self._decode_order = torch.zeros(num_rows, **ints)  # type: ignore[call-overload]

@@ -80,14 +80,7 @@ def create_app(
     if config.log_requests:
         middlewares.insert(0, RequestLog(link).middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
-    limits = Limits(
-        config.served_model_name or config.model,
-        config.max_n,
-        config.model,
-        link.adapters,
-        config.max_lora_rank if config.enable_lora else 0,
-        config.allow_runtime_lora_updating,
-    )
+    limits = _limits(config, link)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
     app[Service.KEY] = Service(
@@ -125,6 +118,17 @@ def create_app(
         ]
     )
     return app
+
+
+def _limits(config: GatewayConfig, link: SchedulerLink) -> Limits:
+    return Limits(
+        config.served_model_name or config.model,
+        config.max_n,
+        config.model,
+        link.adapters,
+        config.max_lora_rank if config.enable_lora else 0,
+        config.allow_runtime_lora_updating,
+    )
 
 
 async def _close(app: web.Application) -> None:

@@ -160,7 +160,8 @@ class AdapterRegistry:
             )
         else:
             self._adapters[adapter.name] = adapter
-            log.info("the adapter %s is served: %s, rank %d", adapter.name, adapter.path, adapter.rank)
+            about = adapter.name, adapter.path, adapter.rank, adapter.content.hex()
+            log.info("the adapter %s is served: %s, rank %d, %s", *about)
             self._changed()
             trial.answer(AdapterAnswer(message.number))
 
