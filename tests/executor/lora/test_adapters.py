@@ -12,6 +12,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.adapters import read_adapter
 from pagewise_shared.errors import AdapterError, ModelError
 from pagewise_shared.protocol import Adapter
+from pagewise_shared.sampling import BeamParams
 
 from tests.executor.driver import drive, run_requests
 from tests.executor.runners import build_runner
@@ -30,12 +31,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def check(
-    runner: ModelRunner, model: Path, folders: dict[str, Path], count: int = 12, asked: int = 2, **driving: Any
+    runner: ModelRunner,
+    model: Path,
+    folders: dict[str, Path],
+    count: int = 12,
+    asked: int = 2,
+    size: int = 27,
+    **driving: Any,
 ) -> None:
     """Run requests with each adapter and without, mixed, and compare tokens and log-probabilities with PEFT's."""
     adapters: dict[str, Adapter | None] = {name: read(path, name) for name, path in folders.items()}
     requests = [
-        with_adapter(adapters.get(name), list(range(3 + number, 30 + number)), count, f"{name} {number}", logprobs=0)
+        with_adapter(
+            adapters.get(name), list(range(3 + number, 3 + size + number)), count, f"{name} {number}", logprobs=0
+        )
         for number, name in enumerate([*folders, "none"] * asked)
     ]
     scheduler, outputs = run_requests(runner, requests, **{"max_num_batched_tokens": 24} | driving)
@@ -82,10 +91,22 @@ def test_adapters_that_take_turns_in_one_slot_and_lose_their_blocks_go_on_as_if_
     check(runner, llama, folders, asked=3, num_blocks=14, count=20)
 
 
+def test_all_outputs_of_a_request_have_its_adapter(llama: Path, folders: dict[str, Path]) -> None:
+    runner = build_runner(llama, enable_lora=True)
+    request = with_adapter(read(folders["plain"]), [3, 4, 5, 6, 7], 6, "r")
+    request.n = 3
+    beams = with_adapter(read(folders["plain"]), [3, 4, 5, 6, 7], 6, "beams")
+    beams.beam, beams.n = BeamParams(1, 1.0, early_stopping=False), 1
+    run_requests(runner, [request, beams])
+    expected, _ = greedy(peft_model(llama, folders["plain"]), [3, 4, 5, 6, 7], 6)
+    outputs = [*request.sequences, *beams.sequences]
+    assert [one.output_token_ids.tolist() for one in outputs] == [expected] * 4
+
+
 @pytest.mark.interpreted
 def test_the_triton_kernels_compute_the_same(llama: Path, folders: dict[str, Path]) -> None:
     runner = build_runner(llama, enable_lora=True, max_loras=2, kernels="triton", host_memory=None)
-    check(runner, llama, {name: folders[name] for name in ("attention", "stabilised")}, count=3, asked=1)
+    check(runner, llama, {name: folders[name] for name in ("attention", "stabilised")}, count=2, asked=1, size=5)
 
 
 @pytest.mark.parametrize(

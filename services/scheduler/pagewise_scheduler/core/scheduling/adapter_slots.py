@@ -44,6 +44,9 @@ class ParkedLoad(NamedTuple):
     tokens: int
 
 
+_NO_LOAD = ParkedLoad(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class _Slot:
     """A slot with an adapter. ``since``: when it was loaded, NaN until it is. ``pins``: requests that need it.
@@ -71,14 +74,16 @@ class _Load:
 class AdapterSlots:
     """The adapters of one executor. ``num_slots``: of its device; 0: it serves none.
 
-    ``waiting``: requests that wait for their adapters. ``num_loads``, ``num_load_errors``, ``num_evictions``: so far.
+    ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
+    ``num_evictions``: so far.
     ``queue``: where they wait to run afterwards.
     """
 
     def __init__(self, num_slots: int, queue: WaitingQueue) -> None:
         self.num_slots = num_slots
         self.num_loads = self.num_load_errors = self.num_evictions = 0
-        self.waiting: dict[Request, None] = {}
+        self.waiting: dict[Request, ParkedLoad] = {}
+        self._of_keys: dict[str, ParkedLoad] = {}
         self._queue = queue
         self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
         self._numbers = count(1)
@@ -95,6 +100,7 @@ class AdapterSlots:
         self._on_host: set[bytes] = set()
         self._changed, self._look_at = False, inf
         self.waiting.clear()
+        self._of_keys.clear()
         again, self._checks = self._checks, []
         for check in again:
             if check.checked is not None:
@@ -110,10 +116,24 @@ class AdapterSlots:
     def parked(self, key: str | None = None) -> ParkedLoad:
         """What waits for adapters, of one API key or of all."""
         if not self.waiting:
-            return ParkedLoad(0, 0)
-        requests = [one for one in self.waiting if key is None or one.key == key]
-        sequences = sum(not sequence.finished for one in requests for sequence in one.sequences)
-        return ParkedLoad(sequences, sum(len(one.prompt_token_ids) for one in requests))
+            return _NO_LOAD
+        if key is not None:
+            return self._of_keys.get(key, _NO_LOAD)
+        loads = self._of_keys.values()
+        return ParkedLoad(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+
+    def _park(self, request: Request) -> None:
+        unfinished = request.num_sequences - sum(sequence.finished for sequence in request.sequences)
+        load = self.waiting[request] = ParkedLoad(unfinished, len(request.prompt_token_ids))
+        before = self._of_keys.get(request.key, _NO_LOAD)
+        self._of_keys[request.key] = ParkedLoad(before.sequences + load.sequences, before.tokens + load.tokens)
+
+    def _unpark(self, request: Request) -> None:
+        if (load := self.waiting.pop(request, None)) is None:
+            return
+        before = self._of_keys.pop(request.key)
+        if before != load:
+            self._of_keys[request.key] = ParkedLoad(before.sequences - load.sequences, before.tokens - load.tokens)
 
     def seconds(self, adapter: Adapter) -> float:
         """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
@@ -135,13 +155,13 @@ class AdapterSlots:
         if slot is not None and self._may_enter(request, slot):
             self._pin(request, slot)
             return True
-        self.waiting[request] = None
+        self._park(request)
         self._changed = True
         return False
 
     def drop(self, request: Request, last_step: int) -> None:
         """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
-        self.waiting.pop(request, None)
+        self._unpark(request)
         if (slot := self._pinned.pop(request, None)) is not None:
             del slot.pins[request]
             slot.free_after = last_step
@@ -167,7 +187,7 @@ class AdapterSlots:
             if (slot := self._slots.get(content)) is not None:
                 if self._may_enter(request, slot):
                     self._pin(request, slot)
-                    del self.waiting[request]
+                    self._unpark(request)
                     admitted.append(request)
             elif content not in claimed:
                 claimed.add(content)
@@ -214,7 +234,7 @@ class AdapterSlots:
         back = [one for one in slot.pins if _has_not_begun(one) and self._rank(one) > self._rank(request)]
         for one in back:
             del slot.pins[one], self._pinned[one]
-            self.waiting[one] = None
+            self._park(one)
         self._changed |= not slot.pins
         return back
 
@@ -258,7 +278,7 @@ class AdapterSlots:
             self._free.append(slot.index)
             failed = [one for one in self.waiting if one.adapter is not None and one.adapter.content == content]
             for request in failed:
-                del self.waiting[request]
+                self._unpark(request)
             return failed
         self.num_loads += 1
         line = self._host if message.from_host else self._disk
