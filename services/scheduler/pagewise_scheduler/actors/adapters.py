@@ -152,8 +152,8 @@ class AdapterRegistry:
             text = printable(trial.error, _MAX_ERROR_TEXT)
             log.warning("%s", text)
             trial.answer(AdapterAnswer(message.number, "refused", text))
-        elif not trial.tried:
-            self._wait(message, trial.answer)
+        elif not trial.tried:  # all executors that were asked are gone; others may have joined meanwhile
+            self.register(message, trial.answer)
         elif adapter.name in self._adapters and not message.replace:  # another request was faster
             trial.answer(
                 AdapterAnswer(message.number, "refused", f"an adapter called {adapter.name!r} is loaded already")
