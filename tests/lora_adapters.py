@@ -21,7 +21,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """PEFT uses what is deprecated in transformers, and looks for the base model on the hub."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,13 +33,13 @@ def build_adapter(model: Path, path: Path, seed: int = 1, **settings: Any) -> Pa
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(seed)
     config = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "task_type": "CAUSAL_LM"} | settings
-    with _quietly():
+    with quietly():
         adapted = get_peft_model(base, LoraConfig(**config))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
-    with _quietly():
+    with quietly():
         adapted.save_pretrained(path)
     return path
 
@@ -59,7 +59,7 @@ def with_adapter(adapter: Adapter | None, tokens: list[int], max_tokens: int, na
 def peft_model(model: Path, adapter: Path | None) -> torch.nn.Module:
     """The model as PEFT computes it, in float32."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with _quietly():
+    with quietly():
         return (base if adapter is None else PeftModel.from_pretrained(base, adapter)).eval()
 
 

@@ -13,10 +13,12 @@ from pagewise_shared.adapters import read_adapter
 from pagewise_shared.errors import AdapterError, ModelError
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams
+from pagewise_shared.segments import make_segments, mark_segments
 
 from tests.executor.driver import drive, run_requests
+from tests.executor.references import segments_reference
 from tests.executor.runners import build_runner
-from tests.lora_adapters import build_adapter, greedy, peft_model, read, with_adapter
+from tests.lora_adapters import build_adapter, greedy, peft_model, quietly, read, with_adapter
 from tests.model_builders import build_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,6 +103,23 @@ def test_all_outputs_of_a_request_have_its_adapter(llama: Path, folders: dict[st
     expected, _ = greedy(peft_model(llama, folders["plain"]), [3, 4, 5, 6, 7], 6)
     outputs = [*request.sequences, *beams.sequences]
     assert [one.output_token_ids.tolist() for one in outputs] == [expected] * 4
+
+
+def test_segments_belong_to_an_adapter(llama: Path, folders: dict[str, Path]) -> None:
+    """What one adapter has computed of a segment is not moved to where another one has it."""
+    runner = build_runner(llama, enable_lora=True, max_loras=2)
+    document, requests = list(range(40, 70)), []
+    for number, name in enumerate(["plain", "attention", "plain", "attention"]):
+        made = with_adapter(read(folders[name]), [*range(3, 9 + number), *document, 9, 10, 11], 5, f"{name} {number}")
+        made.segments = make_segments(len(made.prompt_token_ids), [(6 + number, 36 + number)], root=0)
+        mark_segments(made.prompt_token_ids, made.segments)
+        requests.append(made)
+    scheduler, _ = run_requests(runner, requests, arrive_every=1000)
+    assert scheduler.segments.num_found > 0
+    for made in requests:
+        with quietly():
+            merged = peft_model(llama, folders[made.request_id.split()[0]]).merge_and_unload()  # type: ignore[operator]
+        assert made.sequences[0].output_token_ids.tolist() == segments_reference(merged, made), made.request_id
 
 
 @pytest.mark.interpreted

@@ -217,6 +217,22 @@ def test_a_better_priority_does_not_wait_for_what_has_not_begun() -> None:
     fleet.run()
 
 
+def test_an_adapter_that_nobody_has_begun_to_use_gives_way_at_once() -> None:
+    """Nothing runs, so nothing would come back that could be waited for."""
+    fleet = Fleet(1, load_steps=0)
+    fleet.scheduler.add(request(0, 0))
+    fleet.run()
+    fleet.now += 100
+    first, urgent = request(1, 0, arrival=200.0), request(2, 1, arrival=201.0, priority=-1)
+    fleet.scheduler.add(first)
+    fleet.scheduler.add(urgent)
+    fleet.step()
+    assert fleet.asked[-1].adapter == adapter(1)
+    fleet.run()
+    assert first.finished
+    assert urgent.finished
+
+
 def test_a_request_that_never_fits_is_refused_before_its_adapter_is_loaded() -> None:
     fleet = Fleet(1)
     with pytest.raises(ValueError, match="needs more than"):

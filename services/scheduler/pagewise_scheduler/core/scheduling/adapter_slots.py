@@ -235,7 +235,12 @@ class AdapterSlots:
         for one in back:
             del slot.pins[one], self._pinned[one]
             self._park(one)
-        self._changed |= not slot.pins
+        if not slot.pins:  # nobody has begun there
+            if oldest_step is None or slot.free_after < oldest_step:
+                self._evict(slot)
+                self._load(adapter, slot.index)
+            else:
+                self._look_at = now
         return back
 
     # ---- loads ---------------------------------------------------------------------------------------
