@@ -128,6 +128,7 @@ class FakeScheduler:
     goodbyes: list[str] = field(default_factory=list)
     snapshots: dict[str, MetricsSnapshot] = field(default_factory=dict)
     adapters: dict[str, Adapter] = field(default_factory=dict)
+    late_adapters: bool = False
     reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
     queries: list[Query] = field(default_factory=list)
     members: dict[bytes, Member] = field(default_factory=dict)
@@ -233,6 +234,13 @@ class FakeScheduler:
         member = self.members[identity] = Member(hello, next(_epochs))
         await self._send(identity, GatewayWelcome(member.epoch, self.heartbeat_ms))
         await self._send(identity, self._fleet(member.epoch))
+        if not self.late_adapters:
+            await self._tell_adapters(identity, member)
+
+    async def tell_adapters(self) -> None:
+        """Tell every gateway which adapters there are."""
+        for identity, member in list(self.members.items()):
+            await self._tell_adapters(identity, member)
 
     async def _take(self, identity: bytes, message: FromGateway) -> None:
         member = self.members.get(identity)

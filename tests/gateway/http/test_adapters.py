@@ -1,5 +1,6 @@
 """Adapters as clients see them: which there are, who may load them, and what is submitted for them."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ async def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
         for path in ("/v1/completions", "/tokenize"):
             status, text = await post(server, path, model="one", prompt="the fox")
             assert (status, "model_not_found" in text) == (404, True)
+
+
+async def test_a_gateway_that_has_just_started_does_not_deny_adapters_that_it_was_not_told_of(tmp_path: Path) -> None:
+    adapter = read_adapter("one", str(write_adapter(tmp_path / "one")), 16)
+    async with serving(FakeScheduler(late_adapters=True), **LORA) as server:
+        asked = asyncio.create_task(post(server, "/v1/completions", model="one", prompt="the fox", max_tokens=2))
+        assert (await post(server, "/v1/completions", model=MODEL, prompt="the fox", max_tokens=2))[0] == 200
+        assert not asked.done()
+        server.scheduler.adapters["one"] = adapter
+        await server.scheduler.tell_adapters()
+        assert (await asked)[0] == 200
+        assert (await post(server, "/v1/completions", model="two", prompt="the fox"))[0] == 404
 
 
 async def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:

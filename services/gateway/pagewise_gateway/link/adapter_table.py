@@ -29,7 +29,7 @@ class AdapterTable:
     """The adapters by name, as the scheduler told them last.
 
     ``modules``: those that this gateway was started with. The scheduler is asked for them until it has answered;
-    afterwards they are like any others, and may be unloaded.
+    afterwards they are like any others, and may be unloaded. ``timeout``: see ``settle``.
     """
 
     def __init__(self, modules: Iterable[Adapter] = ()) -> None:
@@ -41,6 +41,22 @@ class AdapterTable:
         self._numbers = count(1)
         self._send: Callable[[Message], None] = lambda message: None
         self._epoch: int | None = None
+        self._told = False
+        self._changed = asyncio.Event()
+        self.timeout = 60.0
+
+    async def settle(self, name: str) -> None:
+        """Wait while it is not known whether there is an adapter of that name, ``timeout`` seconds at most.
+
+        That is before the first scheduler has told which there are, and while executors load those of the start.
+        """
+        try:
+            async with asyncio.timeout(self.timeout):
+                while name not in self._adapters and (not self._told or name in self._wanted):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return
 
     def find(self, name: str) -> Adapter | None:
         """Return the adapter of that name, if there is one."""
@@ -110,13 +126,15 @@ class AdapterTable:
 
     def told(self, state: AdapterState) -> None:
         """The scheduler tells which adapters there are."""
-        self.version = state.version
+        self.version, self._told = state.version, True
+        self._changed.set()
         self._adapters = {adapter.name: adapter for adapter in state.adapters}
 
     def answered(self, answer: AdapterAnswer) -> None:
         """The scheduler has answered."""
         if (module := self._modules.pop(answer.number, None)) is not None:
             self._wanted.pop(module.name, None)
+            self._changed.set()
             if answer.kind:
                 text = printable(answer.message, 1000)
                 log.error("--lora-modules: the adapter %s is not served: %s", module.name, text)

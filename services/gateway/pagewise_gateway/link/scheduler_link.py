@@ -72,6 +72,7 @@ class SchedulerLink:
         adapters: AdapterTable | None = None,
     ) -> None:
         self.adapters = adapters or AdapterTable()
+        self.adapters.timeout = timeout
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._timeout = timeout

@@ -70,7 +70,7 @@ class Gateway:
 
     instance: str
     older: bool
-    told_version: int = 0
+    told_version: int = -1
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
     streams: dict[int, LiveRequest] = field(default_factory=dict)
