@@ -26,7 +26,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, Found, LookUp, Welcome
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, LookUp, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -89,10 +89,10 @@ class Bench:
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self.runner.report_copies(self._report)
 
-    def _report(self, message: Copied | Found) -> None:
+    def _report(self, message: Copied | Found | AdapterLoaded) -> None:
         if isinstance(message, Found):
             self.found.put(message)
-        else:
+        elif isinstance(message, Copied):
             self.copied.put(("copied", message))
 
     def first_token(self, prompt: "array[int]", name: str) -> float:

@@ -21,6 +21,7 @@ from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_bloc
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
+from pagewise_kernels.lora import LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.rms_norm import rms_norm
@@ -113,6 +114,10 @@ def _add_others() -> None:
     CASES["cascade bf16 d128"] = partial(_cascade, torch.bfloat16, 32, 8, 128)
     CASES["cascade fp32 d64"] = partial(_cascade, torch.float32, 8, 8, 64)
     CASES["decode_inputs"] = _decode_inputs
+    for rank, rows in ((16, 16), (16, 64), (64, 16), (256, 64)):
+        CASES[f"lora r{rank} bf16 rows {rows}"] = partial(_lora, torch.bfloat16, rank, rows)
+    CASES["lora r16 fp32 rows 16"] = partial(_lora, torch.float32, 16, 16)
+    CASES["lora r64 fp32 rows 64"] = partial(_lora, torch.float32, 64, 64)
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
 
@@ -158,6 +163,14 @@ def _silu_mul(dtype: torch.dtype) -> None:
 
 def _linear(dtype: torch.dtype) -> None:
     linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
+
+
+def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:
+    tiles = LoraTiles(_empty(8, 3, dtype=torch.int32), _empty(100, dtype=torch.int32), rows)
+    ins, outs = 4096, 6144
+    for ends in ((4096, 5120, outs), (outs,)):
+        a, b = _empty(4, len(ends) * rank, ins, dtype=dtype), _empty(4, outs, rank, dtype=dtype)
+        add_lora(_empty(100, ins, dtype=dtype), _empty(100, outs, dtype=dtype), a, b, ends, tiles)
 
 
 def _decode_inputs() -> None:

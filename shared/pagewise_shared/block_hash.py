@@ -19,6 +19,28 @@ def root_hash(model_fingerprint: str, *extra_keys: object) -> BlockHash:
     return BlockHash(hashlib.sha256(repr((model_fingerprint, *extra_keys)).encode()).digest())
 
 
+_ADAPTER = "adapter:"
+
+
+def adapter_salt(content: bytes, cache_salt: str | None) -> str:
+    """Return what separates the KV of an adapter from that of the model and of other adapters.
+
+    It takes the place of the cache salt, and holds it. ``content``: the hash of the adapter's files, never its name,
+    so that KV of other weights is never found under a name that was used before.
+    """
+    return f"{_ADAPTER}{content.hex()}" if cache_salt is None else f"{_ADAPTER}{content.hex()}/{cache_salt}"
+
+
+def is_adapter_salt(cache_salt: str | None) -> bool:
+    """Whether it was made by ``adapter_salt``; no gateway may send such a one as a request's own."""
+    return cache_salt is not None and cache_salt.startswith(_ADAPTER)
+
+
+def is_private(cache_salt: str | None) -> bool:
+    """Whether KV under this salt belongs to some clients only, and not to all."""
+    return cache_salt is not None and not (is_adapter_salt(cache_salt) and "/" not in cache_salt)
+
+
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
     """Return the hash of the block with ``tokens`` (int32 bytes, a full block) that follows ``parent``."""
     return BlockHash(hashlib.sha256(parent + tokens).digest())

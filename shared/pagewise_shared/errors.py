@@ -3,6 +3,8 @@
 PagewiseError
 ├── ConfigError      an option or environment variable is unusable
 ├── ModelError       a model cannot be found, read or run
+│   └── AdapterError             nor an adapter of it
+│       └── AdapterNotFoundError
 ├── ProtocolError    bytes on the wire do not follow the protocol
 └── RefusedError     the scheduler does not let a gateway or an executor join
 """
@@ -18,6 +20,14 @@ class ConfigError(PagewiseError):
 
 class ModelError(PagewiseError):
     """A model directory or hub id cannot be found, read or run; the text names the file or the reason."""
+
+
+class AdapterError(ModelError):
+    """A LoRA adapter cannot be found, read or served; the text names it and the reason."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter in that folder, or under that hub id."""
 
 
 class ProtocolError(PagewiseError):

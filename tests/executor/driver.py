@@ -9,9 +9,10 @@ from pagewise_executor.runner import PendingStep, Runner
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
-from pagewise_shared.protocol import Copied, StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.protocol import AdapterLoaded, Copied, StepPlan, Welcome, decode_from_scheduler, encode
 
 from tests.sampling import sampling_params
 
@@ -26,12 +27,13 @@ def run_requests(
     arrive_every: int = 0,
     recovery: RecoveryMode = "auto",
     directory: PrefixDirectory | None = None,
-) -> tuple[Scheduler, list[StepOutput]]:
+) -> tuple[AdapterScheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
     ``directory``: of the executors that lend blocks, to which this one is added.
     """
-    scheduler = Scheduler(
+    scheduler = AdapterScheduler(
+        max_loras=runner.info.max_loras,
         num_blocks=num_blocks or runner.info.num_blocks,
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
@@ -47,8 +49,9 @@ def run_requests(
 
 def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_every: int = 0) -> list[StepOutput]:
     """Run requests to their end on a runner that was reset for this scheduler."""
-    copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-    runner.report_copies(copied.put)
+    reported: queue.SimpleQueue[Copied | AdapterLoaded] = queue.SimpleQueue()
+    runner.report_copies(reported.put)  # type: ignore[arg-type] # storage is not asked
+    adapters = scheduler.adapters if isinstance(scheduler, AdapterScheduler) else None
     coming = deque(requests)
     outputs: list[StepOutput] = []
     results: deque[PendingStep] = deque()
@@ -58,19 +61,30 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
             scheduler.add(coming.popleft())
             if arrive_every:
                 break
-        while not copied.empty():
-            scheduler.copied(copied.get())
+        while not reported.empty():
+            _take(scheduler, reported.get())
+        if isinstance(scheduler, AdapterScheduler):
+            for load in scheduler.adapter_loads(monotonic()):
+                runner.load_adapter(load)
         while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(monotonic())) is not None:
             received = decode_from_scheduler(encode(plan))
             assert isinstance(received, StepPlan)
             results.append(runner.execute(received))
         if results:
             outputs.append(scheduler.update(results.popleft().result()))
-        elif scheduler.recoveries.num_loading:
-            scheduler.copied(copied.get(timeout=30))
+        elif scheduler.recoveries.num_loading or (adapters is not None and adapters.waiting):
+            _take(scheduler, reported.get(timeout=30))
         elif not coming:
             return outputs
         steps += 1
+
+
+def _take(scheduler: Scheduler, message: Copied | AdapterLoaded) -> None:
+    if isinstance(message, Copied):
+        scheduler.copied(message)
+    else:
+        assert isinstance(scheduler, AdapterScheduler)
+        assert not scheduler.adapter_loaded(message, monotonic()), message.error
 
 
 def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> None:

@@ -14,6 +14,9 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.protocol import (
     Abort,
+    Adapter,
+    AdapterAnswer,
+    AdapterState,
     FinishStream,
     FleetState,
     FromGateway,
@@ -30,6 +33,7 @@ from pagewise_shared.protocol import (
     Query,
     QueryAnswer,
     Refused,
+    RegisterAdapter,
     Rejoin,
     RequestRefused,
     Started,
@@ -37,6 +41,7 @@ from pagewise_shared.protocol import (
     StreamPromptLogprobs,
     Submit,
     TokenLogprobs,
+    UnregisterAdapter,
     decode_from_gateway,
     encode,
     pack_float32s,
@@ -124,6 +129,8 @@ class FakeScheduler:
     stops: list[int] = field(default_factory=list)
     goodbyes: list[str] = field(default_factory=list)
     snapshots: dict[str, MetricsSnapshot] = field(default_factory=dict)
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    late_adapters: bool = False
     reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
     queries: list[Query] = field(default_factory=list)
     members: dict[bytes, Member] = field(default_factory=dict)
@@ -231,6 +238,13 @@ class FakeScheduler:
         member = self.members[identity] = Member(hello, next(_epochs))
         await self._send(identity, GatewayWelcome(member.epoch, self.heartbeat_ms))
         await self._send(identity, self._fleet(member.epoch))
+        if not self.late_adapters:
+            await self._tell_adapters(identity, member)
+
+    async def tell_adapters(self) -> None:
+        """Tell every gateway which adapters there are."""
+        for identity, member in list(self.members.items()):
+            await self._tell_adapters(identity, member)
 
     async def _take(self, identity: bytes, message: FromGateway) -> None:
         member = self.members.get(identity)
@@ -251,6 +265,14 @@ class FakeScheduler:
                             stream.finished = True
             case MetricsSnapshot():
                 self.snapshots[member.hello.gateway_id] = message
+            case RegisterAdapter(adapter=adapter):
+                self.adapters[adapter.name] = adapter
+                await self._tell_adapters(identity, member)
+                await self._send(identity, AdapterAnswer(message.number))
+            case UnregisterAdapter(name=name):
+                kind = "" if self.adapters.pop(name, None) is not None else "unknown"
+                await self._tell_adapters(identity, member)
+                await self._send(identity, AdapterAnswer(message.number, kind, f"there is no adapter {name!r}"))
             case Query():
                 body = self._report(message)
                 await self._send(identity, QueryAnswer(message.number, body is not None, body or b""))
@@ -265,6 +287,10 @@ class FakeScheduler:
         if query.kind == "metrics":
             return b"".join(render(snapshot.families) for snapshot in self.snapshots.values())
         return self.reports.get((query.kind, query.argument))
+
+    async def _tell_adapters(self, identity: bytes, member: Member) -> None:
+        version = next(_epochs)
+        await self._send(identity, AdapterState(member.epoch, version, tuple(self.adapters.values())))
 
     async def _submit(self, identity: bytes, member: Member, submit: Submit) -> None:
         if self.refuse is not None and len(self.submits) >= self.refuse_after:

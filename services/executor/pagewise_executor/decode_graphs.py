@@ -9,6 +9,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from pagewise_kernels.sampling import sample
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.input_batch import Int64s
+from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 from pagewise_executor.uploads import Uploads
 
@@ -31,7 +33,7 @@ class DecodeGraphs:
     """Runs decode steps of up to ``num_rows`` sequences from static buffers.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that was sampled last for each row; the last entry belongs to the
-    queries that pad a batch.
+    queries that pad a batch. ``adapters``: those that rows may have.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class DecodeGraphs:
         token_sampler: TritonTokenSampler,
         last_tokens: torch.Tensor,
         block_size: int,
+        adapters: TritonSlots | None = None,
     ) -> None:
+        self._adapters = adapters
         self._forward, self._forward_context, self._backend, self._token_sampler = (
             forward,
             forward_context,
@@ -59,7 +63,7 @@ class DecodeGraphs:
         self._rows = torch.full((largest,), num_rows, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(largest, dtype=torch.int32, device=device)
         self._ids, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         # All graphs write their results here: results of their own would each keep their memory.
         self._logits: torch.Tensor | None = None
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -79,7 +83,8 @@ class DecodeGraphs:
         self._logits = torch.empty_like(largest)
         del largest
         pool = None
-        for size in reversed(self._sizes):
+        for size, uses in product(reversed(self._sizes), self._variants()):
+            self._use_adapters(size, uses=uses)
             self._compute(size)  # compiles kernels that are not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -89,15 +94,24 @@ class DecodeGraphs:
                 self._tokens[:size].copy_(tokens)
             del logits, tokens
             pool = graph.pool()
-            self._graphs[size] = graph
+            self._graphs[size, uses] = graph
         log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - began)
 
     def warm_up(self) -> None:
         """Compile the kernels of steps that run without graphs: one variant for each power of two of the batch size."""
         self._lengths.zero_()
-        for size in self._sizes:
+        for size, uses in product(self._sizes, self._variants()):
             if size & (size - 1) == 0 or size == self._sizes[-1]:
+                self._use_adapters(size, uses=uses)
                 self._compute(size)
+
+    def _variants(self) -> tuple[bool, ...]:
+        """Whether steps use adapters: those that do not should not pay for them."""
+        return (False,) if self._adapters is None else (True, False)
+
+    def _use_adapters(self, size: int, *, uses: bool) -> None:
+        if self._adapters is not None:
+            self._adapters.prepare_decode(size, uses=uses)
 
     def _why_not(self) -> str | None:
         """Return what in a step waits for the device; None if nothing does.
@@ -118,8 +132,10 @@ class DecodeGraphs:
             torch.cuda.set_sync_debug_mode(before)
         return None
 
-    def run(self, rows: Int64s, lengths: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, rows: Int64s, lengths: Int64s, adapters: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one decode step for ``rows`` [n], whose contexts have ``lengths`` [n] tokens including the new one.
+
+        ``adapters`` [n]: the slots of their adapters, -1 for none.
 
         Returns the logits [n, vocab] and the tokens int64 [n] that were sampled from them, without logits processors.
         Both are valid until the next run.
@@ -133,7 +149,8 @@ class DecodeGraphs:
         self._rows[:size].copy_(ints[0])
         self._lengths[:size].copy_(ints[1])
         self._token_sampler.parameters()  # uploads those of new sequences, outside of the graph
-        if (graph := self._graphs.get(size)) is not None and self._logits is not None:
+        uses = self._adapters is not None and self._adapters.begin_decode(adapters, size)
+        if (graph := self._graphs.get((size, uses))) is not None and self._logits is not None:
             graph.replay()
             return self._logits[:count], self._tokens[:count]
         logits, tokens = self._compute(size)

@@ -104,6 +104,7 @@ class InputBatch:
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
     number of blocks of each tier below the device, by the tier's number. ``storages``: the names of those there are.
+    ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class InputBatch:
         tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
         storages: Container[str] = (),
+        num_adapters: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
@@ -130,6 +132,8 @@ class InputBatch:
         self.block_tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
         self.on_remove: Callable[[SequenceState, Int32s, int], None] = lambda sequence, blocks, num_computed: None
         self._num_rows = num_rows
+        self._num_adapters = num_adapters
+        self.adapters: Int64s = np.full(num_rows, -1, np.int64)
         self._decoding: dict[int, None] = {}
         self._order: Int64s = np.zeros(0, np.int64)
         self._changed = False
@@ -247,6 +251,9 @@ class InputBatch:
         if len(segments) and segments[-1, 1] >= new.num_prompt_tokens:
             raise InvalidPlanError(f"row {new.row} joins with a segment that ends its prompt, or is not in it")
         self.sequences[new.row] = SequenceState(tokens, new.num_prompt_tokens, sampling, marked, segments, new.root)
+        if not -1 <= new.adapter < self._num_adapters:
+            raise InvalidPlanError(f"row {new.row} joins with adapter {new.adapter} of {self._num_adapters}")
+        self.adapters[new.row] = new.adapter
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LoadAdapter,
+    LookUp,
+    LowerTier,
+    StepPlan,
+    Welcome,
+)
 
-from pagewise_executor.attention.mapped_attention import MappedBackend
-from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import device_name, set_cpu_threads
-from pagewise_executor.engines.model_engine import ModelEngine
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engine_choice import choose_engine
 from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
@@ -27,21 +35,14 @@ from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.kv.tiers import make_tiers, staging_bytes
+from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
-from pagewise_executor.sampling.logprobs import (
-    ComputeLogprobs,
-    LogprobsTensors,
-    compute_logprobs,
-    gather_logprobs,
-    to_host,
-)
-from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.logprobs import LogprobsTensors, gather_logprobs, to_host
 from pagewise_executor.sampling.sampler import Sampler
-from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
@@ -80,7 +81,12 @@ class ModelRunner:
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
-        self._choose_engine(config, loaded)
+        self._adapters = make_adapters(config, loaded)
+        self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
+        chosen = choose_engine(config, loaded, self._memory, self._last_tokens, self._adapters)
+        self._engine, self._graphs = chosen.engine, chosen.graphs
+        self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
+        self._compute_logprobs = chosen.compute_logprobs
         self._tiers: dict[int, Tier] = {}
         self._storages = Storages()
         self._peers: Peers | None = None
@@ -147,6 +153,8 @@ class ModelRunner:
             fallback=loaded.fallback,
             no_segments=loaded.no_segments,
             no_grammars=self._no_grammars,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -176,16 +184,25 @@ class ModelRunner:
         with torch.inference_mode():
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
         self._mover.warm_up()
+        if self._adapters is not None:
+            self._adapters.slots.warm_up()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
-    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
+    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
         """See ``Runner``."""
         self._copier.report_to(report)
+        if self._adapters is not None:
+            self._adapters.report_to(report)
         self._storages.answer_to(report)
 
     def look_up(self, message: LookUp) -> None:
         """See ``Runner``."""
         self._storages.look_up(message)
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """See ``Runner``."""
+        if self._adapters is not None:
+            self._adapters.load(message)
 
     @property
     def num_storage_errors(self) -> int:
@@ -220,6 +237,8 @@ class ModelRunner:
         self._storages.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._adapters is not None:
+            self._adapters.close()
         for tier in self._tiers.values():
             tier.close()
 
@@ -233,11 +252,14 @@ class ModelRunner:
             tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
             vocab_size=self.info.vocab_size,
             storages=self._storages.links,
+            num_adapters=self.info.max_loras,
         )
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:
             self._block_hashes.clear()
         self._engine.reset(self._batch)
+        if self._adapters is not None:
+            self._adapters.reset(welcome.epoch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(
             self._token_sampler,
@@ -259,6 +281,8 @@ class ModelRunner:
         start = self._event()
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
+        if self._adapters is not None:
+            self._adapters.check(batch.adapters[work.joined].tolist())
         self._engine.update_block_tables(work)  # needed in steps that compute nothing, too
         for row in work.left:
             sampler.leave(row)
@@ -289,48 +313,6 @@ class ModelRunner:
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures())
 
-    def _choose_engine(self, config: ExecutorConfig, loaded: LoadedModel) -> None:
-        """Choose what computes logits, samples, and runs decode steps."""
-        self._engine: ModelEngine
-        self._token_sampler: TokenSampler
-        self._penalties: Penalties
-        self._compute_logprobs: ComputeLogprobs
-        self._graphs: DecodeGraphs | None = None
-        self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
-        rows, vocab_size, device = config.max_num_seqs, loaded.vocab_size, self._device
-        if loaded.kernels != "triton":
-            self._token_sampler = TorchTokenSampler(device)
-            self._penalties, self._compute_logprobs = TorchPenalties(vocab_size, device), compute_logprobs
-        if loaded.kernels == "torch":
-            self._engine = TorchEngine(
-                loaded, TorchBackend(device) if self._memory is None else MappedBackend(self._memory, device)
-            )
-            return
-        if loaded.kernels == "cpu":
-            from pagewise_executor.attention.cpu_attention import CpuBackend
-
-            self._engine = TorchEngine(loaded, CpuBackend())
-            return
-        if loaded.kernels == "openvino":
-            from pagewise_executor.engines.openvino_engine import OpenVINOEngine
-
-            self._engine = OpenVINOEngine(loaded.compiled)
-            return
-        from pagewise_kernels.logprobs import token_logprobs
-
-        from pagewise_executor import decode_graphs
-        from pagewise_executor.attention.triton_attention import TritonBackend
-
-        backend = TritonBackend(
-            device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
-        )
-        self._engine = engine = TorchEngine(loaded, backend)
-        self._token_sampler = token_sampler = TritonTokenSampler(rows, device)
-        self._penalties, self._compute_logprobs = TritonPenalties(rows, vocab_size, device), token_logprobs
-        self._graphs = decode_graphs.DecodeGraphs(
-            engine.forward, engine.forward_context, backend, token_sampler, self._last_tokens, config.block_size
-        )
-
     def _event(self) -> "torch.cuda.Event | None":
         """Record a CUDA event; None on the CPU."""
         if self._device.type != "cuda":
@@ -349,7 +331,9 @@ class ModelRunner:
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Run a step of decodes alone, which a graph computes and samples."""
-        logits, tokens = graphs.run(work.decoding, self._batch.num_computed[work.decoding] + 1)
+        logits, tokens = graphs.run(
+            work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
+        )
         if self._sampler.are_simple(work.sampled_rows):
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read

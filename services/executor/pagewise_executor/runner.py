@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.protocol import (
+    AdapterLoaded,
     CancelCopies,
     Copied,
     Found,
     Inventory,
+    LoadAdapter,
     LookUp,
     LowerTier,
     MeasuredCosts,
@@ -40,6 +42,8 @@ class RunnerInfo:
     storages: tuple[SharedStorage, ...] = ()
     no_segments: str = ""
     no_grammars: str = ""
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class PendingStep(Protocol):
@@ -60,8 +64,13 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
-        """Call ``report``, on any thread, when copies between tiers or executors are done, or something was found."""
+    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
+        """Call ``report``, on any thread, when copies between tiers or executors are done, something was found, or an
+        adapter was loaded."""
+        ...
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Load an adapter beside the steps; called from any thread."""
         ...
 
     def look_up(self, message: LookUp) -> None:

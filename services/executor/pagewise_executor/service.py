@@ -16,6 +16,7 @@ from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    AdapterLoaded,
     CancelCopies,
     Copied,
     Drain,
@@ -25,6 +26,7 @@ from pagewise_shared.protocol import (
     HeartbeatAck,
     Hello,
     Leaving,
+    LoadAdapter,
     LookUp,
     Message,
     Refused,
@@ -94,6 +96,8 @@ class ExecutorService:
             no_grammars=info.no_grammars,
             storages=info.storages,
             role=role,
+            max_loras=info.max_loras,
+            max_lora_rank=info.max_lora_rank,
         )
         self._worker = worker
         self._endpoint = endpoint
@@ -196,7 +200,7 @@ class ExecutorService:
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
-    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found) -> None:
+    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found | AdapterLoaded) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
         if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):
@@ -322,5 +326,7 @@ class ExecutorService:
                     worker.cancel_copies(message)
                 case LookUp():
                     worker.look_up(message)
+                case LoadAdapter():
+                    worker.load_adapter(message)
                 case Drain():
                     self.stop("drained")

@@ -8,9 +8,11 @@ from math import log
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     HOST,
+    AdapterLoaded,
     CancelCopies,
     Copied,
     Found,
+    LoadAdapter,
     LookUp,
     LowerTier,
     PromptLogprobs,
@@ -57,18 +59,26 @@ class SimulatedRunner:
             dtype="none",
             tiers=tuple(LowerTier(number, tiers[number]) for number in sorted(tiers)),
             no_grammars="tokens are invented, not sampled",
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         )
-        self._report: Callable[[Copied | Found], None] = lambda message: None
+        self._slots: dict[int, bytes] = {}
+        self._report: Callable[[Copied | Found | AdapterLoaded], None] = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
         self.num_refused = self.num_closed = self.num_storage_errors = 0
 
-    def report_copies(self, report: Callable[[Copied | Found], None]) -> None:
+    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
         """See ``Runner``. Copies are done at once, because there is nothing to copy."""
         self._report = report
 
     def look_up(self, message: LookUp) -> None:
         """Do nothing: it has no storage."""
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Remember which adapter is in a slot: the tokens of its rows differ from those of others."""
+        self._slots[message.slot] = message.adapter.content
+        self._report(AdapterLoaded(message.epoch, message.number))
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """Do nothing: it has no block endpoint, so no plan makes it fetch from a peer."""
@@ -87,6 +97,7 @@ class SimulatedRunner:
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
             tiers={tier.number: tier.num_blocks for tier in self.info.tiers},
+            num_adapters=self.info.max_loras,
         )
         self._hashes.clear()
 
@@ -105,6 +116,8 @@ class SimulatedRunner:
         for row in work.joined:
             held = batch.sequences[row]
             seed = held.sampling.seed if held.sampling.temperature > 0 else 0
+            if (slot := int(batch.adapters[row])) >= 0:
+                seed ^= zlib.crc32(self._slots[slot])
             self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
         prompt_logprobs = tuple(self._prompt_logprobs(work))
         batch.advance(work)

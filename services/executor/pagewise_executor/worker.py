@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pagewise_shared.protocol import (
+    AdapterLoaded,
     CancelCopies,
     Copied,
     Found,
     Inventory,
+    LoadAdapter,
     LookUp,
     StepError,
     StepPlan,
@@ -50,7 +52,7 @@ class Worker:
         self._build = build
         self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
         self._runner: Runner
-        self._answer: Callable[[StepResult | Copied | Found], None]
+        self._answer: Callable[[StepResult | Copied | Found | AdapterLoaded], None]
         self._inbox: queue.SimpleQueue[Welcome | StepPlan | _Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
@@ -83,7 +85,7 @@ class Worker:
         self._thread.start()
         return self._built.result()
 
-    def answer_to(self, answer: Callable[[StepResult | Copied | Found], None]) -> None:
+    def answer_to(self, answer: Callable[[StepResult | Copied | Found | AdapterLoaded], None]) -> None:
         """Pass all results to ``answer``, which is called on any thread. Must be called before the first ``put``."""
         self._answer = answer
         self._runner.report_copies(answer)
@@ -99,6 +101,10 @@ class Worker:
     def look_up(self, message: LookUp) -> None:
         """Find out how much of a prefix is in a storage, beside the steps."""
         self._runner.look_up(message)
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Load an adapter, beside the steps."""
+        self._runner.load_adapter(message)
 
     @property
     def num_storage_errors(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from msgspec import Struct
-from pagewise_shared.protocol import FinishReason, KeyLimits, PromptSegments, TokenLogprobs
+from pagewise_shared.protocol import Adapter, FinishReason, KeyLimits, PromptSegments, TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 RefusalKind = Literal["never_fits", "overloaded", "unavailable"]
@@ -77,6 +77,7 @@ class GenerationRequest:
         key, limits: name of the API key that the request came with, and the limits of that key.
         retention: seconds for which the client wants the KV of the prefix kept; 0: it says nothing.
         prompt_bytes: what the answer takes for what it repeats of the prompts.
+        adapter: with which the prompts are computed; None: with the model alone.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class GenerationRequest:
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
     prompt_bytes: int = 0
     retention: int = 0
+    adapter: Adapter | None = None
 
     @property
     def chooses(self) -> bool:

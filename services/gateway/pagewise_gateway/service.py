@@ -6,13 +6,16 @@ import os
 import signal
 import socket
 
-from pagewise_shared.config import GatewayConfig
+from pagewise_shared.adapters import read_adapter
+from pagewise_shared.config import GatewayConfig, named_modules
 from pagewise_shared.curve import load_keys
+from pagewise_shared.errors import ConfigError
 from pagewise_shared.model_files import resolve_model
+from pagewise_shared.protocol import Adapter
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 
 from pagewise_gateway.http import create_app, listening, load_certificate, most_connections
-from pagewise_gateway.link import SchedulerLink
+from pagewise_gateway.link import AdapterTable, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -20,6 +23,19 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
 """How long a client may take to read the end of its stream when the gateway stops."""
+
+
+def _modules(config: GatewayConfig, model_name: str) -> list[Adapter]:
+    """Return the adapters that this gateway was started with.
+
+    Raises:
+        AdapterError: one cannot be found, read or served.
+        ConfigError: one is called as the model.
+    """
+    modules = named_modules(config.lora_modules)
+    if model_name in modules:
+        raise ConfigError(f"--lora-modules: {model_name!r} is the name of the model")
+    return [read_adapter(name, path, config.max_lora_rank) for name, path in modules.items()]
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -33,7 +49,7 @@ async def serve(config: GatewayConfig) -> None:
     scheduler or not.
 
     Raises:
-        ModelError: the model's tokenizer cannot be found or read.
+        ModelError: the model's tokenizer, or an adapter, cannot be found or read.
         ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host.
         OSError: an address cannot be bound.
         RefusedError: the scheduler does not let this gateway join.
@@ -52,6 +68,7 @@ async def serve(config: GatewayConfig) -> None:
         model_name=model_name,
         timeout=config.scheduler_timeout,
         keys=keys,
+        adapters=AdapterTable(_modules(config, model_name)),
     )
     surface = listening(
         create_app(link, tokenizer, config, metrics),

@@ -230,6 +230,9 @@ class Metrics:
             self.kv_blocks(tier, state)
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
+        self.lora_adapters_resident = self._gauge(
+            "lora_adapters_resident", "LoRA adapters in the slots of all executors."
+        )
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")
@@ -294,6 +297,7 @@ class Metrics:
         )
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
+        self._bind_adapter_counters()
 
     def _bind_admission_counters(self) -> None:
         self._requests_refused = self._raw_counter(
@@ -307,6 +311,13 @@ class Metrics:
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
         for reason in REFUSALS:
             self.requests_refused(reason)
+
+    def _bind_adapter_counters(self) -> None:
+        self.lora_loads = self._counter(
+            "lora_loads", "LoRA adapters that executors have loaded, by themselves or to slots."
+        )
+        self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
+        self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
 
     def _bind_histograms(self) -> None:
         self._recovery_predicted = self._raw_histogram(

@@ -7,6 +7,7 @@ a machine can see command lines.
 """
 
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
+from pagewise_shared.config.lora_options import named_modules
 from pagewise_shared.config.options import (
     DEMO_MODEL,
     Device,
@@ -39,6 +40,7 @@ __all__ = [
     "ServeConfig",
     "build_config",
     "misspelt_variables",
+    "named_modules",
     "options_of",
     "parse_config",
     "parse_size",

@@ -39,6 +39,14 @@ GROUPS = {
         "recovery",
         "eviction",
     ),
+    "LoRA adapters": (
+        "enable_lora",
+        "lora_modules",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "allow_runtime_lora_updating",
+    ),
     "HTTP": (
         "host",
         "port",

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pagewise_shared.config.chat import ChatConfig
+from pagewise_shared.config.kinds import Port, Positive, Seconds
+from pagewise_shared.config.kinds import described as _help
+from pagewise_shared.config.lora_options import ExecutorLoraOptions, GatewayLoraOptions
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
@@ -13,16 +16,6 @@ DEMO_MODEL = "pagewise-demo"
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where a model runs."""
-
-
-def _help(text: str, metavar: str | None = None, more: str = "") -> Meta:
-    """The help text of an option. ``more``: sentences that only the documents add to it."""
-    return Meta(description=text, extra={"metavar": metavar, "more": more})
-
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
 
 # Options of several commands. The same option has the same name, meaning and default in all of them.
 Model = Annotated[str, _help("model directory or hub id", "MODEL")]
@@ -132,7 +125,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
 
 
-class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
+class GatewayConfig(ChatConfig, GatewayLoraOptions, frozen=True, kw_only=True):
     """Options of ``pagewise-gateway``."""
 
     model: Model = DEMO_MODEL
@@ -225,7 +218,7 @@ class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
     ] = False
 
 
-class ExecutorConfig(Struct, frozen=True, kw_only=True):
+class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     """Options of ``pagewise-executor``."""
 
     model: Model = DEMO_MODEL

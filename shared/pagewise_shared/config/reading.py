@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.groups import GROUPS
+from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
@@ -105,12 +106,15 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         elif environ.get(option.variable) and option.secret:
             values[option.name] = environ[option.variable]
         elif environ.get(option.variable):
-            values[option.name] = _convert(environ[option.variable], option.hint, option.variable)
+            text = environ[option.variable]
+            value = text.split() if _is_list(option.hint) else text
+            values[option.name] = _convert(value, option.hint, option.variable)
     if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
         raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
+    check_lora(values)
     if values.get("role", "both") != "both" and values.get("lend_blocks") is False:
         raise ConfigError(f"--role {values['role']} needs --lend-blocks: requests move, and their blocks are fetched")
     config = _compose(config_type, values)
@@ -141,7 +145,9 @@ def to_argv(config: Struct) -> list[str]:
         value = getattr(config, option.name)
         if value is None or value == option.default or option.secret:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, tuple):
+            argv += [option.flag, *map(str, value)]
+        elif isinstance(value, bool):
             argv.append(option.flag if value else "--no-" + option.flag[2:])
         else:
             argv.append(f"{option.flag}={value}")
@@ -245,15 +251,27 @@ def _part(hint: Any) -> type[Struct] | None:
 def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
     help_text, metavar, base = option.meta.get("text", ""), option.meta.get("metavar"), _base(option.hint)
     choices = get_args(base) if get_origin(base) is Literal else None
-    if option.default is not None and option.default is not False and "(default" not in help_text:
+    if (
+        option.default is not None
+        and option.default is not False
+        and option.default != ()
+        and "(default" not in help_text
+    ):
         help_text += f" (default: {option.default})"
     if option.name == "model":
         parser.add_argument("model_argument", nargs="?", metavar=metavar, help=help_text)
         parser.add_argument("--model", help=argparse.SUPPRESS)
     elif base is bool:
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
+    elif _is_list(option.hint):
+        parser.add_argument(option.flag, metavar=metavar, nargs="+", help=help_text)
     else:
         parser.add_argument(option.flag, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether an option takes several values."""
+    return get_origin(_base(hint)) is tuple
 
 
 def _meta(hint: Any) -> dict[str, Any]:

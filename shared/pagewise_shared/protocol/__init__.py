@@ -1,5 +1,15 @@
 """The wire between gateways, scheduler and executors: messages and their codec."""
 
+from pagewise_shared.protocol.adapter_messages import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterAnswer,
+    AdapterLoaded,
+    AdapterState,
+    LoadAdapter,
+    RegisterAdapter,
+    UnregisterAdapter,
+)
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.protocol.codec import (
     decode_from_executor,
@@ -92,6 +102,7 @@ from pagewise_shared.protocol.step_messages import (
 __all__ = [
     "DEVICE",
     "HOST",
+    "MAX_ADAPTERS",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
     "ROLES",
@@ -100,6 +111,10 @@ __all__ = [
     "STORAGE_NAMES",
     "TIER_NAMES",
     "Abort",
+    "Adapter",
+    "AdapterAnswer",
+    "AdapterLoaded",
+    "AdapterState",
     "BlockCopies",
     "Blocks",
     "CancelCopies",
@@ -121,6 +136,7 @@ __all__ = [
     "Inventory",
     "KeyLimits",
     "Leaving",
+    "LoadAdapter",
     "LookUp",
     "LowerTier",
     "MeasuredCosts",
@@ -139,6 +155,7 @@ __all__ = [
     "QueryAnswer",
     "ReadBlocks",
     "Refused",
+    "RegisterAdapter",
     "Rejoin",
     "RemoteTier",
     "RequestRefused",
@@ -157,6 +174,7 @@ __all__ = [
     "Submit",
     "ToGateway",
     "TokenLogprobs",
+    "UnregisterAdapter",
     "Welcome",
     "decode_from_executor",
     "decode_from_gateway",

@@ -11,6 +11,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.adapter_messages import (
+    Adapter,
+    AdapterAnswer,
+    AdapterList,
+    AdapterState,
+    RegisterAdapter,
+    UnregisterAdapter,
+)
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
@@ -38,6 +46,8 @@ class GatewayHello(Message, frozen=True):
         ready_executors: how many executors took work when the gateway was last told; 0: it does not know. A scheduler
             that has just started waits for them for a moment before it places requests.
         rejoins: how often it had joined a scheduler before, this one or another.
+        adapters_version, adapters: the last ``AdapterState`` that it was told; a scheduler that knows none as new as
+            this one takes it over.
     """
 
     protocol_major: int
@@ -47,6 +57,8 @@ class GatewayHello(Message, frozen=True):
     instance: str
     ready_executors: int = 0
     rejoins: int = 0
+    adapters_version: int = 0
+    adapters: AdapterList = ()
 
 
 class KeyLimits(Piece, frozen=True):
@@ -132,6 +144,7 @@ class Submit(Message, frozen=True):
             over its place, and is not counted again; -1: it was not counted yet.
         client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
         reuse: of its prefix, as far as anything is known.
+        adapter: with which it is computed; None: with the model alone.
     """
 
     epoch: int
@@ -151,6 +164,7 @@ class Submit(Message, frozen=True):
     counted_as: int = -1
     client_request_id: str = ""
     reuse: ReuseHints = ReuseHints()
+    adapter: Adapter | None = None
 
 
 class Abort(Message, frozen=True):
@@ -211,7 +225,18 @@ class Query(Message, frozen=True):
     key: str = ""
 
 
-FromGateway = GatewayHello | Submit | Abort | FinishStream | MetricsSnapshot | Query | Heartbeat | Goodbye
+FromGateway = (
+    GatewayHello
+    | Submit
+    | Abort
+    | FinishStream
+    | MetricsSnapshot
+    | Query
+    | RegisterAdapter
+    | UnregisterAdapter
+    | Heartbeat
+    | Goodbye
+)
 
 # ---- scheduler -> gateway -----------------------------------------------------------------------------
 
@@ -334,4 +359,6 @@ class QueryAnswer(Message, frozen=True):
     body: bytes = b""
 
 
-ToGateway = GatewayWelcome | FleetState | Outputs | QueryAnswer | HeartbeatAck | Rejoin | Refused
+ToGateway = (
+    GatewayWelcome | FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer | HeartbeatAck | Rejoin | Refused
+)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.adapter_messages import AdapterLoaded, LoadAdapter
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
@@ -104,6 +105,7 @@ class Hello(Message, frozen=True):
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
         no_grammars: why outputs cannot be made to match a grammar; empty: they can.
+        max_loras: slots for adapters on the device; 0: it serves none. max_lora_rank: the greatest that they may have.
     """
 
     protocol_major: int
@@ -131,6 +133,8 @@ class Hello(Message, frozen=True):
     no_segments: str = ""
     role: str = "both"
     no_grammars: str = ""
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):
@@ -278,8 +282,8 @@ class Drain(Message, frozen=True):
     epoch: int
 
 
-FromExecutor = Hello | StepResult | Copied | Found | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | Drain
+FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | Heartbeat | Leaving | Goodbye
+FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | LoadAdapter | Drain
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class NewSequence(Piece, frozen=True):
         blocks: the block table so far (int32 bytes).
         root: hash with which its chain of block hashes begins.
         constraints: index in ``StepPlan.constraints`` of what ``sampling`` leaves out; -1: it has none.
+        adapter: the slot of its adapter, which has been loaded; -1: it has none.
     """
 
     row: int
@@ -32,6 +33,7 @@ class NewSequence(Piece, frozen=True):
     sampling: SamplingParams
     root: bytes = b""
     constraints: int = -1
+    adapter: int = -1
 
 
 class RemoteTier(Piece, frozen=True):

@@ -15,6 +15,8 @@ from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
+    AdapterAnswer,
+    AdapterState,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -117,7 +119,8 @@ def prompts_of(
 class PlayedGateway:
     """``frames``: the Outputs that have come. ``fleet``: the last FleetState.
 
-    ``ready_executors``, ``rejoins``: what its Hello says of schedulers before.
+    ``ready_executors``, ``rejoins``, ``adapters``: what its Hello says of schedulers before. ``adapter_answers``: by
+    number.
     """
 
     def __init__(self, endpoint: str, gateway_id: str = "gateway", keys: Keys | None = None) -> None:
@@ -128,6 +131,8 @@ class PlayedGateway:
         self.requests: dict[int, PlayedRequest] = {}
         self.answers: dict[int, asyncio.Future[QueryAnswer]] = {}
         self.ready_executors = self.rejoins = 0
+        self.adapters = AdapterState(0)
+        self.adapter_answers: dict[int, AdapterAnswer] = {}
         self.instance = uuid.uuid4().hex
         self._next = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,7 +154,15 @@ class PlayedGateway:
         """Say Hello; the answer. If it is let in, it goes on reading and sends heartbeats until it is closed."""
         await self.send(
             GatewayHello(
-                PROTOCOL_MAJOR, PROTOCOL_MINOR, self.gateway_id, "m", self.instance, self.ready_executors, self.rejoins
+                PROTOCOL_MAJOR,
+                PROTOCOL_MINOR,
+                self.gateway_id,
+                "m",
+                self.instance,
+                self.ready_executors,
+                self.rejoins,
+                self.adapters.version,
+                self.adapters.adapters,
             )
         )
         while not isinstance(answer := await self.receive(), GatewayWelcome | Refused):
@@ -193,6 +206,10 @@ class PlayedGateway:
                     self._take(outputs)
                 case FleetState() as state:
                     self.fleet = state
+                case AdapterState() as told:
+                    self.adapters = told
+                case AdapterAnswer() as answered:
+                    self.adapter_answers[answered.number] = answered
                 case QueryAnswer() as answer:
                     self.answers.pop(answer.number).set_result(answer)
 

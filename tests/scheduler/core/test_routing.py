@@ -23,6 +23,8 @@ from pagewise_scheduler.core.routing.policies import (
     place,
 )
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
+from pagewise_shared.protocol import Adapter, AdapterLoaded
 from pagewise_shared.segments import make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler
@@ -394,3 +396,28 @@ def test_a_request_goes_where_its_segments_are_cached() -> None:
         placed = place(make_routing("prefix"), asking(order, 61), views, now=0.0)
         assert placed.executor is views[expected]
         assert placed.reason == "cached"
+
+
+def test_an_adapter_is_a_reason_to_go_where_it_is() -> None:
+    adapter = Adapter("one", "/adapters/one", b"1" * 32, 50_000_000, 16)
+    views, slots = [], []
+    for _ in range(2):
+        scheduler = create_scheduler(costs=COSTS)
+        slots.append(AdapterSlots(1, scheduler.waiting))
+        views.append(ExecutorView(scheduler, adapters=slots[-1]))
+    wanting = create_request(prompt=LONG)
+    wanting.adapter = adapter
+    slots[1].admit(wanting)
+    slots[1].advance(0.0, None)
+    (load,) = slots[1].take_loads(1)
+    slots[1].loaded(AdapterLoaded(1, load.number, 80_000), 0.1)
+
+    def chosen(executors: list[ExecutorView], adapter: Adapter | None) -> Placement:
+        request = create_request(prompt=LONG)
+        request.adapter = adapter
+        return place(make_routing("ttft"), request, executors, 0.0)
+
+    there = chosen(views, adapter)
+    assert there.executor is views[1]
+    without = chosen(views[:1], adapter)
+    assert without.predicted == pytest.approx(there.predicted + slots[0].seconds(adapter))

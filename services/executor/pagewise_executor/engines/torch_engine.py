@@ -6,14 +6,16 @@ from pagewise_executor.attention.backend import AttentionBackend, ForwardContext
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.uploads import Uploads
 
 
 class TorchEngine:
-    """Runs ``loaded`` with ``attention`` between its layers. See ``ModelEngine``."""
+    """Runs ``loaded`` with ``attention`` between its layers, and the adapters of rows. See ``ModelEngine``."""
 
-    def __init__(self, loaded: LoadedModel, attention: AttentionBackend) -> None:
+    def __init__(self, loaded: LoadedModel, attention: AttentionBackend, adapters: Adapters | None = None) -> None:
+        self._adapters = adapters
         self.model, self._layers, self._attention = loaded.model, loaded.attention, attention
         self.forward_context = ForwardContext()
         self._upload = Uploads(loaded.device)
@@ -33,6 +35,7 @@ class TorchEngine:
 
     def reset(self, batch: InputBatch) -> None:
         """See ``ModelEngine``."""
+        self._batch = batch
         self._attention.reset(batch, self._pool)
 
     def update_block_tables(self, work: StepWork) -> None:
@@ -42,6 +45,8 @@ class TorchEngine:
     def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
         """See ``ModelEngine``."""
         self.forward_context.step = self._attention.prepare(work)
+        if self._adapters is not None:
+            self._adapters.begin(self._batch.adapters[self._batch.flat_batch(work)[0]])
         return self.forward(ids, self._upload(positions), self._upload(kept))
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:

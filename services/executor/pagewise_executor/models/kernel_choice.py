@@ -57,6 +57,8 @@ def candidates(
     """
     if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype)):
         raise ModelError(f"--quantization {config.quantization}: {flaw}")
+    if config.deterministic and config.enable_lora:
+        raise ModelError("--deterministic: not with --enable-lora, whose sums depend on the batch")
     if config.kv_mapping == "mmu":
         if _wanted(config, device) != ("torch",):
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")

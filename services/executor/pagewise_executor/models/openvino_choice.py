@@ -63,6 +63,8 @@ def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
         return f"it is used in float32 only, not in {config.dtype}"
     if config.deterministic:
         return "--deterministic needs the Triton kernels"
+    if config.enable_lora:
+        return "it does not compute LoRA adapters (--enable-lora)"
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
         return "--kv-dtype and --kv-layout need the Triton kernels"
     try:

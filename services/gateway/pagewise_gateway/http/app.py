@@ -10,10 +10,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from pagewise_shared.config import GatewayConfig
+from pagewise_shared.protocol import Adapter
 from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
+from pagewise_gateway.http.adapters import load_lora_adapter, unload_lora_adapter
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
@@ -84,7 +86,7 @@ def create_app(
     if config.log_requests:
         middlewares.insert(0, RequestLog(link).middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
-    limits = Limits(config.served_model_name or config.model, config.max_n)
+    limits = _limits(config, link)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
     app[Service.KEY] = Service(
@@ -115,6 +117,8 @@ def create_app(
             web.post("/v1/messages/count_tokens", count_tokens),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
+            web.post("/v1/load_lora_adapter", load_lora_adapter),
+            web.post("/v1/unload_lora_adapter", unload_lora_adapter),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/health", health),
@@ -126,6 +130,17 @@ def create_app(
         ]
     )
     return app
+
+
+def _limits(config: GatewayConfig, link: SchedulerLink) -> Limits:
+    return Limits(
+        config.served_model_name or config.model,
+        config.max_n,
+        config.model,
+        link.adapters,
+        config.max_lora_rank if config.enable_lora else 0,
+        config.allow_runtime_lora_updating,
+    )
 
 
 async def _close(app: web.Application) -> None:
@@ -230,15 +245,15 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The one model that is served."""
-    return _json(ModelList([_model(request.app[Service.KEY])]))
+    """The model that is served, and its adapters."""
+    service = request.app[Service.KEY]
+    return _json(ModelList([_model(service), *(_model(service, one) for one in service.link.adapters.all())]))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """The model by its name."""
+    """The model or an adapter by its name."""
     service = request.app[Service.KEY]
-    check_model(request.match_info["model"], service.limits)
-    return _json(_model(service))
+    return _json(_model(service, check_model(request.match_info["model"], service.limits)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -297,8 +312,11 @@ async def detokenize(request: web.Request) -> web.Response:
     return _json(DetokenizeResponse(text))
 
 
-def _model(service: Service) -> Model:
-    return Model(service.limits.model_name, _STARTED, _max_model_len(service))
+def _model(service: Service, adapter: Adapter | None = None) -> Model:
+    limits, longest = service.limits, _max_model_len(service)
+    if adapter is None:
+        return Model(limits.model_name, _STARTED, longest, limits.root)
+    return Model(adapter.name, adapter.created, longest, adapter.path, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:

@@ -7,9 +7,9 @@ from aiohttp import web
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import GenerationRequest, PackedLogprobs, Prompt, SequenceDelta
-from pagewise_gateway.http.context import CLIENT, REQUEST_ID, client_request_id
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service, client_request_id
 from pagewise_gateway.http.intake import Intake
-from pagewise_gateway.http.params import beam_params, retention_seconds, stop_texts
+from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.link import LiveRequest, SchedulerLink
@@ -61,6 +61,7 @@ class Generation:
             limits=client.limits,
             prompt_bytes=prompt_bytes,
             retention=retention_seconds(body),
+            adapter=check_model(body.model, request.app[Service.KEY].limits),
         )
         self._live: LiveRequest
 

@@ -32,7 +32,14 @@ from pagewise_gateway.http.responses import (
     Version,
 )
 from pagewise_gateway.http.responses_api.schema import Response, ResponseEvent, ResponsesRequest
-from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagewise_gateway.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
 # Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
@@ -44,6 +51,8 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         CompletionResponse,
     ),
     "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
+    "/v1/load_lora_adapter": ("Load a LoRA adapter; for operators.", LoadAdapterRequest, str, None),
+    "/v1/unload_lora_adapter": ("Unload a LoRA adapter; for operators.", UnloadAdapterRequest, str, None),
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
     "/v1/chat/completions/render": (
@@ -57,8 +66,8 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
     "/v1/messages/count_tokens": ("Count the tokens of a prompt of Anthropic's API.", CountRequest, TokenCount, None),
 }
 _GETS: dict[str, tuple[str, type | None]] = {
-    "/v1/models": ("The model that is served.", ModelList),
-    "/v1/models/{model}": ("The model by its name.", Model),
+    "/v1/models": ("The model that is served, and its adapters.", ModelList),
+    "/v1/models/{model}": ("The model, or an adapter, by its name.", Model),
     "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
     "/version": ("The version of this service.", Version),
     "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
@@ -102,7 +111,7 @@ def document(
         "logprob": LOGPROB_BYTES,
         "repeated": REPEATED_BYTES,
     }
-    types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind is not None}
+    types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind not in (None, str)}
     _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
@@ -110,8 +119,7 @@ def document(
     paths: dict[str, Any] = {path: {"get": _get(path)} for path in _GETS}
     paths |= {path: {"post": _post(path, sizes)} for path in _POSTS}
     paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
-    text: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    text |= {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
+    text = _text() | {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
     paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
     return {
         "openapi": "3.1.0",
@@ -127,7 +135,9 @@ def document(
 
 def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
-    responses = _good(_ref(answer))
+    responses = _good(_ref(answer)) if answer is not str else _text()
+    if path.endswith("_lora_adapter"):
+        responses["403"] = _error(f"{_OPERATORS} Or adapters may not be loaded while the server runs.")
     if event is not None:
         # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]".
         chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
@@ -172,6 +182,10 @@ def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
 
 def _good(schema: dict[str, Any]) -> dict[str, Any]:
     return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+
+
+def _text() -> dict[str, Any]:
+    return {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def _error(text: str) -> dict[str, Any]:

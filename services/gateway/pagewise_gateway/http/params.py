@@ -3,8 +3,9 @@
 import secrets
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
 
 from pagewise_gateway.generation import Capacity
@@ -15,6 +16,7 @@ from pagewise_gateway.http.errors import (
     ModelNotFoundError,
 )
 from pagewise_gateway.http.schema import GenerationFields
+from pagewise_gateway.link import AdapterTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096
@@ -27,20 +29,31 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """Limits of this service, in addition to those of the model, and the name of its model."""
+    """Limits of this service, in addition to those of the model, and the names of its model and adapters.
+
+    ``root``: the model's folder or hub id. ``max_lora_rank``: of adapters, 0: there are none. ``updates_adapters``:
+    whether they may be loaded while the service runs.
+    """
 
     model_name: str
     max_n: int
+    root: str = ""
+    adapters: AdapterTable = field(default_factory=AdapterTable)
+    max_lora_rank: int = 0
+    updates_adapters: bool = False
 
 
-def check_model(name: str | None, limits: Limits) -> None:
-    """Check that a request names the model that is served, or none.
+def check_model(name: str | None, limits: Limits) -> Adapter | None:
+    """Return the adapter that a request names, or None if it names the model, or nothing.
 
     Raises:
         ModelNotFoundError: it names another one.
     """
-    if name is not None and name != limits.model_name:
+    if name is None or name == limits.model_name:
+        return None
+    if (adapter := limits.adapters.find(name)) is None:
         raise ModelNotFoundError(f"the model {name!r} does not exist here; {limits.model_name!r} does", param="model")
+    return adapter
 
 
 def check_common(body: GenerationFields, limits: Limits) -> int:

@@ -57,7 +57,9 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
     await intake.count(service.link)
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:
-        return await service.turns.call(client.name, lambda: parse_request(body, request_type)), intake
+        small = await service.turns.call(client.name, lambda: parse_request(body, request_type))
+        await _settle_adapter(service, small)
+        return small, intake
     # Parsing holds the GIL, so a thread would not help. Large bodies take at most half of the event loop's time: the
     # next one is parsed when as much time has passed again.
     await service.parsing.take(client.name)
@@ -67,7 +69,15 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
     finally:
         asyncio.get_running_loop().call_later(monotonic() - began, service.parsing.pass_on)
     await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
+    await _settle_adapter(service, parsed)
     return parsed, intake
+
+
+async def _settle_adapter(service: Service, body: Struct) -> None:
+    """Wait until it is known whether there is the adapter that a request names, if it does not name the model."""
+    name, limits = getattr(body, "model", None), service.limits
+    if name is not None and limits.max_lora_rank and name != limits.model_name:
+        await limits.adapters.settle(name)
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:

@@ -46,7 +46,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         whether the client asked for log-probabilities."""
         self._chunk_type = chunk_type
         self._service, self._body, self._generation = service, body, generation
-        self._id, self._created, self._model = completion_id, int(time.time()), service.limits.model_name
+        self._id, self._created, self._model = completion_id, int(time.time()), body.model or service.limits.model_name
         options = body.stream_options
         self._usage_wanted = bool(options and options.include_usage)
         self._usage_in_every_chunk = bool(self._usage_wanted and options and options.continuous_usage_stats)

@@ -177,11 +177,17 @@ class ChatChunk(Struct):
 
 
 class Model(Struct):
-    """A model that is served. ``max_model_len``: null until an executor has joined."""
+    """A model that is served, or an adapter of it.
+
+    ``max_model_len``: null until an executor has joined. ``root``: its folder or hub id. ``parent``: of an adapter, the
+    name of the model.
+    """
 
     id: str
     created: int
     max_model_len: int | None
+    root: str
+    parent: str | None = None
     object: Literal["model"] = "model"
     owned_by: str = "pagewise"
 

@@ -15,6 +15,8 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError, RefusedError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
+    AdapterAnswer,
+    AdapterState,
     FleetState,
     GatewayHello,
     GatewayWelcome,
@@ -56,7 +58,7 @@ class Handler(Protocol):
         """The scheduler is gone."""
         ...
 
-    def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
+    def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         """A message of the current epoch has been received.
 
         Raises:
@@ -249,9 +251,9 @@ class SchedulerConnection:
             return
         self._last_heard = monotonic()
         match message:
-            case Outputs() | FleetState() if message.epoch != self.epoch:
+            case Outputs() | FleetState() | AdapterState() if message.epoch != self.epoch:
                 self._metrics.frames_dropped("stale_epoch").inc()
-            case Outputs() | FleetState() | QueryAnswer():
+            case Outputs() | FleetState() | AdapterState() | AdapterAnswer() | QueryAnswer():
                 self._hand_on(message)
             case GatewayWelcome():
                 self._join(message)
@@ -263,7 +265,7 @@ class SchedulerConnection:
             case Refused(reason):
                 raise RefusedError(f"the scheduler at {self._endpoint} refused this gateway: {printable(reason, 1000)}")
 
-    def _hand_on(self, message: FleetState | Outputs | QueryAnswer) -> None:
+    def _hand_on(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         try:
             self._handler.received(message)
         except ProtocolError as error:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from time import monotonic
 
+from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import FinishReason
 
 from pagewise_gateway.generation import (
@@ -195,7 +196,9 @@ class LiveRequest:
     def prompt_computed(self, prompt: LivePrompt) -> None:
         """The first output token of a prompt has been computed."""
         self.num_cached_tokens += prompt.cached_tokens
-        self._on_prompt(prompt.given.tokens, self.request.cache_salt)
+        request = self.request
+        adapter, salt = request.adapter, request.cache_salt
+        self._on_prompt(prompt.given.tokens, salt if adapter is None else adapter_salt(adapter.content, salt))
 
     def changed(self, output: Output) -> None:
         """An output has changed for the first time since the client read."""

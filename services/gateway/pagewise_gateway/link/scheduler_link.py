@@ -14,6 +14,8 @@ from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
+    AdapterAnswer,
+    AdapterState,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -27,6 +29,7 @@ from pagewise_shared.protocol import (
 from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
 from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest, Held
+from pagewise_gateway.link.adapter_table import AdapterTable
 from pagewise_gateway.link.connection import SchedulerConnection
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.repeat_watch import RepeatWatch
@@ -48,6 +51,7 @@ class SchedulerLink:
     """All live requests of one gateway, and its connection to the scheduler.
 
     Fields:
+        adapters: those that are served.
         closing: whether no more requests are accepted, because this gateway stops.
         on_end: is called with each request when it has ended.
 
@@ -65,7 +69,10 @@ class SchedulerLink:
         model_name: str,
         timeout: float = 60.0,
         keys: Keys | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
+        self.adapters = adapters or AdapterTable()
+        self.adapters.timeout = timeout
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._timeout = timeout
@@ -216,10 +223,20 @@ class SchedulerLink:
     # ---- for the connection --------------------------------------------------------------------------
 
     def _hello(self) -> GatewayHello:
-        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, self._served_by, self._rejoins)
+        known = self.adapters
+        return GatewayHello(
+            PROTOCOL_MAJOR,
+            PROTOCOL_MINOR,
+            *self._name,
+            self._served_by,
+            self._rejoins,
+            known.version,
+            known.all(),
+        )
 
     def joined(self, epoch: int) -> None:
         """A scheduler is there: submit all live requests, in the order of their arrival."""
+        self.adapters.joined(epoch, self._connection.send)
         if self._live:
             log.info("submitting %d requests", len(self._live))
         for live in list(self._live):
@@ -228,6 +245,7 @@ class SchedulerLink:
     def lost(self) -> None:
         """The scheduler is gone: all live requests wait for the next one, and their stream numbers are void."""
         now = monotonic()
+        self.adapters.lost()
         self._rejoins += 1
         self._told.clear()
         for live in self._live:
@@ -238,7 +256,7 @@ class SchedulerLink:
             if not answer.done():
                 answer.set_exception(AdmissionError("unavailable", "no scheduler answers"))
 
-    def received(self, message: FleetState | Outputs | QueryAnswer) -> None:
+    def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         """Handle a message of the current epoch.
 
         Raises:
@@ -260,6 +278,10 @@ class SchedulerLink:
                     known = self._fleet
                     limits = known.max_model_len, known.vocab_size, known.no_grammars
                     self._fleet = FleetState(message.epoch, 0, *limits)
+            case AdapterState():
+                self.adapters.told(message)
+            case AdapterAnswer():
+                self.adapters.answered(message)
             case QueryAnswer():
                 if (answer := self._queries.get(message.number)) is not None and not answer.done():
                     answer.set_result(message)

@@ -34,6 +34,7 @@ def submission(live: LiveRequest, epoch: int, now: float, tool_call_ids: tuple[i
         counted_as=-1 if live.counted_as is None or live.counted_as.stream is None else live.counted_as.stream,
         client_request_id=request.client_request_id,
         reuse=ReuseHints(request.retention, tool_call_ids),
+        adapter=request.adapter,
     )
 
 

@@ -4,8 +4,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isnan
 
+from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Copied, Hello, StepResult, TokenLogprobs, unpack_float32s, unpack_int32s
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    Copied,
+    Hello,
+    StepResult,
+    TokenLogprobs,
+    unpack_float32s,
+    unpack_int32s,
+)
 
 _MOST = 2**31 - 1
 _MAX_TEXT = 4096
@@ -56,6 +65,18 @@ def check_copies(copied: Copied) -> None:
         raise ImpossibleError(f"{len(copied.bad)} bytes of blocks")
     if not 0 <= copied.elapsed_us <= _MOST:
         raise ImpossibleError(f"copies of {copied.elapsed_us} µs")
+
+
+def check_loaded(loaded: AdapterLoaded) -> None:
+    """Look at a report of an adapter.
+
+    Raises:
+        ImpossibleError: something in it cannot be.
+    """
+    if not 0 <= loaded.elapsed_us <= _MOST:
+        raise ImpossibleError(f"an adapter that took {loaded.elapsed_us} µs")
+    if any(len(content) != HASH_BYTES for content in loaded.evicted):
+        raise ImpossibleError("the hash of an adapter that is none")
 
 
 def _rise(indices: list[int], first: int, end: int) -> bool:

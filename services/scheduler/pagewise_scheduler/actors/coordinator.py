@@ -14,6 +14,7 @@ from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
+from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
@@ -70,6 +71,8 @@ class Coordinator:
                 timeout=unplaced_timeout,
                 routing=config.routing,
             )
+            self.registry = AdapterRegistry(lambda: self.router.engines)
+            self.fleet.on_joined = self.registry.engine_joined
             self.gateways = self._make_gateways(config, keys)
         except zmq.ZMQError:
             self._wire.close()
@@ -116,7 +119,9 @@ class Coordinator:
         )
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout
-        return Gateways(socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer)
+        return Gateways(
+            socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer, self.registry
+        )
 
     def _next_epoch(self) -> int:
         return next(self._epochs)

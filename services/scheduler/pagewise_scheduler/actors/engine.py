@@ -8,6 +8,7 @@ from enum import Enum, auto
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -19,7 +20,7 @@ from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
@@ -78,7 +79,12 @@ class Engine:
     """
 
     def __init__(
-        self, hello: Hello, scheduler: Scheduler, link: ExecutorLink, agenda: "dict[Engine, None]", metrics: Metrics
+        self,
+        hello: Hello,
+        scheduler: AdapterScheduler,
+        link: ExecutorLink,
+        agenda: dict["Engine", None],
+        metrics: Metrics,
     ) -> None:
         self.hello = hello
         self.executor_id = hello.executor_id
@@ -154,6 +160,8 @@ class Engine:
             EngineLostError: the executor cannot be reached.
         """
         if self.life in (Life.SERVING, Life.DRAINING):
+            for load in self.scheduler.adapter_loads(clock()):
+                self._send(load)
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
                 plan = self.scheduler.schedule(now)
@@ -235,6 +243,12 @@ class Engine:
             self._metrics.frames_dropped("undecodable").inc()
             self._start_over(str(error), blame_step=False)
 
+    def take_loaded(self, message: AdapterLoaded) -> None:
+        """An adapter has been loaded, or could not be."""
+        self.touch()
+        for request in self.scheduler.adapter_loaded(message, clock()):
+            self._fail(request, printable(message.error, _MAX_ERROR_TEXT))
+
     def _answered(self, live: LiveRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""
         if (placement := live.placement) is not None and placement.waits:
@@ -275,10 +289,13 @@ class Engine:
         self.oldest_step_time = None
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
-            live = self._live[request.request_id]
-            self._forget(live)
-            live.fail("internal", f"the executor could not run it: {reason}", clock())
+            self._fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
+
+    def _fail(self, request: Request, message: str) -> None:
+        live = self._live[request.request_id]
+        self._forget(live)
+        live.fail("internal", message, clock())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
@@ -345,6 +362,7 @@ class Engine:
         try:
             self._watch.report()
             self._blame(loss)
+            self.scheduler.adapters.give_up_checks()
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pagewise_shared.protocol import (
+    AdapterLoaded,
     Copied,
     Drain,
     Found,
@@ -19,7 +20,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
-from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
+from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, check_loaded, checked_tokens
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, ExecutorLink, Life
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, storages_of
@@ -30,7 +31,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.recovery.cost_model import Eviction
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.metrics import Metrics
 
@@ -88,8 +89,8 @@ class _Guard:
 class Fleet(Sessions[Executor]):
     """Admits executors, gives each an engine, and gives up those that fall silent or whose steps do not return.
 
-    ``agenda``: engines that have something new to plan. ``on_leaving``: told of engines that want to leave, and how
-    many seconds that may take.
+    ``agenda``: engines that have something new to plan. ``on_joined``: called when one has joined.
+    ``on_leaving``: told of engines that want to leave, and how many seconds that may take.
     """
 
     hello_type = Hello
@@ -107,6 +108,7 @@ class Fleet(Sessions[Executor]):
         super().__init__(socket, guard, metrics, timeout)
         self.agenda: dict[Engine, None] = {}
         self.sharing = CacheSharing(metrics)
+        self.on_joined: Callable[[], None] = lambda: None
         self.on_leaving: Callable[[Engine, float], None] = lambda engine, seconds: None
         self.router: Router
         self._options = options
@@ -200,14 +202,16 @@ class Fleet(Sessions[Executor]):
             spoken_version(hello),
         )
         self.router.joined(engine)
+        self.on_joined()
 
     def _begin_epoch(self, session: Session[Executor]) -> int:
         session.epoch = self._next_epoch()
         return session.epoch
 
-    def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
+    def _scheduler(self, hello: Hello, epoch: int) -> AdapterScheduler:
         options = self._options
-        return Scheduler(
+        return AdapterScheduler(
+            max_loras=hello.max_loras,
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
@@ -241,6 +245,10 @@ class Fleet(Sessions[Executor]):
                     check_copies(message)
                     with self.guarded(engine):
                         engine.take_copied(message)
+                case AdapterLoaded():
+                    check_loaded(message)
+                    with self.guarded(engine):
+                        engine.take_loaded(message)
                 case Found():
                     self.router.look_ups.found(engine, message)
                 case Heartbeat(refused=refused, tasks=tasks, closed=closed, storage_errors=errors):

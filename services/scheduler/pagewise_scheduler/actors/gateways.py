@@ -8,6 +8,7 @@ from typing import cast
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     Abort,
+    AdapterAnswer,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -16,11 +17,14 @@ from pagewise_shared.protocol import (
     MetricsSnapshot,
     Query,
     QueryAnswer,
+    RegisterAdapter,
     RequestRefused,
     Started,
     Submit,
+    UnregisterAdapter,
 )
 
+from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.clock import clock
@@ -60,11 +64,13 @@ class Gateway:
 
     ``outputs``: what it has not been told yet. ``submissions``: its requests that have not ended, by their first
     streams; ``streams``: which of their prompts each stream belongs to. ``instance``: of its process, by which its
-    metrics are known over several sessions. ``older``: it had joined a scheduler before.
+    metrics are known over several sessions. ``older``: it had joined a scheduler before. ``told_version``: of the
+    registry of adapters, as it was told last.
     """
 
     instance: str
     older: bool
+    told_version: int = -1
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
     streams: dict[int, LiveRequest] = field(default_factory=dict)
@@ -92,11 +98,13 @@ class Gateways(Sessions[Gateway]):
         router: Router,
         next_epoch: Callable[[], int],
         answer: Answer,
+        registry: AdapterRegistry,
     ) -> None:
         super().__init__(socket, guard, metrics, timeout)
         self._router = router
         self._next_epoch = next_epoch
         self._answer = answer
+        self._registry = registry
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
@@ -107,6 +115,7 @@ class Gateways(Sessions[Gateway]):
         for session in self:
             if changed:
                 self._send(session, self._fleet_state(session))
+            self._tell_adapters(session)
             if (outputs := session.peer.outputs.take(session.epoch)) is not None:
                 self._send(session, outputs)
 
@@ -131,8 +140,10 @@ class Gateways(Sessions[Gateway]):
         self.metrics.gateways_ready.set(len(self))
         log.info("gateway %s joined%s", hello.gateway_id, spoken_version(hello))
         self._router.expect(hello.ready_executors)
+        self._registry.adopt(hello.adapters_version, hello.adapters)
         self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self._send(session, self._fleet_state(session))
+        self._tell_adapters(session)
 
     def _misfit(self, hello: GatewayHello) -> str | None:
         """Why a gateway cannot serve the model that this scheduler schedules; None: it can, by its name."""
@@ -173,6 +184,10 @@ class Gateways(Sessions[Gateway]):
             case FinishStream(stream=stream):
                 if (live := gateway.streams.get(stream)) is not None:
                     self._router.finish(live, stream - live.stream)
+            case RegisterAdapter():
+                self._registry.register(message, lambda answer: self._tell_adapter(session, answer))
+            case UnregisterAdapter():
+                self._registry.unregister(message, lambda answer: self._tell_adapter(session, answer))
             case Query():
                 body = self._answer(message)
                 self._send(session, QueryAnswer(message.number, body is not None, body or b""))
@@ -181,6 +196,17 @@ class Gateways(Sessions[Gateway]):
                     # No reason to give it up, and all its requests with it.
                     self.metrics.frames_dropped("impossible").inc()
                     self._complaints.warning("gateway %s tells metrics that are none", session.name)
+
+    def _tell_adapters(self, session: Session[Gateway]) -> None:
+        if session.peer.told_version < self._registry.version:
+            session.peer.told_version = self._registry.version
+            self._send(session, self._registry.state(session.epoch))
+
+    def _tell_adapter(self, session: Session[Gateway], answer: AdapterAnswer) -> None:
+        if session not in list(self):
+            return  # it has left, or has joined again: its client has an error
+        self._tell_adapters(session)  # whoever loads an adapter can use it at once
+        self._send(session, answer)
 
     def _submit(self, session: Session[Gateway], submit: Submit) -> None:
         gateway = session.peer

@@ -57,6 +57,7 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
             tiers = [tier for tier in lower if tier.number == number]
             metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
             metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
+    metrics.lora_adapters_resident.set(sum(scheduler.adapters.num_resident for scheduler in schedulers))
     metrics.scheduler_tasks.set(num_tasks())
     metrics.executors.show(
         (

@@ -4,7 +4,7 @@ import logging
 from math import isnan
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
 
 log = logging.getLogger(__name__)
@@ -13,13 +13,14 @@ log = logging.getLogger(__name__)
 class MemoryWatch:
     """Looks at one scheduler every so often, and reports what is new."""
 
-    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
+    def __init__(self, executor_id: str, scheduler: AdapterScheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id
         self._scheduler = scheduler
         self._metrics = metrics
         self._bytes_per_block = bytes_per_block
         self._seen = (0, 0, 0)
         self._seen_of_segments = (0, 0, 0)
+        self._seen_of_adapters = (0, 0, 0)
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
@@ -34,6 +35,14 @@ class MemoryWatch:
             metrics.prefix_cache_queries.inc(seen[1] - queries)
             metrics.prefix_cache_hits.inc(seen[2] - hits)
             self._seen = seen
+        adapters = scheduler.adapters
+        of_adapters = (adapters.num_loads, adapters.num_load_errors, adapters.num_evictions)
+        if of_adapters != self._seen_of_adapters:
+            loads, errors, evictions = map(int.__sub__, of_adapters, self._seen_of_adapters)
+            metrics.lora_loads.inc(loads)
+            metrics.lora_load_errors.inc(errors)
+            metrics.lora_evictions.inc(evictions)
+            self._seen_of_adapters = of_adapters
         segments = scheduler.segments
         of_segments = (segments.num_wanted, segments.num_found, segments.num_moved)
         if of_segments != self._seen_of_segments:

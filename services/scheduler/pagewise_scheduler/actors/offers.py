@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from pagewise_shared.protocol import (
     DEVICE,
+    MAX_ADAPTERS,
     ROLES,
     STORAGE_NAMES,
     TIER_NAMES,
@@ -44,7 +45,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
         return flaw
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens) < 0
+        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.max_loras) < 0
     ):
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
     for name, most in (
@@ -55,6 +56,8 @@ def flaw_of_offer(hello: Hello) -> str | None:
         ("max_num_seqs", MAX_ROWS),
         ("max_num_batched_tokens", MAX_BATCHED_TOKENS),
         ("bytes_per_block", _MAX_INT64),
+        ("max_loras", MAX_ADAPTERS),
+        ("max_lora_rank", _MAX_BLOCK_SIZE),
     ):
         if getattr(hello, name) > most:
             return f"its {name} is {getattr(hello, name)}, the most is {most}"

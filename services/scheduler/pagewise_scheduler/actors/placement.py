@@ -40,7 +40,8 @@ class Placer:
     def joined(self, engine: Engine) -> None:
         """The engine takes requests from now on."""
         role = cast(Role, engine.hello.role)  # it was looked at when the executor joined
-        self._views[engine] = view = ExecutorView(engine.scheduler, role, grammars=not engine.hello.no_grammars)
+        scheduler, grammars = engine.scheduler, not engine.hello.no_grammars
+        self._views[engine] = view = ExecutorView(scheduler, role, scheduler.adapters, grammars=grammars)
         self._engines[view] = engine
         self._moves[engine] = Moves(view, self._roles, self._touch)
         self._look_for_roles()

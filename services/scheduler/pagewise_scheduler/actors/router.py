@@ -94,10 +94,14 @@ class Router:
             queue = engine.scheduler.waiting
             sequences += len(queue)
             tokens += queue.num_prompt_tokens
+            parked = engine.scheduler.adapters.parked()
+            sequences, tokens = sequences + parked.sequences, tokens + parked.tokens
         return Load(sequences, tokens)
 
     def _waiting_of(self, key: str) -> Load:
         load = self.unplaced.of_key(key)
+        for engine in self._engines:
+            load = load.plus(Load(*engine.scheduler.adapters.parked(key)))
         for engine in self._engines:  # all of them share the accounts of keys
             account = engine.scheduler.waiting.account(key)
             return load.plus(Load(account.num_waiting, account.num_prompt_tokens))
@@ -123,6 +127,7 @@ class Router:
         for request in requests:
             self._check_grammar(request)
             self._check_segments(request)
+            self._check_adapter(request)
             length, most = len(request.prompt_token_ids) + request.max_tokens, self.capacity.max_model_len
             if most and length > most:
                 raise AdmissionError(
@@ -225,6 +230,18 @@ class Router:
                 "the rest of a block is longer than the model allows",
             )
 
+    def _check_adapter(self, request: Request) -> None:
+        """Refuse a request with an adapter that no executor could serve.
+
+        Raises:
+            AdmissionError: they serve none, or none of that rank.
+        """
+        engines = list(self._engines) if request.adapter is not None else []
+        if engines and not any(_serves_adapter(engine, request) for engine in engines):
+            raise AdmissionError(
+                "never_fits", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
+            )
+
     def _place(self, live: LiveRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
         if live.done:
@@ -241,6 +258,7 @@ class Router:
             and engine.scheduler.fits(*size)
             and not (request.segments and engine.hello.no_segments)
             and not (request.sampling.grammar and engine.hello.no_grammars)
+            and _serves_adapter(engine, request)
         ]
         if not able or self._expected_engines:
             live.engine = None
@@ -296,3 +314,9 @@ class Router:
         for live in self.unplaced.expired(self.timeout, now):
             self.unplaced.discard(live, now)
             live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)
+
+
+def _serves_adapter(engine: Engine, request: Request) -> bool:
+    """Whether an executor can compute with the adapter of a request, if it has one."""
+    adapter, hello = request.adapter, engine.hello
+    return adapter is None or (hello.max_loras > 0 and adapter.rank <= hello.max_lora_rank)

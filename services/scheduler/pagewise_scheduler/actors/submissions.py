@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from pagewise_shared.block_hash import adapter_salt, is_adapter_salt
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import KeyLimits, PromptSegments, PromptToGenerate, Submit, unpack_int32s
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
+from pagewise_scheduler.actors.adapters import flaw_of_adapter
 from pagewise_scheduler.actors.checks import ImpossibleError
 from pagewise_scheduler.actors.key_limits import KeyUsage
 from pagewise_scheduler.actors.live_request import LiveRequest
@@ -74,6 +76,10 @@ def check(submit: Submit, vocab_size: int) -> None:
         raise ImpossibleError(
             f"a retention of {submit.reuse.retention} s, or {len(submit.reuse.tool_call_ids)} tokens that call tools"
         )
+    if is_adapter_salt(submit.cache_salt):
+        raise ImpossibleError("a cache salt of the kind that stands for adapters")
+    if submit.adapter is not None and (flaw := flaw_of_adapter(submit.adapter)) is not None:
+        raise ImpossibleError(flaw)
     _check_limits(submit.limits)
     if (constraints := submit.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
         raise ImpossibleError(flaw)
@@ -129,6 +135,9 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
     seconds of ``clock``.
     """
     arrival = now - min(max(0, submit.age_us), _MAX_AGE_US) * 1e-6
+    salt, adapter = submit.cache_salt, submit.adapter
+    if adapter is not None:
+        salt = adapter_salt(adapter.content, salt)
     requests = []
     for name, prompt in zip(names_of(request_id, len(submit.prompts)), submit.prompts, strict=True):
         request = Request(
@@ -138,7 +147,8 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             sampling=submit.sampling,
             n=submit.n,
             priority=submit.priority,
-            cache_salt=submit.cache_salt,
+            cache_salt=salt,
+            adapter=submit.adapter,
             beam=submit.beam,
             best_of=0 if submit.beam is not None else submit.best_of,
             arrival_time=arrival,

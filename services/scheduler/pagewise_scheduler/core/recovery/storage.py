@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pagewise_shared.block_hash import BlockHash, BlockName, pack_names
+from pagewise_shared.block_hash import BlockHash, BlockName, is_private, pack_names
 from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, RemoteTier, pack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, TierCosts
@@ -49,7 +49,7 @@ class Storage:
 
     def takes(self, request: Request) -> bool:
         """Whether KV of a request may be there."""
-        return self.salted or request.cache_salt is None
+        return self.salted or not is_private(request.cache_salt)
 
 
 class StoredPrefix:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, Protocol
 
 import msgspec
-from pagewise_shared.protocol import ReuseHints
+from pagewise_shared.protocol import Adapter, ReuseHints
 from pagewise_shared.sampling import BeamParams, SamplingParams
 from pagewise_shared.segments import Segment, num_computed
 
@@ -191,7 +191,8 @@ class Request:
     computes a segment; then nobody is told of it, and it has no output.
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
-    which it was placed, and when, the last few.
+    which it was placed, and when, the last few. ``adapter``: with which it is computed; its content is in
+    ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it.
     """
 
     request_id: str
@@ -224,6 +225,8 @@ class Request:
     stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
     computes_for: Sequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
+    adapter: Adapter | None = None
+    adapter_slot: int = -1
 
     def placed(self, executor_id: str, now: float) -> None:
         """Note that an executor takes it on at ``now``, in seconds."""

@@ -16,6 +16,7 @@ from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.pending_prefixes import PendingPrefixes
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _LOOKED_AT = 8
@@ -53,7 +54,7 @@ class CostEstimate(NamedTuple):
     """What is predicted for a prompt on one executor; times in seconds.
 
     Fields:
-        queue: until there is room for it and what was placed before it is computed.
+        queue: until there is room for it, what was placed before it is computed, and its adapter is there.
         recovery: from then on until its own KV is there, loaded or computed.
         evicted: what getting back the blocks that give way for it is expected to cost others.
         busy: the share of its time that the executor computes prompts, with this one.
@@ -141,7 +142,7 @@ class _Lately:
 
 class ExecutorView:
     """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for;
-    ``grammars``: whether its outputs can be made to match grammars.
+    ``adapters``: those that it holds; ``grammars``: whether its outputs can be made to match grammars.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
@@ -151,10 +152,10 @@ class ExecutorView:
     step.
     """
 
-    def __init__(self, scheduler: Scheduler, role: Role = "both", *, grammars: bool = True) -> None:
-        self.scheduler = scheduler
-        self.role = role
-        self.grammars = grammars
+    def __init__(
+        self, scheduler: Scheduler, role: Role = "both", adapters: AdapterSlots | None = None, *, grammars: bool = True
+    ) -> None:
+        self.scheduler, self.role, self.grammars, self._adapters = scheduler, role, grammars, adapters
         self.costs: CostModel = scheduler.costs
         self.load = self.num_expected = 0
         self.num_decoding = 0
@@ -262,6 +263,12 @@ class ExecutorView:
             return 0.0
         missing = max(rows, blocks * max(1, scheduler.num_running) / max(1, pool.num_in_use))
         return missing * _LATELY / max(1.0, self._ended.sum(now))
+
+    def adapter_seconds(self, query: PrefixQuery) -> float:
+        """Until the adapter of a prompt is there, if it has one."""
+        if query.adapter is None or self._adapters is None:
+            return 0.0
+        return self._adapters.seconds(query.adapter)
 
     def busy(self, seconds: float, now: float) -> float:
         """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.

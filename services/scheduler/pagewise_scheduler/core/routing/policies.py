@@ -171,7 +171,9 @@ def estimate_costs(
     num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
     seconds, start = predict(candidate, holder)
     return CostEstimate(
-        executor.queue_seconds(query.priority, now) + executor.room_seconds(query, num_blocks, now),
+        executor.queue_seconds(query.priority, now)
+        + executor.room_seconds(query, num_blocks, now)
+        + executor.adapter_seconds(query),
         seconds,
         executor.eviction_seconds(num_blocks),
         executor.busy(seconds, now),

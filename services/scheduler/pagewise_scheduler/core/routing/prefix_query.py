@@ -27,11 +27,12 @@ class PrefixQuery:
 
     ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use. ``num_sequences``: the most
     that run for it at a time. ``stored``: blocks of them that were found in storage, by its identity.
+    ``adapter``: with which they are computed.
     """
 
     __slots__ = (
-        "_keys", "_originals", "_request", "cache_salt", "num_sequences", "num_tokens", "priority", "stored", "tokens",
-        "uses_cache",
+        "_keys", "_originals", "_request", "adapter", "cache_salt", "num_sequences", "num_tokens", "priority", "stored",
+        "tokens", "uses_cache",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -41,6 +42,7 @@ class PrefixQuery:
         self.num_tokens = len(self.tokens) // _BYTES_PER_TOKEN
         self.cache_salt: str | None = request.cache_salt
         self.priority = request.priority
+        self.adapter = request.adapter
         self.num_sequences = request.num_sequences
         self.uses_cache = request.sampling.prompt_logprobs is None  # those come from computing the prompt
         self.stored = request.stored if self.uses_cache else {}

@@ -254,6 +254,8 @@ class Segments:
             reuse=parent.reuse,
             stored=dict(stored),
             computes_for=sequence,
+            adapter=parent.adapter,
+            adapter_slot=parent.adapter_slot,
         )
         request.create_sequences()
         self._waiting.arrive(request)

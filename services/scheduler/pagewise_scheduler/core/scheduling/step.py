@@ -196,6 +196,7 @@ class PlanBuilder:
             sampling=sampling,
             root=root,
             constraints=constraints,
+            adapter=sequence.request.adapter_slot,
         )
         self.joined_bytes += _size(joined)
         self._joined.append(joined)

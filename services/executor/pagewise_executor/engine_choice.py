@@ -1,0 +1,80 @@
+"""Decides what computes logits, samples, and runs decode steps, by the kernels that were chosen for the model."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+
+from pagewise_executor.attention.mapped_attention import MappedBackend
+from pagewise_executor.attention.torch_attention import TorchBackend
+from pagewise_executor.engines.model_engine import ModelEngine
+from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.kv.page_tables import PhysicalMemory
+from pagewise_executor.lora.adapters import Adapters
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
+from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+
+if TYPE_CHECKING:
+    from pagewise_executor.decode_graphs import DecodeGraphs
+
+
+class EngineChoice(NamedTuple):
+    """What computes logits, samples, and runs decode steps alone; ``graphs``: None if the engine runs those too."""
+
+    engine: ModelEngine
+    token_sampler: TokenSampler
+    penalties: Penalties
+    compute_logprobs: ComputeLogprobs
+    graphs: "DecodeGraphs | None" = None
+
+
+def choose_engine(
+    config: ExecutorConfig,
+    loaded: LoadedModel,
+    memory: PhysicalMemory | None,
+    last_tokens: torch.Tensor,
+    adapters: Adapters | None,
+) -> EngineChoice:
+    """Choose by ``loaded.kernels``.
+
+    ``memory``: that of the pool if it is mapped. ``last_tokens``: see ``DecodeGraphs``. ``adapters``: of the executor.
+    """
+    device, vocab_size = loaded.device, loaded.vocab_size
+    if loaded.kernels == "triton":
+        return _with_triton(config, loaded, last_tokens, adapters)
+    engine: ModelEngine
+    if loaded.kernels == "cpu":
+        from pagewise_executor.attention.cpu_attention import CpuBackend
+
+        engine = TorchEngine(loaded, CpuBackend(), adapters)
+    elif loaded.kernels == "openvino":
+        from pagewise_executor.engines.openvino_engine import OpenVINOEngine
+
+        engine = OpenVINOEngine(loaded.compiled)
+    else:
+        attention = TorchBackend(device) if memory is None else MappedBackend(memory, device)
+        engine = TorchEngine(loaded, attention, adapters)
+    return EngineChoice(engine, TorchTokenSampler(device), TorchPenalties(vocab_size, device), compute_logprobs)
+
+
+def _with_triton(
+    config: ExecutorConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
+) -> EngineChoice:
+    from pagewise_kernels.logprobs import token_logprobs
+
+    from pagewise_executor.attention.triton_attention import TritonBackend
+    from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.lora.triton_slots import TritonSlots
+
+    device, rows = loaded.device, config.max_num_seqs
+    backend = TritonBackend(device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic)
+    engine = TorchEngine(loaded, backend, adapters)
+    token_sampler = TritonTokenSampler(rows, device)
+    slots = adapters.slots if adapters is not None else None
+    assert slots is None or isinstance(slots, TritonSlots)
+    graphs = DecodeGraphs(
+        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots
+    )
+    return EngineChoice(engine, token_sampler, TritonPenalties(rows, loaded.vocab_size, device), token_logprobs, graphs)

@@ -1,0 +1,91 @@
+"""Adapters on the host: read from their files, checked, and kept until others need their room."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from pagewise_shared.adapters import check_shapes, content_hash, open_adapter
+from pagewise_shared.errors import AdapterError
+from pagewise_shared.protocol import Adapter
+from safetensors.torch import load
+
+from pagewise_executor.lora.layers import AdaptedLinear, shapes_of
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(slots=True, frozen=True)
+class PartFactors:
+    """The adapter of one part of a layer: A [rank, ins] and B [outs, rank], which has been scaled."""
+
+    part: int
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+LayerFactors = dict[int, list[PartFactors]]
+"""What an adapter adds to each layer, by the layer's number."""
+
+
+@dataclass(slots=True)
+class HostAdapters:
+    """The adapters that lie on the host, the least recently used first: at most ``most``.
+
+    ``layers``: those of the model. ``dtype``: of its activations. ``prepare``: what is done to each factor when it has
+    been read, such as pinning its memory.
+    """
+
+    layers: list[AdaptedLinear]
+    dtype: torch.dtype
+    most: int
+    max_rank: int
+    prepare: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    _held: dict[bytes, LayerFactors] = field(default_factory=dict)
+
+    def get(self, adapter: Adapter) -> LayerFactors | None:
+        """Return an adapter that lies here, and count that as a use."""
+        found = self._held.pop(adapter.content, None)
+        if found is not None:
+            self._held[adapter.content] = found
+        return found
+
+    def read(self, adapter: Adapter, keep: Collection[bytes]) -> tuple[LayerFactors, tuple[bytes, ...]]:
+        """Read an adapter from its files; return it, and what was evicted for it.
+
+        ``keep``: what stays if others can go.
+
+        Raises:
+            AdapterError: it cannot be read or served, or its files are not those that the request means.
+        """
+        files = open_adapter(adapter.name, adapter.path, self.max_rank)
+        try:
+            weights = files.weights.read_bytes()
+        except OSError as error:
+            raise AdapterError(f"the adapter {adapter.name!r} cannot be read: {error}") from error
+        if content_hash(files.config, weights) != adapter.content:
+            raise AdapterError(
+                f"the files of the adapter {adapter.name!r} in {adapter.path} are not those that were registered: they "
+                "have changed since, or the executor sees others; load the adapter again"
+            )
+        check_shapes(adapter.name, files.factors, shapes_of(self.layers))
+        tensors = load(weights)
+        tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
+        found: LayerFactors = {}
+        for layer in self.layers:
+            for number, part in enumerate(layer.parts):
+                if part.module in files.factors:
+                    a, b = (tensors[f"{part.module}.lora_{name}.weight"] for name in "AB")
+                    b = (b.float() * files.scale(part.module)).to(self.dtype)
+                    pair = PartFactors(number, self.prepare(a.to(self.dtype).clone()), self.prepare(b))
+                    found.setdefault(layer.number, []).append(pair)
+        return found, self._keep(adapter.content, found, keep)
+
+    def _keep(self, content: bytes, factors: LayerFactors, keep: Collection[bytes]) -> tuple[bytes, ...]:
+        self._held.pop(content, None)
+        evicted = []
+        while len(self._held) >= self.most:
+            out = next((held for held in self._held if held not in keep), next(iter(self._held)))
+            del self._held[out]
+            evicted.append(out)
+        self._held[content] = factors
+        return tuple(evicted)

@@ -1,0 +1,134 @@
+"""Linear layers to whose outputs the adapters of a batch are added."""
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.fused import FusedDecoderLayer
+
+
+class Part(NamedTuple):
+    """A linear layer as the checkpoint has it, which is outputs ``start`` to ``stop`` of an ``AdaptedLinear``."""
+
+    module: str
+    start: int
+    stop: int
+
+
+class StepAdapters(Protocol):
+    """The adapters of the batch that is being computed."""
+
+    def add(self, layer: "AdaptedLinear", x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to the outputs y [tokens, outs] of a layer what the adapters of the tokens make of x [tokens, ins]."""
+        ...
+
+
+class LoraContext:
+    """What all layers of a model have in common: ``step``, the adapters of the batch; None: it has none."""
+
+    def __init__(self) -> None:
+        self.step: StepAdapters | None = None
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer ``base`` and the adapters of it. ``number``: among those of the model."""
+
+    def __init__(self, base: nn.Module, number: int, parts: list[Part], ins: int, context: LoraContext) -> None:
+        super().__init__()
+        self.base, self.number, self.parts, self.ins, self.outs = base, number, parts, ins, parts[-1].stop
+        self.context = context
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the base, which code of transformers may ask for its type."""
+        weight = self.base.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., ins] to [.., outs]."""
+        y: torch.Tensor = self.base(x)
+        if (step := self.context.step) is not None:
+            step.add(self, x.reshape(-1, self.ins), y.view(-1, self.outs))
+        return y
+
+
+def adapt_linears(model: nn.Module, context: LoraContext) -> list[AdaptedLinear]:
+    """Wrap the linear layers of a model's decoder layers that see every token of the batch; return them in order.
+
+    Those of experts see some tokens only, and stay as they are. So do embeddings and the head.
+    """
+    found: list[AdaptedLinear] = []
+    for name, layer in list(_decoder_layers(model)):
+        linears = _fused(name, layer) if isinstance(layer, FusedDecoderLayer) else _plain(name, layer)
+        for place, parts, ins in list(linears):
+            adapted = AdaptedLinear(model.get_submodule(place), len(found), parts, ins, context)
+            model.set_submodule(place, adapted)
+            found.append(adapted)
+    return found
+
+
+def shapes_of(layers: list[AdaptedLinear]) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of each linear layer that may have adapters, by its name in the checkpoint."""
+    return {part.module: (layer.ins, part.stop - part.start) for layer in layers for part in layer.parts}
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and "experts" not in name.split("."):
+            yield from ((f"{name}.{index}", layer) for index, layer in enumerate(module))
+
+
+def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part], int]]:
+    """Yield where a linear layer is, the parts that it was joined of, and its inputs."""
+    heads, kv_heads, dim = layer.shape.heads, layer.shape.kv_heads, layer.head_dim
+    gate_up, hidden = _shape(layer.gate_up), _shape(layer.qkv)[0]
+    yield (
+        f"{name}.qkv",
+        _parts(
+            (f"{name}.self_attn.q_proj", heads * dim),
+            (f"{name}.self_attn.k_proj", kv_heads * dim),
+            (f"{name}.self_attn.v_proj", kv_heads * dim),
+        ),
+        hidden,
+    )
+    yield f"{name}.out", _parts((f"{name}.self_attn.o_proj", hidden)), heads * dim
+    size = gate_up[1] // 2
+    yield f"{name}.gate_up", _parts((f"{name}.mlp.gate_proj", size), (f"{name}.mlp.up_proj", size)), hidden
+    yield f"{name}.down", _parts((f"{name}.mlp.down_proj", hidden)), size
+
+
+def _plain(name: str, layer: nn.Module) -> Iterator[tuple[str, list[Part], int]]:
+    for place, module in layer.named_modules(prefix=name):
+        if "experts" not in place.split(".") and _is_linear(module):
+            ins, outs = _shape(module)
+            yield place, _parts((place, outs)), ins
+
+
+def _parts(*sizes: tuple[str, int]) -> list[Part]:
+    parts, start = [], 0
+    for module, size in sizes:
+        parts.append(Part(module, start, start + size))
+        start += size
+    return parts
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from pagewise_executor.models.packed_linear import CpuLinear, PackedLinear
+
+    return isinstance(module, nn.Linear | PackedLinear | CpuLinear) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is [ins, outs]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Return inputs and outputs."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    first, second = weight.shape
+    return (first, second) if _is_transposed(module) else (second, first)

@@ -1,0 +1,135 @@
+"""The slots of a GPU, and how adapters are added to a batch there: all of them by two kernels for each layer.
+
+The adapters of a layer lie one behind the other in two tensors, padded to the greatest rank, so that a kernel finds
+that of any token. What a step needs beside that is which tokens have which adapter (``LoraTiles``). Decode steps that
+are CUDA graphs read it from buffers that stay; a step without adapters runs a graph that was captured without them.
+"""
+
+import numpy as np
+import torch
+from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
+
+from pagewise_executor.input_batch import Int32s, Int64s
+from pagewise_executor.lora.host import LayerFactors
+from pagewise_executor.lora.layers import AdaptedLinear, LoraContext
+from pagewise_executor.uploads import Uploads
+
+_LARGE_ROWS = 64
+_LARGE_BATCH = 512
+
+
+class TritonSlots:
+    """See ``Slots``. ``num_rows``: the most sequences that decode in one step."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_rank: int,
+        layers: list[AdaptedLinear],
+        context: LoraContext,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_rows: int,
+    ) -> None:
+        self._num_slots, self._rank, self._layers = num_slots, padded_rank(max_rank), layers
+        self._context, self._device, self._num_rows = context, device, num_rows
+        self._upload = Uploads(device)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        self._a = [zeros(len(layer.parts) * self._rank, layer.ins) for layer in layers]
+        self._b = [zeros(layer.outs, self._rank) for layer in layers]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        ints = {"dtype": torch.int32, "device": device}
+        self._decode_tiles = torch.full((_most_tiles(num_rows, num_slots), 3), -1, **ints)  # type: ignore[call-overload]
+        self._decode_order = torch.zeros(num_rows, **ints)  # type: ignore[call-overload]
+
+    def put(self, slot: int, factors: LayerFactors) -> None:
+        """See ``Slots``. The copies run beside the steps."""
+        if self._stream is None:
+            self._copy(slot, factors)
+            return
+        with torch.cuda.stream(self._stream):
+            self._copy(slot, factors)
+        self._stream.synchronize()
+
+    def _copy(self, slot: int, factors: LayerFactors) -> None:
+        for layer in self._layers:
+            a, b = self._a[layer.number][slot], self._b[layer.number][slot]
+            a.zero_()
+            b.zero_()
+            for part, own_a, own_b in ((one.part, one.a, one.b) for one in factors.get(layer.number, ())):
+                _, start, stop = layer.parts[part]
+                first = part * self._rank
+                a[first : first + len(own_a)].copy_(own_a, non_blocking=True)
+                b[start:stop, : own_b.shape[1]].copy_(own_b, non_blocking=True)
+
+    def begin(self, slots: Int64s) -> None:
+        """See ``Slots``."""
+        if not (slots >= 0).any():
+            self._context.step = None
+            return
+        rows = _LARGE_ROWS if len(slots) > _LARGE_BATCH else LEAST_RANK
+        tiles, order = make_tiles(slots, rows)
+        self._context.step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._a, self._b)
+
+    def warm_up(self) -> None:
+        """See ``Slots``."""
+        for rows in (LEAST_RANK, _LARGE_ROWS):
+            tiles, order = make_tiles(np.zeros(1, np.int64), rows)
+            step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._a, self._b)
+            for layer, a, b in zip(self._layers, self._a, self._b, strict=True):
+                step.add(layer, a.new_zeros(1, layer.ins), b.new_zeros(1, layer.outs))
+
+    # ---- decode steps from static buffers ------------------------------------------------------------
+
+    def begin_decode(self, slots: Int64s, size: int) -> bool:
+        """The next forward pass decodes these rows [n], in a batch that is padded to ``size``; returns whether any of
+        them has an adapter."""
+        uses = bool((slots >= 0).any())
+        self.prepare_decode(size, uses=uses)
+        if uses:
+            tiles, order = make_tiles(slots, LEAST_RANK)
+            whole = np.full((_most_tiles(size, self._num_slots), 3), -1, np.int32)
+            whole[: len(tiles)] = tiles
+            self._decode_tiles[: len(whole)].copy_(self._upload(whole))
+            self._decode_order[: len(order)].copy_(self._upload(order))
+        return uses
+
+    def prepare_decode(self, size: int, *, uses: bool) -> None:
+        """The next forward pass is one of ``size`` rows that reads the buffers of ``begin_decode``, if it uses any
+        adapter."""
+        tiles = self._decode_tiles[: _most_tiles(size, self._num_slots)]
+        static = LoraTiles(tiles, self._decode_order[:size], LEAST_RANK)
+        self._context.step = _TritonStep(static, self._a, self._b) if uses else None
+
+
+class _TritonStep:
+    """See ``StepAdapters``."""
+
+    def __init__(self, tiles: LoraTiles, a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+        self._tiles, self._a, self._b = tiles, a, b
+
+    def add(self, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See ``StepAdapters``."""
+        ends = tuple(part.stop for part in layer.parts)
+        add_lora(x, y, self._a[layer.number], self._b[layer.number], ends, self._tiles)
+
+
+def make_tiles(slots: Int64s, rows: int) -> tuple[Int32s, Int32s]:
+    """Return ``LoraTiles.tiles`` and ``order`` of the tokens with these slots [n], -1 for none; ``rows`` per tile."""
+    order = np.argsort(slots, kind="stable")
+    order = order[np.searchsorted(slots[order], 0) :]
+    found, first, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    tiles = [
+        (slot, start, min(start + rows, begin + count))
+        for slot, begin, count in zip(found.tolist(), first.tolist(), counts.tolist(), strict=True)
+        for start in range(begin, begin + count, rows)
+    ]
+    return np.array(tiles, np.int32).reshape(-1, 3), order.astype(np.int32)
+
+
+def _most_tiles(num_tokens: int, num_slots: int) -> int:
+    """Return how many tiles so many decoding tokens may have."""
+    return -(-num_tokens // LEAST_RANK) + min(num_slots, num_tokens)

@@ -1,0 +1,170 @@
+"""The registry: which LoRA adapters are served, by name.
+
+It is kept here and not in gateways, because a name has to mean the same at all of them, whichever was told to load it.
+Gateways are told whenever it changes, so one that joins knows all adapters. A scheduler that has just started takes the
+registry over from the gateway that was told the newest one. Nothing of it decides which KV a request may use: requests
+name the content of their adapter.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.logs import printable
+from pagewise_shared.protocol import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterAnswer,
+    AdapterState,
+    RegisterAdapter,
+    UnregisterAdapter,
+)
+
+from pagewise_scheduler.actors.engine import Engine
+from pagewise_scheduler.actors.sessions import text_flaw
+
+log = logging.getLogger(__name__)
+
+_MAX_NAME, _MAX_PATH = 256, 1024
+_MAX_ERROR_TEXT = 1000
+_MOST_PENDING = 1024
+_MAX_INT63 = 2**63 - 1
+
+Answer = Callable[[AdapterAnswer], None]
+
+
+def flaw_of_adapter(adapter: Adapter) -> str | None:
+    """What is wrong with what a gateway says of an adapter; None: nothing."""
+    if not adapter.name or not adapter.path:
+        return "an adapter without a name or a path"
+    if text_flaw(adapter, ("name",), _MAX_NAME) or text_flaw(adapter, ("path",), _MAX_PATH):
+        return (
+            f"an adapter whose name is longer than {_MAX_NAME} characters, its path than {_MAX_PATH}, or not printable"
+        )
+    if len(adapter.content) != HASH_BYTES or not all(
+        0 <= number <= _MAX_INT63 for number in (adapter.num_bytes, adapter.rank, adapter.created)
+    ):
+        return "an adapter whose hash or size is none"
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """An adapter that executors are loading. ``missing``: how many have not answered; ``tried``: whether any has."""
+
+    message: RegisterAdapter
+    answer: Answer
+    missing: int
+    tried: bool = False
+    error: str = ""
+
+
+class AdapterRegistry:
+    """The adapters that are served. ``version``: see ``AdapterState``. ``engines``: those that take requests."""
+
+    def __init__(self, engines: Callable[[], Sequence[Engine]]) -> None:
+        self.version = 0
+        self._engines = engines
+        self._adapters: dict[str, Adapter] = {}
+        self._pending: list[tuple[RegisterAdapter, Answer]] = []
+
+    def state(self, epoch: int) -> AdapterState:
+        """All of them, for a gateway."""
+        return AdapterState(epoch, self.version, tuple(self._adapters.values()))
+
+    def adopt(self, version: int, adapters: Iterable[Adapter]) -> None:
+        """Take over what a gateway was told by the scheduler before, if that is newer than what is known here."""
+        if version <= self.version or version > _MAX_INT63:
+            return
+        sound = [adapter for adapter in adapters if flaw_of_adapter(adapter) is None]
+        self._adapters = {adapter.name: adapter for adapter in sound}
+        self.version = version
+        if sound:
+            log.info("%d adapters are taken over from a gateway", len(sound))
+
+    def register(self, message: RegisterAdapter, answer: Answer) -> None:
+        """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is told what became of it."""
+        adapter = message.adapter
+        known, flaw = self._adapters.get(adapter.name), flaw_of_adapter(adapter)
+        if flaw is None and known is None and len(self._adapters) >= MAX_ADAPTERS:
+            flaw = f"{MAX_ADAPTERS} adapters are the most that are served"
+        if flaw is None and known is not None and not message.replace:
+            flaw = f"an adapter called {adapter.name!r} is loaded already; unload it, or replace it (load_inplace)"
+        if flaw is not None:
+            answer(AdapterAnswer(message.number, "refused", flaw))
+            return
+        if known is not None and (known.content, known.path) == (adapter.content, adapter.path):
+            answer(AdapterAnswer(message.number))
+            return
+        engines = self._engines()
+        able = [engine for engine in engines if engine.hello.max_loras]
+        if engines and not able:
+            text = "no executor serves adapters: start them with --enable-lora"
+            answer(AdapterAnswer(message.number, "refused", text))
+            return
+        if able:
+            self._try(message, answer, able)
+        else:
+            self._wait(message, answer)
+
+    def unregister(self, message: UnregisterAdapter, answer: Answer) -> None:
+        """Serve an adapter no more. Requests that run go on with it."""
+        if self._adapters.pop(message.name, None) is None:
+            answer(AdapterAnswer(message.number, "unknown", f"there is no adapter {printable(message.name)!r}"))
+            return
+        log.info("the adapter %s is not served any more", printable(message.name))
+        self._changed()
+        answer(AdapterAnswer(message.number))
+
+    def engine_joined(self) -> None:
+        """There is an executor: what waited for one is tried."""
+        pending, self._pending = self._pending, []
+        for message, answer in pending:
+            self.register(message, answer)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _wait(self, message: RegisterAdapter, answer: Answer) -> None:
+        if message.waits and len(self._pending) < _MOST_PENDING:
+            self._pending.append((message, answer))
+        else:
+            answer(AdapterAnswer(message.number, "unavailable", "no executor is ready to load the adapter"))
+
+    def _try(self, message: RegisterAdapter, answer: Answer, engines: Sequence[Engine]) -> None:
+        trial = _Trial(message, answer, len(engines))
+
+        def told(error: str | None, *, lost: bool = False) -> None:
+            trial.missing -= 1
+            trial.tried |= not lost
+            trial.error = trial.error or error or ""
+            if not trial.missing:
+                self._tried(trial)
+
+        for engine in engines:
+            engine.scheduler.adapters.check(message.adapter, told)
+            engine.touch()
+
+    def _tried(self, trial: _Trial) -> None:
+        message, adapter = trial.message, trial.message.adapter
+        if trial.error:
+            text = printable(trial.error, _MAX_ERROR_TEXT)
+            log.warning("%s", text)
+            trial.answer(AdapterAnswer(message.number, "refused", text))
+        elif not trial.tried:  # all executors that were asked are gone; others may have joined meanwhile
+            self.register(message, trial.answer)
+        elif adapter.name in self._adapters and not message.replace:  # another request was faster
+            trial.answer(
+                AdapterAnswer(message.number, "refused", f"an adapter called {adapter.name!r} is loaded already")
+            )
+        else:
+            self._adapters[adapter.name] = adapter
+            about = adapter.name, adapter.path, adapter.rank, adapter.content.hex()
+            log.info("the adapter %s is served: %s, rank %d, %s", *about)
+            self._changed()
+            trial.answer(AdapterAnswer(message.number))
+
+    def _changed(self) -> None:
+        # Greater than the versions of an earlier scheduler, of which a gateway may tell later.
+        self.version = max(self.version + 1, time.time_ns() // 1_000_000)

@@ -1,0 +1,317 @@
+"""Which LoRA adapters an executor has on its device, and which requests wait for one.
+
+An adapter is paged like KV. The device has a few slots; an adapter that is not in one is loaded into the slot that was
+used the longest ago and that no request needs. A request needs its adapter's slot from its admission until it ends,
+also while it is preempted, so that it can go on at any time. Requests whose adapter has no slot wait outside of the
+waiting queue: they hold up nobody, and what happens there costs nothing for requests without adapters.
+
+If all slots are needed, the request that is next claims the one that has been resident the longest. From then on
+nobody who comes after it is admitted to that adapter, so the slot becomes free when those who run there have ended:
+each adapter gets its turn. A slot is not claimed before its adapter has been there for ``STAY_LOADS`` times as long as
+loading takes, so that adapters are not exchanged all the time.
+"""
+
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf, isnan
+from typing import NamedTuple, Protocol
+
+from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
+
+from pagewise_scheduler.core.memory.copy_costs import OnlineLine
+from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time_of
+
+STAY_LOADS = 8
+"""How many times as long as its load takes an adapter stays before its slot is claimed for another one."""
+_SCALES = (1.0, 1e8)
+_FROM_DISK, _FROM_HOST = (5e-3, 1e-9), (1e-3, 1e-10)
+"""Seconds of a load and of each of its bytes, until some have been measured."""
+
+
+class Checked(Protocol):
+    """Told when an adapter was loaded for a check."""
+
+    def __call__(self, error: str | None, *, lost: bool = False) -> None:
+        """``error``: why it could not be loaded. ``lost``: nobody knows, because the executor is gone."""
+        ...
+
+
+class ParkedLoad(NamedTuple):
+    """Sequences that wait for adapters, and tokens of their prompts."""
+
+    sequences: int
+    tokens: int
+
+
+_NO_LOAD = ParkedLoad(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A slot with an adapter. ``since``: when it was loaded, NaN until it is. ``pins``: requests that need it.
+    ``free_after``: the last step that may use it. ``claimer``: who waits for the slot."""
+
+    index: int
+    adapter: Adapter
+    since: float = float("nan")
+    pins: dict[Request, None] = field(default_factory=dict)
+    free_after: int = 0
+    claimer: Request | None = None
+
+    @property
+    def loaded(self) -> bool:
+        return not isnan(self.since)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    adapter: Adapter
+    slot: _Slot | None
+    checked: Checked | None = None
+
+
+class AdapterSlots:
+    """The adapters of one executor. ``num_slots``: of its device; 0: it serves none.
+
+    ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
+    ``num_evictions``: so far.
+    ``queue``: where they wait to run afterwards.
+    """
+
+    def __init__(self, num_slots: int, queue: WaitingQueue) -> None:
+        self.num_slots = num_slots
+        self.num_loads = self.num_load_errors = self.num_evictions = 0
+        self.waiting: dict[Request, ParkedLoad] = {}
+        self._of_keys: dict[str, ParkedLoad] = {}
+        self._queue = queue
+        self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
+        self._numbers = count(1)
+        self._checks: list[_Load] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """The executor was reset, or is gone: its slots hold nothing, and no request is here."""
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._slots: dict[bytes, _Slot] = {}  # the least recently used first
+        self._pinned: dict[Request, _Slot] = {}
+        self._loads: dict[int, _Load] = {}
+        self._outbox: list[tuple[int, Adapter, int]] = []
+        self._on_host: set[bytes] = set()
+        self._changed, self._look_at = False, inf
+        self.waiting.clear()
+        self._of_keys.clear()
+        again, self._checks = self._checks, []
+        for check in again:
+            if check.checked is not None:
+                self.check(check.adapter, check.checked)
+
+    # ---- what is there -------------------------------------------------------------------------------
+
+    @property
+    def num_resident(self) -> int:
+        """Adapters in slots."""
+        return sum(slot.loaded for slot in self._slots.values())
+
+    def parked(self, key: str | None = None) -> ParkedLoad:
+        """What waits for adapters, of one API key or of all."""
+        if not self.waiting:
+            return _NO_LOAD
+        if key is not None:
+            return self._of_keys.get(key, _NO_LOAD)
+        loads = self._of_keys.values()
+        return ParkedLoad(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+
+    def _park(self, request: Request) -> None:
+        unfinished = request.num_sequences - sum(sequence.finished for sequence in request.sequences)
+        load = self.waiting[request] = ParkedLoad(unfinished, len(request.prompt_token_ids))
+        before = self._of_keys.get(request.key, _NO_LOAD)
+        self._of_keys[request.key] = ParkedLoad(before.sequences + load.sequences, before.tokens + load.tokens)
+
+    def _unpark(self, request: Request) -> None:
+        if (load := self.waiting.pop(request, None)) is None:
+            return
+        before = self._of_keys.pop(request.key)
+        if before != load:
+            self._of_keys[request.key] = ParkedLoad(before.sequences - load.sequences, before.tokens - load.tokens)
+
+    def seconds(self, adapter: Adapter) -> float:
+        """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
+        if (slot := self._slots.get(adapter.content)) is not None and slot.loaded:
+            return 0.0
+        ahead = sum(self._seconds(load.adapter) for load in self._loads.values() if load.adapter != adapter)
+        return ahead + self._seconds(adapter)
+
+    def _seconds(self, adapter: Adapter) -> float:
+        line = self._host if adapter.content in self._on_host else self._disk
+        return line.predict(1, adapter.num_bytes)
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> bool:
+        """Whether a request that comes may go to the waiting queue; else it waits here until ``advance`` returns it."""
+        assert request.adapter is not None
+        slot = self._slots.get(request.adapter.content)
+        if slot is not None and self._may_enter(request, slot):
+            self._pin(request, slot)
+            return True
+        self._park(request)
+        self._changed = True
+        return False
+
+    def drop(self, request: Request, last_step: int) -> None:
+        """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
+        self._unpark(request)
+        if (slot := self._pinned.pop(request, None)) is not None:
+            del slot.pins[request]
+            slot.free_after = last_step
+            self._changed = True
+
+    def advance(self, now: float, oldest_step: int | None) -> tuple[list[Request], list[Request]]:
+        """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
+        from there because their adapter gives its slot to another one.
+
+        ``oldest_step``: the oldest one in flight, None: there is none.
+        """
+        if not self._changed and now < self._look_at:
+            return [], []
+        self._changed, self._look_at = False, inf
+        admitted: list[Request] = []
+        taken_back: list[Request] = []
+        for each in self._slots.values():
+            each.claimer = None
+        claimed: set[bytes] = set()
+        for request in sorted(self.waiting, key=self._rank):
+            assert request.adapter is not None
+            content = request.adapter.content
+            if (slot := self._slots.get(content)) is not None:
+                if self._may_enter(request, slot):
+                    self._pin(request, slot)
+                    self._unpark(request)
+                    admitted.append(request)
+            elif content not in claimed:
+                claimed.add(content)
+                taken_back += self._make_slot(request, request.adapter, now, oldest_step)
+        return admitted, taken_back
+
+    def _may_enter(self, request: Request, slot: _Slot) -> bool:
+        return slot.loaded and (slot.claimer is None or self._rank(request) < self._rank(slot.claimer))
+
+    def _rank(self, request: Request) -> tuple[float, float]:
+        """Who goes first: the key that has been served the least, and of one key the request that is next."""
+        return self._queue.account(request.key).served, queue_time_of(request)
+
+    def _pin(self, request: Request, slot: _Slot) -> None:
+        slot.pins[request] = None
+        self._pinned[request] = slot
+        request.adapter_slot = slot.index
+        content = slot.adapter.content
+        self._slots[content] = self._slots.pop(content)
+
+    def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: int | None) -> list[Request]:
+        """Begin to load an adapter if there is a slot, else claim one; returns those who come back for that."""
+        if self._free:
+            self._load(adapter, self._free.pop())
+            return []
+        unused = [slot for slot in self._slots.values() if slot.loaded and not slot.pins and slot.claimer is None]
+        for slot in unused:
+            if oldest_step is None or slot.free_after < oldest_step:
+                self._evict(slot)
+                self._load(adapter, slot.index)
+                return []
+        if unused:
+            self._look_at = now  # it is free when the steps in flight are back
+            unused[0].claimer = request
+            return []
+        stays = {slot: slot.since + STAY_LOADS * self._seconds(slot.adapter) for slot in self._slots.values()}
+        open_ones = [slot for slot in stays if slot.loaded and slot.claimer is None]
+        due = [slot for slot in open_ones if stays[slot] <= now]
+        if not due:
+            self._look_at = min([self._look_at, *(stays[slot] for slot in open_ones)])
+            return []
+        slot = min(due, key=lambda one: one.since)
+        slot.claimer = request
+        back = [one for one in slot.pins if _has_not_begun(one) and self._rank(one) > self._rank(request)]
+        for one in back:
+            del slot.pins[one], self._pinned[one]
+            self._park(one)
+        if not slot.pins:  # nobody has begun there
+            if oldest_step is None or slot.free_after < oldest_step:
+                self._evict(slot)
+                self._load(adapter, slot.index)
+            else:
+                self._look_at = now
+        return back
+
+    # ---- loads ---------------------------------------------------------------------------------------
+
+    def check(self, adapter: Adapter, checked: Checked) -> None:
+        """Have an adapter loaded to the host, to see whether that works."""
+        self._load(adapter, -1, checked)
+
+    def give_up_checks(self) -> None:
+        """The executor is gone: nobody will tell whether adapters can be loaded there."""
+        checks, self._checks = self._checks, []
+        for check in checks:
+            if check.checked is not None:
+                check.checked(None, lost=True)
+
+    def take_loads(self, epoch: int) -> list[LoadAdapter]:
+        """The loads that the executor has not been asked for."""
+        asked, self._outbox = self._outbox, []
+        return [LoadAdapter(epoch, number, adapter, slot) for number, adapter, slot in asked]
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether there are such."""
+        return bool(self._outbox)
+
+    def loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
+        """A load has ended; returns the requests that waited for an adapter that could not be loaded."""
+        if (load := self._loads.pop(message.number, None)) is None:
+            return []
+        adapter, slot, content = load.adapter, load.slot, load.adapter.content
+        self._changed = True
+        if load.checked is not None:
+            self._checks.remove(load)
+            load.checked(message.error or None)
+        if message.error:
+            self.num_load_errors += 1
+            if slot is None:
+                return []
+            del self._slots[content]
+            self._free.append(slot.index)
+            failed = [one for one in self.waiting if one.adapter is not None and one.adapter.content == content]
+            for request in failed:
+                self._unpark(request)
+            return failed
+        self.num_loads += 1
+        line = self._host if message.from_host else self._disk
+        line.observe(message.elapsed_us * 1e-6, 1, adapter.num_bytes)
+        self._on_host.add(content)
+        self._on_host.difference_update(message.evicted)
+        if slot is not None:
+            slot.since = now
+        return []
+
+    def _load(self, adapter: Adapter, index: int, checked: Checked | None = None) -> None:
+        slot = None
+        if index >= 0:
+            slot = self._slots[adapter.content] = _Slot(index, adapter)
+        number = next(self._numbers)
+        load = self._loads[number] = _Load(adapter, slot, checked)
+        if checked is not None:
+            self._checks.append(load)
+        self._outbox.append((number, adapter, index))
+
+    def _evict(self, slot: _Slot) -> None:
+        self.num_evictions += 1
+        del self._slots[slot.adapter.content]
+
+
+def _has_not_begun(request: Request) -> bool:
+    return (
+        isnan(request.scheduled_time)
+        and not request.segments
+        and all(sequence.status is SequenceStatus.WAITING for sequence in request.sequences)
+    )

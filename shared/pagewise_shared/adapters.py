@@ -1,0 +1,274 @@
+"""LoRA adapters in PEFT's format: what is in their folders, and what of it cannot be served.
+
+No torch here: gateways read the configuration and the headers, and hash the bytes. Executors read the weights.
+The format is that of PEFT 0.19 (``adapter_config.json``, ``adapter_model.safetensors``); LoRA is Hu and others 2021
+(arXiv 2106.09685), the rank-stabilised scale Kalajdzievski 2023 (arXiv 2312.03732).
+"""
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagewise_shared.errors import AdapterError, AdapterNotFoundError, ModelError
+from pagewise_shared.model_files import resolve_model
+from pagewise_shared.protocol import Adapter
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_TYPES = {"F32", "F16", "BF16"}
+_PIECE = 1 << 22
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 26
+
+_NEUTRAL = frozenset({
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
+"""Fields of a configuration that are used here, or that say how an adapter was trained. Any other one that asks for
+something is refused by its name, because it would change what the adapter computes."""
+_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the weights of the model as they are."""
+_PARTS = {
+    "lora_magnitude_vector": "of DoRA",
+    "lora_embedding": "LoRA of embeddings",
+    "embed_tokens": "of embeddings",
+    "lm_head": "of the head",
+    "bias": "a bias",
+}
+
+
+class Factor(NamedTuple):
+    """The pair of matrices of one module, by their shapes: A [rank, ins], B [outs, rank]."""
+
+    rank: int
+    ins: int
+    outs: int
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterFiles:
+    """A checked adapter.
+
+    ``config``: the bytes of its configuration. ``weights``: the file with its weights. ``factors``: by the name of the
+    module. ``settings``: the configuration.
+    """
+
+    name: str
+    config: bytes
+    weights: Path
+    factors: Mapping[str, Factor]
+    settings: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """The greatest rank of a module."""
+        return max(factor.rank for factor in self.factors.values())
+
+    def scale(self, module: str) -> float:
+        """What B A of a module is multiplied with."""
+        alpha = float(_of_pattern(self.settings.get("alpha_pattern"), module, self.settings.get("lora_alpha", 8)))
+        rank = self.factors[module].rank
+        return alpha / math.sqrt(rank) if self.settings.get("use_rslora") else alpha / rank
+
+
+def read_adapter(name: str, path: str, max_rank: int) -> Adapter:
+    """Find, check and hash an adapter. This reads all of its bytes: not on an event loop.
+
+    Raises:
+        AdapterError: it cannot be found, read or served; the text names it and says why.
+    """
+    files = open_adapter(name, path, max_rank)
+    digest = _begin(files.config)
+    with _reading(name), files.weights.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    size = files.weights.stat().st_size
+    return Adapter(name, path, digest.digest(), size, files.rank, int(time.time()))
+
+
+def content_hash(config: bytes, weights: bytes) -> bytes:
+    """Return the hash of an adapter's files: 32 bytes."""
+    digest = _begin(config)
+    digest.update(weights)
+    return digest.digest()
+
+
+def _begin(config: bytes) -> "hashlib._Hash":
+    return hashlib.sha256(b"pagewise adapter %d\n" % len(config) + config)
+
+
+def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
+    """Find an adapter, and check what can be checked without its weights and without the model.
+
+    Raises:
+        AdapterError: as ``read_adapter``.
+    """
+    try:
+        folder = resolve_model(path)
+    except ModelError as error:
+        raise AdapterNotFoundError(f"the adapter {name!r} cannot be found: {error}") from error
+    config = folder / _CONFIG
+    for file in (config, folder / _WEIGHTS):
+        if not file.is_file():
+            raise AdapterNotFoundError(f"the adapter {name!r} cannot be found: {path} has no {file.name}")
+    with _reading(name):
+        if config.stat().st_size > _MOST_CONFIG_BYTES:
+            raise AdapterError(f"the adapter {name!r} cannot be served: its {_CONFIG} is too large")
+        content = config.read_bytes()
+        try:
+            settings = json.loads(content)
+            header = _header(folder / _WEIGHTS)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise AdapterError(f"the adapter {name!r} cannot be read: {error}") from error
+    flaw = _flaw_of_settings(settings)
+    factors: dict[str, Factor] = {}
+    if not flaw:
+        factors, flaw = _factors(header, settings, max_rank)
+    if flaw:
+        raise AdapterError(f"the adapter {name!r} cannot be served: {flaw}")
+    return AdapterFiles(name, content, folder / _WEIGHTS, factors, settings)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Name the adapter in errors of finding and reading its files."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(f"the adapter {name!r} cannot be read: {error}") from error
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: by the name of a tensor, its type and shape.
+
+    Raises:
+        ValueError: it is none, or is truncated.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, _MOST_HEADER_BYTES):
+            raise ValueError(f"{file.name} is truncated, or no safetensors file")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name} is no safetensors file")
+    header.pop("__metadata__", None)
+    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if size != 8 + length + end:
+        raise ValueError(f"{file.name} has {size} bytes, its header says {8 + length + end}")
+    return header
+
+
+def _flaw_of_settings(settings: Any) -> str:
+    """Return what in a configuration cannot be served; empty: nothing."""
+    if not isinstance(settings, dict):
+        return f"{_CONFIG} is no JSON object"
+    if settings.get("peft_type") != "LORA":
+        return f"peft_type is {settings.get('peft_type')!r}, only LORA is served"
+    if settings.get("use_dora"):
+        return "it is DoRA (use_dora), which is not supported"
+    if settings.get("bias", "none") != "none":
+        return f"it has biases (bias {settings['bias']!r}), which are not supported"
+    if settings.get("modules_to_save"):
+        return "it replaces whole modules (modules_to_save), which is not supported"
+    if settings.get("init_lora_weights") not in _KEEPS_BASE:
+        return f"init_lora_weights {settings['init_lora_weights']!r} changes the model's own weights"
+    asked = sorted(key for key, value in settings.items() if key not in _NEUTRAL and value)
+    if asked:
+        return f"{asked[0]} is not supported"
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(name) or {}
+        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
+            return f"{name} is no table of numbers"
+        for key in pattern:
+            try:
+                re.compile(key)
+            except re.error as error:
+                return f"{name}: {key!r} is no pattern: {error}"
+    if not _is_number(settings.get("r", 8)) or not _is_number(settings.get("lora_alpha", 8)):
+        return "r or lora_alpha is no number"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _factors(header: Mapping[str, Any], settings: Mapping[str, Any], max_rank: int) -> tuple[dict[str, Factor], str]:
+    """Return the shapes of all modules by name, and what cannot be served; empty: nothing."""
+    shapes: dict[str, dict[str, list[int]]] = {}
+    for key, tensor in header.items():
+        match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        if match is None:
+            kind = next((text for part, text in _PARTS.items() if part in key), "no factor of a linear layer")
+            return {}, f"its weight {key} is {kind}, which is not supported"
+        shape = tensor["shape"]
+        if tensor["dtype"] not in _TYPES or len(shape) != 2 or min(shape) < 1:
+            return {}, f"its weight {key} is of type {tensor['dtype']} and shape {shape}"
+        shapes.setdefault(match[1], {})[match[2]] = shape
+    if not shapes:
+        return {}, "it has no weights"
+    factors = {}
+    for module, pair in shapes.items():
+        if len(pair) < 2:
+            return {}, f"its module {module} has only one of A and B"
+        if (flaw := _flaw_of_module(module)) is not None:
+            return {}, flaw
+        (rank, ins), (outs, other) = pair["A"], pair["B"]
+        told = _of_pattern(settings.get("rank_pattern"), module, settings.get("r", 8))
+        if not rank == other == told:
+            return {}, f"its module {module} has ranks {rank} and {other}, and its configuration says {told}"
+        if rank > max_rank:
+            return {}, f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}"
+        factors[module] = Factor(rank, ins, outs)
+    return factors, ""
+
+
+def _flaw_of_module(module: str) -> str | None:
+    names = module.split(".")
+    if names[-1] in ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in"):
+        return f"it changes {module}: LoRA of embeddings and of the head is not supported"
+    if "experts" in names:
+        return f"it changes {module}: LoRA of experts is not supported"
+    return None
+
+
+def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """Return the value of the first pattern that the end of a module's name matches, as PEFT does."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def check_shapes(name: str, factors: Mapping[str, Factor], modules: Mapping[str, tuple[int, int]]) -> None:
+    """Compare an adapter with a model. ``modules``: inputs and outputs of its linear layers by name.
+
+    Raises:
+        AdapterError: the model has no such module, or one of another shape.
+    """
+    for module, factor in factors.items():
+        if (shape := modules.get(module)) is None:
+            raise AdapterError(
+                f"the adapter {name!r} cannot be served: it changes {module}, which is no linear layer of this model"
+                f" (its layers have {', '.join(_endings(modules))})"
+            )
+        if shape != (factor.ins, factor.outs):
+            raise AdapterError(
+                f"the adapter {name!r} cannot be served: its module {module} maps {factor.ins} to {factor.outs}, "
+                f"that of the model {shape[0]} to {shape[1]}: it is of another model"
+            )
+
+
+def _endings(modules: Iterable[str]) -> list[str]:
+    return sorted({module.rpartition(".")[2] for module in modules})[:12]

@@ -1,0 +1,86 @@
+"""The options of LoRA adapters, by vLLM's names; ``docs/lora.md`` tells how they are used."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from pagewise_shared.config.kinds import Positive, described
+from pagewise_shared.errors import ConfigError
+
+MAX_LORAS = 1024
+"""The most slots for adapters on one executor."""
+MAX_LORA_RANK = 512
+
+EnableLora = Annotated[bool, described("serve LoRA adapters of the model")]
+MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]
+
+
+class GatewayLoraOptions(Struct, frozen=True, kw_only=True):
+    """Options of a gateway: which adapters there are."""
+
+    enable_lora: EnableLora = False
+    max_lora_rank: MaxLoraRank = 16
+    lora_modules: Annotated[
+        tuple[str, ...],
+        described(
+            "adapters to serve: what clients call them, and their folders or hub ids",
+            "NAME=PATH",
+            "Executors read them from the same paths ([lora.md](lora.md)).",
+        ),
+    ] = ()
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        described(
+            "let operators load and unload adapters while the server runs",
+            more="Whoever has an operator's API key, or everybody if there are no keys, can then have any folder that "
+            "executors see, or any hub id, loaded as an adapter.",
+        ),
+    ] = False
+
+
+class ExecutorLoraOptions(Struct, frozen=True, kw_only=True):
+    """Options of an executor: how many adapters it holds, and where."""
+
+    enable_lora: EnableLora = False
+    max_lora_rank: MaxLoraRank = 16
+    max_loras: Annotated[
+        int, Meta(ge=1, le=MAX_LORAS), described("adapters on the device at a time: the most that a batch mixes", "N")
+    ] = 1
+    max_cpu_loras: Annotated[Positive | None, described("adapters kept in host memory (default: --max-loras)", "N")] = (
+        None
+    )
+
+
+def check_lora(values: dict[str, object]) -> None:
+    """Check the values of these options together.
+
+    Raises:
+        ConfigError: they contradict each other, or a module is not NAME=PATH; the text names the option.
+    """
+    slots, on_host = values.get("max_loras", 1), values.get("max_cpu_loras")
+    if isinstance(slots, int) and isinstance(on_host, int) and on_host < slots:
+        raise ConfigError(
+            f"--max-cpu-loras {on_host} is less than --max-loras {slots}: what is on the device is kept on the host"
+        )
+    modules = values.get("lora_modules", ())
+    assert isinstance(modules, tuple)
+    if modules and not values.get("enable_lora"):
+        raise ConfigError("--lora-modules needs --enable-lora")
+    named_modules(modules)
+
+
+def named_modules(modules: tuple[str, ...]) -> dict[str, str]:
+    """Return the paths of ``--lora-modules`` by name.
+
+    Raises:
+        ConfigError: one is not NAME=PATH, or two have one name.
+    """
+    found: dict[str, str] = {}
+    for module in modules:
+        name, _, path = module.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--lora-modules: {module!r} is not NAME=PATH")
+        if name in found:
+            raise ConfigError(f"--lora-modules: two adapters are called {name!r}")
+        found[name] = path
+    return found

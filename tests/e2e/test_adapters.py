@@ -1,0 +1,111 @@
+"""Adapters through real processes and HTTP: chosen by name, loaded while the server runs, known to every gateway."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import transformers
+from pagewise_shared.model_files import resolve_model
+
+from benchmarks.processes import Cluster, running, wait_until
+from tests.lora_adapters import build_adapter, greedy, peft_model
+
+PROMPT = "class Account:\n    def __init__(self, owner, balance):\n        self.owner ="
+DEMO = "pagewise-demo"
+LORA = ("--enable-lora", "--max-lora-rank=8")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    path, model = tmp_path_factory.mktemp("adapters"), resolve_model(DEMO)
+    targets = {"first": ["q_proj", "v_proj"], "second": ["down_proj", "o_proj"], "third": ["up_proj", "k_proj"]}
+    return {
+        name: build_adapter(model, path / name, seed, target_modules=modules, r=8)
+        for seed, (name, modules) in enumerate(targets.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, str]:
+    model = resolve_model(DEMO)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer(PROMPT)["input_ids"]
+    found = {}
+    for name, path in [(DEMO, None), *folders.items()]:
+        tokens, _ = greedy(peft_model(model, path), prompt, 24)
+        found[name] = tokenizer.decode(tokens)
+    assert len(set(found.values())) == len(found), "adapters that change nothing show nothing"
+    return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
+    modules = ["--lora-modules", *(f"{name}={folders[name]}" for name in ("first", "second"))]
+    cluster = Cluster(
+        tmp_path,
+        gateways=2,
+        gateway_options=(*LORA, "--allow-runtime-lora-updating", *modules),
+        executor_options=(*LORA, "--max-loras=2"),
+    )
+    with running(cluster, 1):
+        yield cluster
+
+
+def post(url: str, path: str, **body: object) -> httpx.Response:
+    return httpx.post(url + path, json=body, timeout=60)
+
+
+def text(url: str, model: str) -> str:
+    answer = post(
+        url, "/v1/completions", model=model, prompt=PROMPT, max_tokens=24, temperature=0, ignore_eos=True,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return str(answer.json()["choices"][0]["text"])
+
+
+def names(url: str) -> set[str]:
+    return {model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
+
+
+@pytest.mark.timeout(180)
+def test_adapters_are_served_by_name_and_loaded_while_the_server_runs(
+    cluster: Cluster, folders: dict[str, Path], expected: dict[str, str]
+) -> None:
+    one, other = cluster.urls.values()
+    wait_until(lambda: names(one) == {DEMO, "first", "second"}, 30, "the adapters are listed", cluster.scheduler)
+    for name in (DEMO, "first", "second", DEMO):
+        assert text(one, name) == expected[name]
+    listed = {model["id"]: model for model in httpx.get(f"{one}/v1/models").json()["data"]}
+    assert (listed["first"]["parent"], listed["first"]["root"]) == (DEMO, str(folders["first"]))
+
+    missing = post(other, "/v1/completions", model="third", prompt=PROMPT)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    loaded = post(one, "/v1/load_lora_adapter", lora_name="third", lora_path=str(folders["third"]))
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'third' added successfully.")
+    wait_until(lambda: "third" in names(other), 10, "the other gateway knows it", cluster.scheduler)
+    assert text(other, "third") == expected["third"]  # one of the two slots is given up
+    assert cluster.metric("lora_evictions_total") == 1
+
+    # Neither a gateway nor the scheduler takes it along.
+    cluster.gateways["gateway-1"].close()
+    cluster.start_gateway("gateway-1")
+    wait_until(lambda: "third" in names(other), 10, "it is told again", cluster.scheduler)
+    cluster.scheduler.close()
+    cluster.start_scheduler()
+    cluster.wait_ready(1)
+    assert text(other, "third") == expected["third"]
+    assert names(one) == names(other) == {DEMO, "first", "second", "third"}
+
+    # The same name with other weights: nothing of the old KV is used.
+    again = post(one, "/v1/load_lora_adapter", lora_name="third", lora_path=str(folders["first"]))
+    assert again.status_code == 400
+    again = post(one, "/v1/load_lora_adapter", lora_name="third", lora_path=str(folders["first"]), load_inplace=True)
+    assert again.status_code == 200
+    assert text(one, "third") == expected["first"]
+    gone = post(one, "/v1/unload_lora_adapter", lora_name="third")
+    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'third' removed successfully.")
+    assert post(one, "/v1/completions", model="third", prompt=PROMPT).status_code == 404
+    assert post(one, "/v1/unload_lora_adapter", lora_name="third").status_code == 404
