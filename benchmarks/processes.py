@@ -33,9 +33,7 @@ SCHEDULER, GATEWAY, EXECUTOR = (f"pagewise_{name}.main" for name in ("scheduler"
 HOST_MEMORY = "16MiB"
 """Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
 
-_LOOPBACK = "127.0.0.1"
-_PORTS = range(16_384, 32_768)
-"""Below those of Linux for sockets that ask for any port."""
+_LOOPBACK, _PORTS = "127.0.0.1", range(16_384, 32_768)  # below those of Linux for sockets that ask for any port
 
 
 def get(url: str, seconds: float = 10.0, key: str = "") -> Any:
@@ -55,11 +53,7 @@ def answers(url: str) -> bool:
 
 
 def free_port(address: str = _LOOPBACK) -> int:
-    """A TCP port that nobody listens on.
-
-    It is none of those that the kernel gives to whoever asks for any, so it stays free while the process whose port it
-    is ends and starts again.
-    """
+    """A TCP port that nobody listens on, and that the kernel gives to nobody while its process starts again."""
     while True:
         port = secrets.choice(_PORTS)
         with contextlib.suppress(OSError), socket.create_server((address, port)):
@@ -134,8 +128,8 @@ class Process:
         """What it and its predecessors have printed."""
         return self.log.read_text(errors="replace")
 
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.output().splitlines()[-lines:])
+    def tail(self) -> str:
+        return "\n".join(self.output().splitlines()[-40:])
 
 
 class Cluster:

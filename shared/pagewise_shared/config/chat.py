@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
+
+from pagewise_shared.config.lora_options import GatewayLoraOptions
 
 ToolCallParser = Literal[
     "deepseek_v3", "deepseek_v31", "glm45", "hermes", "llama3_json", "mistral", "openai", "pythonic"
@@ -10,8 +12,11 @@ ToolCallParser = Literal[
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3"]
 
 
-class ChatConfig(Struct, frozen=True, kw_only=True):
-    """Options of ``pagewise-gateway`` about conversations, by the names that vLLM has for them."""
+class ChatConfig(GatewayLoraOptions, frozen=True, kw_only=True):
+    """Options of ``pagewise-gateway`` about conversations, by the names that vLLM has for them.
+
+    It has those of adapters as its base because a struct of msgspec can have one base with fields only.
+    """
 
     enable_auto_tool_choice: Annotated[
         bool,

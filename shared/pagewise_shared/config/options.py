@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
-from pagewise_shared.config.lora_options import ExecutorLoraOptions, GatewayLoraOptions
+from pagewise_shared.config.lora_options import ExecutorLoraOptions
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
@@ -125,7 +125,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
 
 
-class GatewayConfig(ChatConfig, GatewayLoraOptions, frozen=True, kw_only=True):
+class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
     """Options of ``pagewise-gateway``."""
 
     model: Model = DEMO_MODEL

@@ -14,13 +14,14 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
-from pagewise_scheduler.actors.recent_requests import EndedRequest, RecentRequests
+from pagewise_scheduler.actors.recent_requests import RecentRequests, newest_called
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import memory_report, request_report
-from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, later
+from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.results import failed
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
@@ -102,9 +103,7 @@ class Engine:
 
     @property
     def oldest_copy_time(self) -> float | None:
-        """When a copy to or from a lower tier or a peer that has not been confirmed should have been, the first of
-        them; None: there is none.
-        """
+        """When the first copy to or from a lower tier or a peer should have been confirmed that has not been, if any."""
         return self.scheduler.recoveries.transfers.oldest_due
 
     def touch(self) -> None:
@@ -211,16 +210,11 @@ class Engine:
     def _fail_outputs(self, result: StepResult) -> None:
         """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
         step = next(iter(self.scheduler.steps_in_flight), None)
-        if step is None or (result.epoch, result.step) != (self.scheduler.epoch, step.step):
-            return  # out of step, which ``update`` finds
-        for failure in result.failures:
-            sequence = step.sampled[failure.index] if failure.index < len(step.sampled) else None
-            live = None if sequence is None else self._live.get(sequence.request.request_id)
-            if sequence is None or live is None or sequence.finished:
-                continue  # it has ended meanwhile
+        for sequence, failure in failed(step, result, self.scheduler.epoch, self._live):
             self._metrics.grammar_failures.inc()
             message = printable(failure.message, _MAX_ERROR_TEXT)
             log.warning("%s: request %s: %s", self.executor_id, sequence.request.request_id, message)
+            live = self._live[sequence.request.request_id]
             self.scheduler.abort(sequence.request.request_id)
             self._forget(live)
             live.fail("invalid" if failure.invalid else "internal", message, clock())
@@ -233,9 +227,8 @@ class Engine:
         """
         self.touch()
         if copied.error is not None:
-            self._start_over(
-                f"copies of step {copied.step} failed: {printable(copied.error.message)}", blame_step=False
-            )
+            message = printable(copied.error.message)
+            self._start_over(f"copies of step {copied.step} failed: {message}", blame_step=False)
             return
         try:
             self.scheduler.copied(copied)
@@ -323,9 +316,7 @@ class Engine:
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
         for step, peer in self.scheduler.recoveries.transfers.late_peers(now):
-            self._complaints.warning(
-                "%s: a fetch from %s takes too long, cancelling it", self.executor_id, printable(peer)
-            )
+            self._complaints.warning("%s: a fetch from %s takes too long: cancelled", self.executor_id, printable(peer))
             self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
 
     def peer_lost(self, endpoint: str) -> None:
@@ -401,17 +392,8 @@ class Engine:
         ``name``: our id, or the client's own. ``key``: the API key that they belong to; "": any. Looking for a request
         of another key takes as long as looking for one that nobody knows, because every request is looked at.
         """
-        now, reports = clock(), []
-        live = [one for one in (live.request for live in self._live.values()) if is_called(one, name, key)]
-        if live:
-            newest = min(live, key=lambda one: (one.request_id != name, -one.arrival_time))
-            reports.append(request_report(newest, self.scheduler, now, limit))
-        ended = [later(one.report, now - one.time) for one in self._recent if is_called(one, name, key)]
-        if ended:
-            reports.append(min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago)))
-        return reports
-
-
-def is_called(request: Request | EndedRequest, name: str, key: str) -> bool:
-    """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
-    return name in (request.request_id, request.client_request_id) and key in ("", request.key)
+        now = clock()
+        newest = newest_called((live.request for live in self._live.values()), name, key)
+        reports = [] if newest is None else [request_report(newest, self.scheduler, now, limit)]
+        ended = self._recent.newest_called(name, key, now)
+        return reports if ended is None else [*reports, ended]

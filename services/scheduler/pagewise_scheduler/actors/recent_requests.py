@@ -1,12 +1,13 @@
 """Keeps reports of requests that have ended, so that a busy API key does not push out those of others."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from pagewise_scheduler.core.memory_reports import RequestReport
+from pagewise_scheduler.core.memory_reports import RequestReport, later
+from pagewise_scheduler.core.requests.request import Request
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RequestReport).decode
@@ -68,3 +69,19 @@ class RecentRequests:
         """Yield each of them, in order for each key."""
         for own in self._of_keys.values():
             yield from own.values()
+
+    def newest_called(self, name: str, key: str, now: float) -> RequestReport | None:
+        """The report of the newest request that ``is_called`` so, as of ``now``; None: there is none."""
+        ended = [later(one.report, now - one.time) for one in self if is_called(one, name, key)]
+        return min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago), default=None)
+
+
+def is_called(request: Request | EndedRequest, name: str, key: str) -> bool:
+    """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
+    return name in (request.request_id, request.client_request_id) and key in ("", request.key)
+
+
+def newest_called(requests: Iterable[Request], name: str, key: str) -> Request | None:
+    """The newest of the requests that are called so, one of our own id first; None: there is none."""
+    found = [request for request in requests if is_called(request, name, key)]
+    return min(found, key=lambda one: (one.request_id != name, -one.arrival_time), default=None)

@@ -7,8 +7,9 @@ from msgspec import Struct
 from pagewise_shared.protocol import Query
 
 from pagewise_scheduler.actors.clock import clock
-from pagewise_scheduler.actors.engine import Engine, is_called
+from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.recent_requests import is_called
 from pagewise_scheduler.core.inspection import unplaced_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport, shown
 from pagewise_scheduler.metrics import Metrics

@@ -1,9 +1,9 @@
 """Whether a result answers its step, and what sequences make of the tokens that were sampled for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.protocol import StepResult, TokenLogprobs, unpack_int32s
+from pagewise_shared.protocol import RowFailure, StepResult, TokenLogprobs, unpack_int32s
 
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
@@ -31,6 +31,21 @@ def check_result(
     if any(sequence.request.beam is not None for sequence in step.chunk_rows.values()):
         _check_candidates(step, result)
     return step, tokens
+
+
+def failed(
+    step: StepInFlight | None, result: StepResult, epoch: int, requests: Container[str]
+) -> Iterator[tuple[Sequence, RowFailure]]:
+    """The sequences that cannot go on, as ``result`` says, and why; nothing if it does not answer ``step``.
+
+    Each request once, and only those among ``requests``, by their ids.
+    """
+    if step is None or (result.epoch, result.step) != (epoch, step.step):
+        return
+    for failure in result.failures:
+        sequence = step.sampled[failure.index] if failure.index < len(step.sampled) else None
+        if sequence is not None and not sequence.finished and sequence.request.request_id in requests:
+            yield sequence, failure
 
 
 def _check_candidates(step: StepInFlight, result: StepResult) -> None:
