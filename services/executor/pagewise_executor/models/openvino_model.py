@@ -90,17 +90,25 @@ def compile_model(
 
 
 class _FlatModel(nn.Module):
-    """The model on a flat batch, as ``TorchEngine.forward`` calls it."""
+    """The model on a flat batch: logits [kept, vocab] of ids and positions [tokens].
 
-    def __init__(self, model: nn.Module) -> None:
+    The tokens are a batch of sequences of one token each. Moving a dimension of one elsewhere moves nothing in memory;
+    in one sequence of all tokens, each layer would transpose Q, K and V.
+    """
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        output = self.model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
-        )
-        logits: torch.Tensor = output.logits[0]
+        # Only what is kept gets to the last layer. ``logits_to_keep`` would choose within each sequence.
+        head = self.model.get_output_embeddings()
+        choice = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][kept],))
+        try:
+            output = self.model(input_ids=input_ids[:, None], position_ids=position_ids[:, None], use_cache=False)
+        finally:
+            choice.remove()
+        logits: torch.Tensor = output.logits[:, 0]
         return logits
 
 
