@@ -307,7 +307,7 @@ class ModelRunner:
 
             self._engine = TorchEngine(loaded, CpuBackend())
             return
-        if loaded.kernels == "openvino":
+        if loaded.compiled is not None:
             from pagewise_executor.engines.openvino_engine import OpenVINOEngine
 
             self._engine = OpenVINOEngine(loaded.compiled)

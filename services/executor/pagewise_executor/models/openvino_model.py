@@ -8,6 +8,7 @@ which the engine passes the KV pool.
 import logging
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,15 +44,17 @@ def compile_model(
     attention: list[nn.Module],
     shapes: list[tuple[int, int]],
     vocab_size: int,
-    threads: int,
+    threads: Sequence[int],
     *,
     eight_bits: bool = False,
-) -> ov.CompiledModel:
+) -> dict[int, ov.CompiledModel]:
     """Convert a model, compile it for the CPU, and compare its logits with those of the model.
 
+    Each of the numbers of ``threads`` needs a compiled model of its own, with the weights as they are computed with.
+
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each.
-    ``eight_bits``: of the weights of linear layers. The inputs of the result are those that ``OpenVINOEngine`` passes;
-    its output is logits [kept, vocab].
+    ``eight_bits``: of the weights of linear layers. The inputs of the results are those that ``OpenVINOEngine`` passes;
+    their output is logits [kept, vocab].
 
     Raises:
         NotConvertibleError: OpenVINO has no form of an operation, or what it computes is something else.
@@ -74,10 +77,11 @@ def compile_model(
             if eight_bits:
                 log.info("%d linear layers with weights in eight bits", num_merged + quantise_weights(converted))
             traced = time.perf_counter()
-            compiled = ov.Core().compile_model(converted, "CPU", _options(threads))
+            compiled = {count: ov.Core().compile_model(converted, "CPU", _options(count)) for count in threads}
             compiled_at = time.perf_counter()
             tolerance = _TOLERANCE_OF_EIGHT_BITS if eight_bits else _TOLERANCE
-            _compare(compiled, ids.numpy(), expected, shapes, tolerance)
+            for each in compiled.values():
+                _compare(each, ids.numpy(), expected, shapes, tolerance)
     except NotConvertibleError:
         raise
     except Exception as error:  # OpenVINO's errors have no class in common
