@@ -49,7 +49,7 @@ def choose_engine(
         from pagewise_executor.attention.cpu_attention import CpuBackend
 
         engine = TorchEngine(loaded, CpuBackend(), adapters)
-    elif loaded.kernels == "openvino":
+    elif loaded.compiled is not None:
         from pagewise_executor.engines.openvino_engine import OpenVINOEngine
 
         engine = OpenVINOEngine(loaded.compiled)

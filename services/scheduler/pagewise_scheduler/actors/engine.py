@@ -103,7 +103,7 @@ class Engine:
 
     @property
     def oldest_copy_time(self) -> float | None:
-        """When the first copy to or from a lower tier or a peer should have been confirmed that has not been, if any."""
+        """When the first copy to or from a lower tier or a peer that is late should have been confirmed, if one is."""
         return self.scheduler.recoveries.transfers.oldest_due
 
     def touch(self) -> None:
