@@ -90,6 +90,7 @@ class Metrics:
         self.model_name = model_name
         self._bind_gauges()
         self._bind_counters()
+        self._bind_adapter_counters()
         self._bind_histograms()
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors and gateways that were dropped, by reason.", ("reason",)
@@ -297,7 +298,6 @@ class Metrics:
         )
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
-        self._bind_adapter_counters()
 
     def _bind_admission_counters(self) -> None:
         self._requests_refused = self._raw_counter(

@@ -69,12 +69,7 @@ _OPENAPI = web.AppKey("openapi", bytes)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def create_app(
-    link: SchedulerLink,
-    tokenizer: Tokenizer,
-    config: GatewayConfig,
-    metrics: Metrics,
-) -> web.Application:
+def create_app(link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig, metrics: Metrics) -> web.Application:
     """Return the application that serves HTTP requests over ``link``.
 
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
