@@ -128,12 +128,12 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
         try:
             settings = json.loads(content)
             header = _header(folder / _WEIGHTS)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise AdapterError(f"the adapter {name!r} cannot be read: {error}") from error
-    flaw = _flaw_of_settings(settings)
-    factors: dict[str, Factor] = {}
-    if not flaw:
-        factors, flaw = _factors(header, settings, max_rank)
+            flaw = _flaw_of_settings(settings)
+            factors: dict[str, Factor] = {}
+            if not flaw:
+                factors, flaw = _factors(header, settings, max_rank)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise AdapterError(f"the adapter {name!r} cannot be read: {error!r}") from error
     if flaw:
         raise AdapterError(f"the adapter {name!r} cannot be served: {flaw}")
     return AdapterFiles(name, content, folder / _WEIGHTS, factors, settings)

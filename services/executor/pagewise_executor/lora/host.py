@@ -76,7 +76,12 @@ class HostAdapters:
                 if part.module in files.factors:
                     a, b = (tensors[f"{part.module}.lora_{name}.weight"] for name in "AB")
                     b = (b.float() * files.scale(part.module)).to(self.dtype)
-                    pair = PartFactors(number, self.prepare(a.to(self.dtype).clone()), self.prepare(b))
+                    a = a.to(self.dtype)
+                    if not (a.isfinite().all() and b.isfinite().all()):
+                        # K and V that are no numbers would spoil what others have in the same blocks later.
+                        flaw = f"{part.module} has weights that are not finite"
+                        raise AdapterError(f"the adapter {adapter.name!r} cannot be served: {flaw}")
+                    pair = PartFactors(number, self.prepare(a.clone()), self.prepare(b))
                     found.setdefault(layer.number, []).append(pair)
         return found, self._keep(adapter.content, found, keep)
 

@@ -28,6 +28,8 @@ _MAX_REASON = 400
 _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
 """Grammars that are known to be good, and characters of them together."""
+_MOST_GBNF_RULES = 512
+"""The converter looks at all of them once for each link of the longest chain."""
 _EMBEDDED = re.compile(r"%json\s*")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -105,6 +107,11 @@ def context_free_grammar(text: str) -> str:
     """
     if text.lstrip().startswith("{"):
         raise GrammarError("it is in neither Lark's nor GBNF's form")
+    if text.count("::=") > _MOST_GBNF_RULES:
+        raise GrammarError(f"a grammar in GBNF may have at most {_MOST_GBNF_RULES} rules")
+    # To tell the forms apart, the converter searches with a regular expression that takes quadratic time for empty
+    # lines, and holds the interpreter's lock meanwhile.
+    text = "\n".join(line for line in text.split("\n") if line.strip())
     try:
         lark = grammar_from("grammar", text)
     except Exception as error:  # a converter in Python, which raises whatever it stumbles over

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _MAX_NAME, _MAX_PATH = 256, 1024
 _MAX_ERROR_TEXT = 1000
+_TOO_MANY = f"{MAX_ADAPTERS} adapters are the most that are served"
 _MOST_PENDING = 1024
 _MAX_INT63 = 2**63 - 1
 
@@ -89,7 +90,7 @@ class AdapterRegistry:
         adapter = message.adapter
         known, flaw = self._adapters.get(adapter.name), flaw_of_adapter(adapter)
         if flaw is None and known is None and len(self._adapters) >= MAX_ADAPTERS:
-            flaw = f"{MAX_ADAPTERS} adapters are the most that are served"
+            flaw = _TOO_MANY
         if flaw is None and known is not None and not message.replace:
             flaw = f"an adapter called {adapter.name!r} is loaded already; unload it, or replace it (load_inplace)"
         if flaw is not None:
@@ -158,6 +159,8 @@ class AdapterRegistry:
             trial.answer(
                 AdapterAnswer(message.number, "refused", f"an adapter called {adapter.name!r} is loaded already")
             )
+        elif adapter.name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+            trial.answer(AdapterAnswer(message.number, "refused", _TOO_MANY))
         else:
             self._adapters[adapter.name] = adapter
             about = adapter.name, adapter.path, adapter.rank, adapter.content.hex()

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from pagewise_shared.block_hash import is_adapter_salt
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
@@ -128,6 +129,8 @@ class Draining:
         }
         copies: list[LiveRequest] = []
         for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
+            if is_adapter_salt(prefix.cache_salt):
+                continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
             target = max(room, key=lambda other: room[other])
             live = _copy_request(prefix)
             request = live.request

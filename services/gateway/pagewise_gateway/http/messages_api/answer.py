@@ -26,7 +26,7 @@ class MessageAnswer:
         self._begun = False
         self._text: list[str] = []  # of the block that is open
         self._open: OutputBlock | None = None
-        self._message = Message(message_id, run.service.limits.model_name, [], MessageUsage(0, 0))
+        self._message = Message(message_id, run.body.model or run.service.limits.model_name, [], MessageUsage(0, 0))
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""

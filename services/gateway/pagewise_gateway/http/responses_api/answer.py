@@ -45,7 +45,7 @@ class ResponseAnswer:
         self._response = Response(
             response_id,
             int(time.time()),
-            run.service.limits.model_name,
+            body.model or run.service.limits.model_name,
             [],
             "in_progress",
             body.parallel_tool_calls is not False,

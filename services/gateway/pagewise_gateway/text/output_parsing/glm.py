@@ -126,9 +126,10 @@ class GlmCall:
     def _value(self, text: str) -> str:
         try:
             value = json.loads(text)
-        except ValueError:
+            written = as_json(value)
+        except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that JSON does not have
             return as_json(text)
         types = self._tools.types(self._name, self._key)
         if "string" in types and not isinstance(value, str) and not (value is None and "null" in types):
             return as_json(text)
-        return as_json(value)
+        return written

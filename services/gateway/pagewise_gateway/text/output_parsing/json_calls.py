@@ -232,5 +232,5 @@ class JsonCalls:
 def _decoded(value: str) -> object:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

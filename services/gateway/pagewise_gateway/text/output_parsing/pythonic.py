@@ -54,7 +54,7 @@ class PythonicCalls:
     # ---- states: each takes text and returns what is left of it ---------------------------------------
 
     def _begin(self, text: str, deltas: list[Delta]) -> str:
-        found = _BEGIN.match(text)
+        found = _BEGIN.match(text, 0, _MOST_BEGIN + 1)
         if found is None or found.end() > _MOST_BEGIN:
             if found is None and len(text) < _MOST_BEGIN and _may_begin(text):
                 self._text = text

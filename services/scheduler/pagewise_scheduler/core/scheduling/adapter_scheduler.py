@@ -4,7 +4,7 @@ from typing import Any
 
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
@@ -18,6 +18,8 @@ class AdapterScheduler(Scheduler):
     def __init__(self, *, max_loras: int = 0, **options: Any) -> None:
         super().__init__(**options)
         self.adapters = AdapterSlots(max_loras, self.waiting)
+        self.segments.computing = self.adapters.pin
+        self.segments.computed = lambda request: self.adapters.drop(request, self.last_step)
 
     @property
     def num_waiting(self) -> int:
@@ -45,6 +47,9 @@ class AdapterScheduler(Scheduler):
             self.adapters.drop(request, self.last_step)
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
         request.create_sequences()
+        for sequence in request.sequences:
+            if not sequence.finished:  # it may have run elsewhere, or before a reset
+                sequence.status, sequence.prefilled, sequence.last_step = SequenceStatus.WAITING, False, 0
 
     def adapter_loads(self, now: float) -> list[LoadAdapter]:
         """Take requests on that waited for adapters which are there now (seconds); returns which others to load."""

@@ -159,8 +159,14 @@ class AdapterSlots:
         self._changed = True
         return False
 
+    def pin(self, request: Request) -> None:
+        """A request that computes an original of a segment needs the slot of its owner, until it is dropped itself."""
+        if request.adapter is not None:
+            self._pin(request, self._slots[request.adapter.content])
+
     def drop(self, request: Request, last_step: int) -> None:
         """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
+        self._changed |= request in self.waiting  # a slot that it has claimed is nobody's any more
         self._unpark(request)
         if (slot := self._pinned.pop(request, None)) is not None:
             del slot.pins[request]
@@ -313,5 +319,6 @@ def _has_not_begun(request: Request) -> bool:
     return (
         isnan(request.scheduled_time)
         and not request.segments
+        and request.computes_for is None
         and all(sequence.status is SequenceStatus.WAITING for sequence in request.sequences)
     )

@@ -6,6 +6,7 @@ computed by a request of its own, which nobody is told of, before the sequence s
 the sequence holds references on the blocks. That is the same whether an original was found or computed.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
@@ -80,6 +81,9 @@ class Segments:
         plan: PlanBuilder,
     ) -> None:
         self.requests: dict[Request, None] = {}
+        # Told of each request that computes an original, and when it has ended.
+        self.computing: Callable[[Request], None] = lambda request: None
+        self.computed = self.computing
         self.num_moved = self.num_wanted = self.num_found = self.num_requests = self.num_withdrawn = 0
         self._kv = kv
         self._waiting = waiting
@@ -232,6 +236,7 @@ class Segments:
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request, None)
+        self.computed(request)
         self._shares.leave(request)
         request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
 
@@ -261,6 +266,7 @@ class Segments:
         self._waiting.arrive(request)
         self._shares.arrive(request)
         self.requests[request] = None
+        self.computing(request)
         (computing,) = request.sequences
         self._kv.restore(request.cache_salt, computing.token_bytes)
         computing.table = self._kv.new_table(request.cache_salt)
