@@ -36,7 +36,7 @@ class _OnOpenVINO:
     def __init__(self, model: str) -> None:
         loaded = load_model(ExecutorConfig(model=model, device="cpu", kernels="openvino", quantization="int8"))
         assert loaded.compiled is not None
-        self._request = loaded.compiled.create_infer_request()
+        self._request = loaded.compiled[max(loaded.compiled)].create_infer_request()
         num_blocks = -(-(_LENGTH + _NEW) // BLOCK_SIZE)
         self._pool = {
             f"{part}.{layer}": np.zeros((num_blocks, heads, BLOCK_SIZE, dim), np.float32)

@@ -8,9 +8,10 @@
 Contenders: ``pagewise`` (``pagewise serve`` in its own processes, driven over HTTP; options after a colon),
 ``generate`` and ``generate_batch`` (transformers' static batch, padded to the longest, and its continuous batching),
 ``openvino-genai`` with or without its prefix cache, and any OpenAI-compatible server by its URL. Engines other than
-servers run without HTTP, each in a process of its own. They take turns, every round has new prompts, and every number
-is a median over the rounds. Useful tokens are those that were asked for; CPU seconds are user plus system time of all
-processes that serve, without loading. ``--beside busy``: a process that never rests keeps the last CPU busy meanwhile.
+servers run without HTTP, each in a process of its own. They take turns, every round has new prompts, also beside a busy
+process, and every number is a median over the rounds. Useful tokens are those that were asked for; CPU seconds are user
+plus system time of all processes that serve, without loading. ``--beside busy``: a process that never rests keeps the
+last CPU busy meanwhile.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]
         for workload_name in args.workloads:
             for beside in args.beside:
                 for number in range(args.rounds):
-                    works = workload(workload_name, args.requests, args.seed + number)
+                    works = workload(workload_name, args.requests, args.seed + number, beside)
                     for name, one in contenders.items():
                         if before := earlier(workload_name, works):
                             one.round(before, None, number)

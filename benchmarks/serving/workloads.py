@@ -27,23 +27,24 @@ WORKLOADS = {
 _SHARED = 512
 
 
-def workload(name: str, count: int, seed: int = 0) -> list[Work]:
-    """``count`` requests of one of ``WORKLOADS``. Seeds differ in all prompts, so no cache finds them."""
-    rng = random.Random(f"{name} {seed}")
-    shared = _tokens(rng, _SHARED)
+def workload(name: str, count: int, seed: int = 0, beside: str = "nothing") -> list[Work]:
+    """``count`` requests of one of ``WORKLOADS``. All prompts of another seed, or beside something else, are others, so
+    no cache finds them. Lengths depend on the seed alone."""
+    lengths, texts = random.Random(f"{name} {seed}"), random.Random(f"{name} {seed} {beside}")
+    shared = _tokens(texts, _SHARED)
     works = []
     for _ in range(count):
         match name:
             case "unequal":
-                works.append(Work(_tokens(rng, int(2 ** rng.uniform(4, 9))), rng.randint(16, 256)))
+                works.append(Work(_tokens(texts, int(2 ** lengths.uniform(4, 9))), lengths.randint(16, 256)))
             case "equal":
-                works.append(Work(_tokens(rng, 128), 128))
+                works.append(Work(_tokens(texts, 128), 128))
             case "short":
-                works.append(Work(_tokens(rng, 64), 128))
+                works.append(Work(_tokens(texts, 64), 128))
             case "outputs":
-                works.append(Work(_tokens(rng, 64), rng.randint(16, 256)))
+                works.append(Work(_tokens(texts, 64), lengths.randint(16, 256)))
             case "prefix":
-                works.append(Work(shared + _tokens(rng, 32), 64))
+                works.append(Work(shared + _tokens(texts, 32), 64))
             case _:
                 raise ValueError(f"there is no workload {name!r}")
     return works

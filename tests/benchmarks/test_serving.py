@@ -11,8 +11,11 @@ from benchmarks.serving.workloads import WORKLOADS, workload
 def test_rounds_ask_for_as_much_and_for_other_prompts(name: str) -> None:
     first, again, other = workload(name, 8, 0), workload(name, 8, 0), workload(name, 8, 1)
     assert first == again
+    beside = workload(name, 8, 0, "busy")
     assert len(first) == len(other) == 8
-    assert not {tuple(work.prompt[:16]) for work in first} & {tuple(work.prompt[:16]) for work in other}
+    for others in (other, beside):
+        assert not {tuple(work.prompt[:16]) for work in first} & {tuple(work.prompt[:16]) for work in others}
+    assert [(len(work.prompt), work.output) for work in beside] == [(len(w.prompt), w.output) for w in first]
     if name == "prefix":
         assert len({tuple(work.prompt[:512]) for work in first}) == 1
         assert len({tuple(work.prompt) for work in first}) == 8

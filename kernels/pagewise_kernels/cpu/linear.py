@@ -2,6 +2,7 @@
 
 import torch
 
+from pagewise_kernels.cpu import huge_pages
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
 from pagewise_kernels.cpu.results import empty
 
@@ -22,7 +23,7 @@ class PackedWeight:
         panel = self._library.pagewise_panel()
         self.outs, self.ins = weight.shape
         whole, rest = divmod(self.outs, panel)
-        self.packed = torch.zeros(whole + (rest > 0), self.ins, panel)
+        self.packed = huge_pages.zeros((whole + (rest > 0), self.ins, panel), torch.float32)
         self.packed[:whole] = weight.detach()[: whole * panel].unflatten(0, (whole, panel)).transpose(1, 2)
         self.packed[whole:, :, :rest] = weight.detach()[whole * panel :].t()
         self.bias = None if bias is None else bias.detach().float().contiguous()

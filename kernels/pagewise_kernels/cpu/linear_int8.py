@@ -2,6 +2,7 @@
 
 import torch
 
+from pagewise_kernels.cpu import huge_pages
 from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
 from pagewise_kernels.cpu.results import empty
 
@@ -45,7 +46,8 @@ class Int8Weight:
         for start in range(0, self.outs, rows):
             part = slice(start, min(start + rows, self.outs))
             self._quantise(weight.detach()[part], padded[part], self.scales[part], self.offsets[part])
-        self.packed = padded.view(panels, panel, self._groups, group).transpose(1, 2).contiguous()
+        self.packed = huge_pages.zeros((panels, self._groups, panel, group), torch.int8)
+        self.packed.copy_(padded.view(panels, panel, self._groups, group).transpose(1, 2))
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self._pointers = [tensor.data_ptr() for tensor in (self.packed, self.scales, self.offsets)]
         self._pointers.append(0 if self.bias is None else self.bias.data_ptr())

@@ -95,6 +95,11 @@ class StepWork:
         """The rows for which this step samples a token, in the order of ``StepResult.tokens``."""
         return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks if chunk.completes)]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that this step computes."""
+        return len(self.decoding) + sum(chunk.size for chunk in self.chunks)
+
 
 class InputBatch:
     """The sequences of an executor, their block tables, and the set of rows that decode.

@@ -42,6 +42,7 @@ from pagewise_executor.sampling.logprobs import (
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.uploads import Uploads
 
@@ -69,10 +70,11 @@ class ModelRunner:
     def __init__(
         self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
     ) -> None:
-        set_cpu_threads(config.threads)
+        threads = set_cpu_threads(config.threads)
         loaded = load_model(config)
         config = with_block_size(config, loaded.kernels)
         self._device = loaded.device
+        self._threads = StepThreads(threads if self._device.type == "cpu" else 1)
         self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
@@ -268,9 +270,10 @@ class ModelRunner:
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             tokens, logprobs = self._decode(self._graphs, work)
         elif len(work.decoding) or work.chunks:
-            logits, prompts = self._forward(work)
-            if work.sampled_rows:
-                tokens, logprobs = self._sample(work, logits)
+            with self._threads.step(work.num_tokens):
+                logits, prompts = self._forward(work)
+                if work.sampled_rows:
+                    tokens, logprobs = self._sample(work, logits)
         rows = [batch.sequences[row] for row in work.sampled_rows]
         batch.advance(work)
         events = None
@@ -304,7 +307,7 @@ class ModelRunner:
 
             self._engine = TorchEngine(loaded, CpuBackend())
             return
-        if loaded.kernels == "openvino":
+        if loaded.compiled is not None:
             from pagewise_executor.engines.openvino_engine import OpenVINOEngine
 
             self._engine = OpenVINOEngine(loaded.compiled)

@@ -27,13 +27,14 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer over the paged context; transformers calls this.
 
-    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim]. Returns [1, tokens, heads,
-    head_dim of value].
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], or with the first and the third
+    dimension exchanged. Returns [1, tokens, heads, head_dim of value], or [tokens, 1, heads, head_dim of value].
     """
     layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    return layer.attend(q, k, v, scale, sliding_window, softcap)[None], None
+    attended = layer.attend(q, k, v, scale, sliding_window, softcap)
+    return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -10,13 +10,15 @@ from pagewise_executor.kv.segment_mover import SegmentMover
 
 
 class OpenVINOEngine:
-    """Runs a model that ``models.openvino_model.compile_model`` has made. See ``ModelEngine``.
+    """Runs what ``models.openvino_model.compile_model`` has made: with one thread if that is what torch has for a step,
+    as far as it was compiled for one. See ``ModelEngine``.
 
     Its paged attention reads and writes K and V where they lie in the pool, which keeps the heads before the tokens.
     """
 
-    def __init__(self, compiled: ov.CompiledModel) -> None:
-        self._request = compiled.create_infer_request()
+    def __init__(self, compiled: dict[int, ov.CompiledModel]) -> None:
+        self._requests = {threads: each.create_infer_request() for threads, each in compiled.items()}
+        self._usual = self._requests[max(compiled)]
 
     def attach(self, pool: KVPool, mover: SegmentMover) -> None:
         """See ``ModelEngine``."""
@@ -25,7 +27,8 @@ class OpenVINOEngine:
             for name, tensor in ((f"keys.{layer}", keys), (f"values.{layer}", values)):
                 heads_first = tensor.transpose(1, 2)
                 assert heads_first.is_contiguous(), "OpenVINO needs the heads before the tokens"
-                self._request.set_tensor(name, ov.Tensor(heads_first.numpy(), shared_memory=True))
+                for request in self._requests.values():
+                    request.set_tensor(name, ov.Tensor(heads_first.numpy(), shared_memory=True))
 
     def detach(self) -> None:
         """Do nothing: the pool of the CPU is never made a second time."""
@@ -83,10 +86,11 @@ class OpenVINOEngine:
             # Without a row the last operations would have nothing to work on.
             "kept": kept if len(kept) else np.zeros(1, np.int64),
         }
+        request = self._requests.get(torch.get_num_threads(), self._usual)
         for name, array in inputs.items():
-            self._request.set_tensor(name, ov.Tensor(array))
-        self._request.infer(share_outputs=True)  # without copying the logits
-        return torch.from_numpy(self._request.get_output_tensor(0).data)[: len(kept)]
+            request.set_tensor(name, ov.Tensor(array))
+        request.infer(share_outputs=True)  # without copying the logits
+        return torch.from_numpy(request.get_output_tensor(0).data)[: len(kept)]
 
 
 def _turns(rows: Int64s) -> Int64s:

@@ -28,12 +28,12 @@ class KernelChoice(NamedTuple):
 
     ``fallback``: ``--kernels auto`` would have chosen other kernels, but they cannot compute the model; or the CPU
     operations compute, in a narrower variant than this processor runs. ``compiled``: the model as OpenVINO computes it,
-    if it does.
+    if it does, by the number of threads.
     """
 
     kernels: Kernels
     fallback: bool = False
-    compiled: "openvino.CompiledModel | None" = None
+    compiled: "dict[int, openvino.CompiledModel] | None" = None
 
 
 class Candidates(NamedTuple):

@@ -57,7 +57,7 @@ class LoadedModel:
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
     kernels: Kernels
-    compiled: "openvino.CompiledModel | None" = None
+    compiled: "dict[int, openvino.CompiledModel] | None" = None
     fallback: bool = False
     rotations: list[KeyRotation] = field(default_factory=list)
     no_segments: str = ""

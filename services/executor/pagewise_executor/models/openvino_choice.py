@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from pagewise_shared.config import ExecutorConfig
 
+from pagewise_executor.kv.kv_pool import free_memory
+
 if TYPE_CHECKING:
     import openvino
     from transformers import PretrainedConfig
@@ -18,6 +20,9 @@ sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 BLOCK_SIZE = 32
 """Tokens of a block: OpenVINO's attention on the CPU knows no other size."""
+
+_MOST_OF_MEMORY = 1 / 16
+"""The share of the available memory that weights may take once more."""
 
 _FAMILIES = ("gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")
 """Those whose greedy tokens the tests compare with those of transformers."""
@@ -33,8 +38,8 @@ def convert(
     text: "LlamaConfig | PretrainedConfig",
     attention: list[torch.nn.Module],
     shapes: list[tuple[int, int]],
-) -> "tuple[openvino.CompiledModel | None, str]":
-    """Return a model as OpenVINO computes it; or None, and why it cannot.
+) -> "tuple[dict[int, openvino.CompiledModel] | None, str]":
+    """Return a model as OpenVINO computes it, by the number of threads; or None, and why it cannot.
 
     The arguments are those of ``choose_kernels``. The model is as transformers made it, and neither ``flaw_of_options``
     nor ``flaw_of_config`` has found anything.
@@ -43,7 +48,11 @@ def convert(
         return None, f"{config.model} is computed by code of its own, which was not tried with it"
     from pagewise_executor.models.openvino_model import compile_model
 
-    threads, eight_bits = torch.get_num_threads(), config.quantization == "int8"
+    eight_bits = config.quantization == "int8"
+    weights = sum(weight.nbytes for weight in model.parameters())
+    # Small steps may be faster on one thread (``StepThreads``), but what is compiled has packed weights of its own.
+    alone = {1} if weights <= _MOST_OF_MEMORY * free_memory(torch.device("cpu")) else set()
+    threads = sorted({torch.get_num_threads()} | alone)
     try:
         return compile_model(model, attention, shapes, int(text.vocab_size), threads, eight_bits=eight_bits), ""
     except NotConvertibleError as error:

@@ -8,6 +8,7 @@ which the engine passes the KV pool.
 import logging
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,15 +44,17 @@ def compile_model(
     attention: list[nn.Module],
     shapes: list[tuple[int, int]],
     vocab_size: int,
-    threads: int,
+    threads: Sequence[int],
     *,
     eight_bits: bool = False,
-) -> ov.CompiledModel:
+) -> dict[int, ov.CompiledModel]:
     """Convert a model, compile it for the CPU, and compare its logits with those of the model.
 
+    Each of the numbers of ``threads`` needs a compiled model of its own, with the weights as they are computed with.
+
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each.
-    ``eight_bits``: of the weights of linear layers. The inputs of the result are those that ``OpenVINOEngine`` passes;
-    its output is logits [kept, vocab].
+    ``eight_bits``: of the weights of linear layers. The inputs of the results are those that ``OpenVINOEngine`` passes;
+    their output is logits [kept, vocab].
 
     Raises:
         NotConvertibleError: OpenVINO has no form of an operation, or what it computes is something else.
@@ -74,10 +77,11 @@ def compile_model(
             if eight_bits:
                 log.info("%d linear layers with weights in eight bits", num_merged + quantise_weights(converted))
             traced = time.perf_counter()
-            compiled = ov.Core().compile_model(converted, "CPU", _options(threads))
+            compiled = {count: ov.Core().compile_model(converted, "CPU", _options(count)) for count in threads}
             compiled_at = time.perf_counter()
             tolerance = _TOLERANCE_OF_EIGHT_BITS if eight_bits else _TOLERANCE
-            _compare(compiled, ids.numpy(), expected, shapes, tolerance)
+            for each in compiled.values():
+                _compare(each, ids.numpy(), expected, shapes, tolerance)
     except NotConvertibleError:
         raise
     except Exception as error:  # OpenVINO's errors have no class in common
@@ -90,17 +94,25 @@ def compile_model(
 
 
 class _FlatModel(nn.Module):
-    """The model on a flat batch, as ``TorchEngine.forward`` calls it."""
+    """The model on a flat batch: logits [kept, vocab] of ids and positions [tokens].
 
-    def __init__(self, model: nn.Module) -> None:
+    The tokens are a batch of sequences of one token each. Moving a dimension of one elsewhere moves nothing in memory;
+    in one sequence of all tokens, each layer would transpose Q, K and V.
+    """
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        output = self.model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
-        )
-        logits: torch.Tensor = output.logits[0]
+        # Only what is kept gets to the last layer. ``logits_to_keep`` would choose within each sequence.
+        head = self.model.get_output_embeddings()
+        choice = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][kept],))
+        try:
+            output = self.model(input_ids=input_ids[:, None], position_ids=position_ids[:, None], use_cache=False)
+        finally:
+            choice.remove()
+        logits: torch.Tensor = output.logits[:, 0]
         return logits
 
 

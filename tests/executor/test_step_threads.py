@@ -1,0 +1,91 @@
+"""How many threads a step is computed with: what is faster now, or one if more gain little."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from pagewise_executor.step_threads import StepThreads
+
+THREADS = 3
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """Steps take what ``seconds`` says of their tokens and threads."""
+
+    def __init__(self, seconds: Callable[[int, int], float], most: int = THREADS) -> None:
+        self.now, self.seconds = 0.0, seconds
+        torch.set_num_threads(most)
+        self.threads = StepThreads(most, lambda: self.now)
+
+    def run(self, tokens: int, steps: int = 100) -> list[int]:
+        """Run steps of so many tokens; return how many threads each had."""
+        had = []
+        for _ in range(steps):
+            with self.threads.step(tokens):
+                had.append(torch.get_num_threads())
+                self.now += self.seconds(tokens, had[-1])
+        return had
+
+
+def usual(had: list[int]) -> int:
+    """What most steps had; some have been tried the other way."""
+    return max(set(had), key=had.count)
+
+
+def test_small_steps_are_computed_by_one_thread_where_more_gain_little() -> None:
+    machine = Machine(lambda tokens, threads: 10 + tokens / threads)  # one thread: 1.14 times as long with 2 tokens
+    machine.run(2)
+    machine.run(40)
+    assert usual(machine.run(2)) == 1
+    assert usual(machine.run(40)) == THREADS
+
+
+def test_what_is_usual_changes_with_the_machine() -> None:
+    machine = Machine(lambda tokens, threads: 10 / threads)
+    machine.run(8, 1000)
+    assert usual(machine.run(8)) == THREADS
+    machine.seconds = lambda tokens, threads: 10.0 * threads  # another process has taken the other cores
+    machine.run(8, 1000)
+    assert usual(machine.run(8)) == 1
+    machine.seconds = lambda tokens, threads: 10 / threads
+    machine.run(8, 1000)
+    assert usual(machine.run(8)) == THREADS
+
+
+def test_trials_are_rare() -> None:
+    machine = Machine(lambda tokens, threads: 10 / threads)
+    machine.run(8)
+    assert machine.run(8, 650).count(1) == 10
+
+
+def test_steps_that_something_else_has_slowed_down_change_nothing() -> None:
+    machine = Machine(lambda tokens, threads: 10.0)
+    machine.run(4)
+    disturbed = iter(range(10_000))
+    machine.seconds = lambda tokens, threads: 1000.0 if next(disturbed) % 7 == 0 else 10.0
+    assert usual(machine.run(4, 1000)) == 1
+
+
+def test_only_steps_of_the_same_size_are_compared() -> None:
+    machine = Machine(lambda tokens, threads: tokens / threads)
+    for _ in range(200):
+        for tokens in (5, 6, 7):  # in turns, so a step that was tried has no equal beside it
+            machine.run(tokens, 1)
+    assert usual(machine.run(5, 3)) == THREADS
+
+
+def test_large_steps_have_all_threads() -> None:
+    machine = Machine(lambda tokens, threads: 10.0)
+    assert set(machine.run(65, 300)) == {THREADS}
+
+
+def test_one_thread_stays_one() -> None:
+    machine = Machine(lambda tokens, threads: 10.0, most=1)
+    assert set(machine.run(1)) == {1}
