@@ -12,6 +12,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import AdapterLoaded, Copied, StepPlan, Welcome, decode_from_scheduler, encode
 
 from tests.sampling import sampling_params
@@ -27,6 +28,7 @@ def run_requests(
     arrive_every: int = 0,
     recovery: RecoveryMode = "auto",
     directory: PrefixDirectory | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> tuple[AdapterScheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
@@ -40,6 +42,7 @@ def run_requests(
         max_num_batched_tokens=max_num_batched_tokens,
         tiers={tier.number: tier.num_blocks for tier in runner.info.tiers},
         recovery=recovery,
+        speculative=speculative,
     )
     if directory is not None:
         lend(scheduler, runner, directory)

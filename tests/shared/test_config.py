@@ -10,11 +10,13 @@ from pagewise_shared.config import (
     GatewaysConfig,
     SchedulerConfig,
     ServeConfig,
+    SpeculativeConfig,
     build_config,
     misspelt_variables,
     options_of,
     parse_config,
     parse_size,
+    parse_speculative,
     secret_variables,
     size_text,
     to_argv,
@@ -57,6 +59,15 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         ([], {"PAGEWISE_THREADS": "many"}, "PAGEWISE_THREADS: Invalid enum value 'many' (got 'many'; words that"),
         (["--no-such-option"], {}, "--no-such-option"),
         ([], {"PAGEWISE_PORT": "x"}, "PAGEWISE_PORT"),
+        (["--speculative", "eagle:3"], {}, "--speculative-config"),
+        (["--speculative-config", "ngram:0"], {}, "--speculative-config: Expected `int` >= 1"),
+        (["--speculative-config", '{"method": "eagle"}'], {}, "--speculative-config"),
+        (["--speculative-config", '{"num_speculative_tokens": 3, "model": "x"}'], {}, "unknown field `model`"),
+        (
+            ["--speculative", '{"num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3}'],
+            {},
+            "prompt_lookup_min is greater than prompt_lookup_max",
+        ),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE"),
     ],
 )
@@ -67,6 +78,18 @@ def test_errors_name_their_source(
         parse(*argv, **environ)
     assert stop.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_speculation_is_asked_for_as_in_vllm_or_in_short() -> None:
+    long = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    config = parse("--speculative-config", long).scheduler.speculative_config
+    assert config == parse(PAGEWISE_SPECULATIVE_CONFIG=long).scheduler.speculative_config == long
+    parsed = parse_speculative(long)
+    assert (parsed.num_speculative_tokens, parsed.prompt_lookup_max, parsed.prompt_lookup_min) == (5, 4, 2)
+    short = parse("--speculative", "ngram:6").scheduler.speculative_config
+    assert short is not None
+    assert parse_speculative(short) == SpeculativeConfig(num_speculative_tokens=6)
+    assert parse().scheduler.speculative_config is None
 
 
 def test_the_number_of_threads_may_be_auto() -> None:

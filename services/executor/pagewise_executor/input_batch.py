@@ -17,6 +17,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import MOVED, TOKEN_ID
 
 from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.drafts import Draft, checked_drafts
 from pagewise_executor.plan_checks import (
     ANY_TOKEN,
     InvalidPlanError,
@@ -61,20 +62,28 @@ class Chunk:
     """A prefill chunk: compute ``size`` known tokens of ``row`` from position ``start`` on.
 
     A row has several in a step if segments come between them, in order. ``completes``: these are the last known tokens,
-    so the step samples the next token of the sequence.
+    so the step samples the next token of the sequence. ``drafted``: it is a draft behind the token that was sampled
+    last, and the step samples a token behind each of them.
     """
 
     row: int
     start: int
     size: int
     completes: bool
+    drafted: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        """Behind how many of its last tokens the step samples one."""
+        return self.size if self.drafted else int(self.completes)
 
 
 @dataclass(slots=True)
 class StepWork:
     """What one step has to compute.
 
-    ``decoding`` [num_decodes]: the rows that compute one token each, in order. ``changed``: these are not the rows that
+    ``decoding`` [num_decodes]: the rows that compute one token each, in order; those with ``drafts``, whose chunks come
+    before the others, are not among them. ``changed``: these are not the rows that
     decoded in the step before. ``copies``: copies of blocks between tiers, in order. ``changed_tables``: the stretches
     (row, start, stop) of block tables that are new in this step. ``moves``: of segments, before anything is computed.
     ``reached``: how many tokens rows with chunks have computed, or had moved to them, after the step.
@@ -89,11 +98,13 @@ class StepWork:
     changed_tables: list[tuple[int, int, int]]
     moves: tuple[SegmentMove, ...]
     reached: list[tuple[int, int]]
+    drafts: list[Draft]
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows for which this step samples a token, in the order of ``StepResult.tokens``."""
-        return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks if chunk.completes)]
+        """The rows for which this step samples a token, in the order of ``StepResult.tokens``; one with a draft several
+        times."""
+        return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks for _ in range(chunk.num_sampled))]
 
     @property
     def num_tokens(self) -> int:
@@ -166,19 +177,23 @@ class InputBatch:
             self._set_computed(row, num_computed)
         if len({row for row, _ in plan.chunks}) < len(plan.chunks):
             raise InvalidPlanError("a row has two chunks in one step")
+        drafts = self._drafts(plan.drafts) if plan.drafts else []
+        verified = [Chunk(one.row, one.start, 1 + len(one.tokens), completes=False, drafted=True) for one in drafts]
+        order = order[~np.isin(order, [draft.row for draft in drafts])] if drafts else order
         work = StepWork(
             decoding=order,
-            changed=self._changed,
-            chunks=[chunk for row, size in plan.chunks for chunk in self._chunks(row, size)],
+            changed=self._changed or bool(drafts),
+            chunks=verified + [chunk for row, size in plan.chunks for chunk in self._chunks(row, size)],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
             copies=checked_copies(plan, self._num_blocks_of, self._storages),
             changed_tables=self._changed_tables,
             moves=plan.moves,
             reached=[(row, int(self.num_computed[row]) + size) for row, size in plan.chunks],
+            drafts=drafts,
         )
         self._check_moves(plan)
-        self._changed, self._changed_tables = False, []
+        self._changed, self._changed_tables = bool(drafts), []
         return work
 
     def remove(self, row: int) -> None:
@@ -192,6 +207,8 @@ class InputBatch:
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as computed. Rows whose prefill is complete decode from now on."""
         self.num_computed[work.decoding] += 1
+        for draft in work.drafts:
+            self.num_computed[draft.row] = draft.start + 1 + draft.num_accepted
         for row, num_computed in work.reached:
             self.num_computed[row] = num_computed
         for chunk in work.chunks:
@@ -209,8 +226,15 @@ class InputBatch:
 
     def sampled_positions(self, work: StepWork) -> Int64s:
         """Return the positions of the tokens that a step samples, in the order of the sampled rows."""
-        completed = [chunk.start + chunk.size for chunk in work.chunks if chunk.completes]
-        return np.concatenate([self.num_computed[work.decoding] + 1, np.array(completed, np.int64)])
+        ends = [np.arange(c.start + c.size - c.num_sampled, c.start + c.size) + 1 for c in work.chunks]
+        return np.concatenate([self.num_computed[work.decoding] + 1, *ends])
+
+    def chunk_tokens(self, work: StepWork) -> Int64s:
+        """Return the tokens of the chunks of a step [tokens of all chunks]."""
+        of_drafts = [(self.sequences[draft.row], draft) for draft in work.drafts]
+        tokens = [draft.computed_tokens(len(held.tokens), held.sampled) for held, draft in of_drafts]
+        tokens += [self.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks[len(work.drafts) :]]
+        return np.concatenate(tokens).astype(np.int64)
 
     def kept_logits(self, work: StepWork) -> tuple[list[int], list[tuple[Chunk, int]]]:
         """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that
@@ -220,8 +244,7 @@ class InputBatch:
         extra: list[int] = []
         reported: list[tuple[Chunk, int]] = []
         for chunk in work.chunks:
-            if chunk.completes:
-                kept.append(offset + chunk.size - 1)
+            kept += range(offset + chunk.size - chunk.num_sampled, offset + chunk.size)
             held = self.sequences[chunk.row]
             if held.sampling.prompt_logprobs is not None:
                 count = min(chunk.size, held.num_prompt_tokens - 1 - chunk.start)
@@ -307,6 +330,13 @@ class InputBatch:
         edges = [start, *held.segments.clip(start, stop).ravel().tolist(), stop]
         parts = [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
         return [Chunk(row, first, last - first, completes=last == whole) for first, last in parts]
+
+    def _drafts(self, drafts: tuple[tuple[int, bytes], ...]) -> list[Draft]:
+        if lost := [row for row, _ in drafts if row not in self._decoding]:
+            raise InvalidPlanError(f"row {lost[0]} has a draft but does not decode")
+        found = [Draft(row, int(self.num_computed[row]), _int32s(tokens)) for row, tokens in drafts]
+        slots = [min(int(self.num_blocks[one.row]) * self.block_size, self.max_model_len) for one in found]
+        return checked_drafts(found, slots, self.vocab_size)
 
     def _check_moves(self, plan: StepPlan) -> None:
         """Check the moves of a plan: rows that go on past moved tokens get all of them."""

@@ -1,6 +1,7 @@
 """A step whose kernels have been issued, and its result once the device has finished it."""
 
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ class IssuedStep:
 
     ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
     end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
-    cannot go on.
+    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: it does, as there were no drafts.
     """
 
     plan: StepPlan
@@ -27,6 +28,7 @@ class IssuedStep:
     seconds: float
     events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
     failures: list[RowFailure] = field(default_factory=list)
+    kept: list[bool] | None = None
 
     @property
     def ready(self) -> bool:
@@ -41,7 +43,7 @@ class IssuedStep:
             done.synchronize()
             seconds = began.elapsed_time(done) * 1e-3
         tokens = self.tokens.numpy().astype(np.int32)
-        for row, token in zip(self.rows, tokens.tolist(), strict=True):
+        for row, token in compress(zip(self.rows, tokens.tolist(), strict=True), self.kept or repeat(True)):
             row.sampled.append(token)
         return StepResult(
             epoch=self.plan.epoch,

@@ -25,6 +25,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import device_name, set_cpu_threads
+from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
 from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
@@ -291,6 +292,8 @@ class ModelRunner:
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+        for draft in work.drafts:
+            sampler.check_draftable(draft.row)
         self._copier.begin(plan.epoch, plan.step, work.copies)
         # After the copies, which report what leaves the device by its block hash.
         self._block_hashes.discard_overwritten(batch, work.changed_tables)
@@ -306,6 +309,7 @@ class ModelRunner:
                 if work.sampled_rows:
                     tokens, logprobs = self._sample(work, logits)
         rows = [batch.sequences[row] for row in work.sampled_rows]
+        kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
         batch.advance(work)
         events = None
         if start is not None:
@@ -314,7 +318,7 @@ class ModelRunner:
             assert done is not None
             events = (start, done)
         seconds = time.perf_counter() - began
-        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures())
+        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
 
     def _event(self) -> "torch.cuda.Event | None":
         """Record a CUDA event; None on the CPU."""
@@ -329,7 +333,11 @@ class ModelRunner:
         rows = work.sampled_rows
         positions = self._upload(self._batch.sampled_positions(work))
         tokens, logprobs = self._sampler.sample(logits, rows, positions)
-        self._last_tokens[self._upload(np.array(rows, np.int64))] = tokens
+        last = tokens
+        if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
+            kept = accept(work.drafts, tokens.tolist(), len(work.decoding))
+            rows, last = [rows[index] for index in kept], tokens[self._upload(np.array(kept, np.int64))]
+        self._last_tokens[self._upload(np.array(rows, np.int64))] = last
         return tokens, logprobs
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
@@ -349,8 +357,7 @@ class ModelRunner:
         _, positions = batch.flat_batch(work)
         ids = self._last_tokens[self._upload(work.decoding)]
         if work.chunks:
-            known = [batch.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks]
-            ids = torch.cat([ids, self._upload(np.concatenate(known).astype(np.int64))])
+            ids = torch.cat([ids, self._upload(batch.chunk_tokens(work))])
         kept, reported = batch.kept_logits(work)
         logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)

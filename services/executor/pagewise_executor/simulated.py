@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
 )
 
+from pagewise_executor.drafts import accept
 from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.runner import FinishedStep, RunnerInfo
 
@@ -120,9 +121,11 @@ class SimulatedRunner:
                 seed ^= zlib.crc32(self._slots[slot])
             self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
         prompt_logprobs = tuple(self._prompt_logprobs(work))
-        batch.advance(work)
         rows = work.sampled_rows
-        tokens = [self._token(row) for row in rows]
+        tokens = [self._token(*drawn) for drawn in zip(rows, batch.sampled_positions(work).tolist(), strict=True)]
+        if work.drafts:
+            accept(work.drafts, tokens, len(work.decoding))
+        batch.advance(work)
         logprobs = tuple(
             _logprobs(index, tokens[index], count)
             for index, row in enumerate(rows)
@@ -138,8 +141,7 @@ class SimulatedRunner:
         )
         return FinishedStep(result)
 
-    def _token(self, row: int) -> int:
-        position = int(self._batch.num_computed[row])
+    def _token(self, row: int, position: int) -> int:
         mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % _VOCAB_SIZE
 

@@ -287,6 +287,11 @@ class Metrics:
             "num_preemptions", "Sequences that were preempted: they gave up their KV blocks."
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Drafts that steps have verified.")
+        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens of these drafts.")
+        self.spec_decode_num_accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Tokens of drafts that were drawn, and kept."
+        )
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.look_ups_late = self._counter(
             "storage_look_ups_late", "Questions about what is in storage that were not answered in time."

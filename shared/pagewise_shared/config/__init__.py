@@ -27,6 +27,7 @@ from pagewise_shared.config.reading import (
     size_text,
     to_argv,
 )
+from pagewise_shared.config.speculative import SpeculativeConfig, parse_speculative
 
 __all__ = [
     "DEMO_MODEL",
@@ -38,12 +39,14 @@ __all__ = [
     "Option",
     "SchedulerConfig",
     "ServeConfig",
+    "SpeculativeConfig",
     "build_config",
     "misspelt_variables",
     "named_modules",
     "options_of",
     "parse_config",
     "parse_size",
+    "parse_speculative",
     "secret_variables",
     "size_text",
     "to_argv",

@@ -14,7 +14,14 @@ GROUPS = {
         "simulate",
         "simulate_step",
     ),
-    "batching": ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_waiting_tokens", "routing"),
+    "batching": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_waiting",
+        "max_waiting_tokens",
+        "routing",
+        "speculative_config",
+    ),
     "KV cache": (
         "block_size",
         "num_blocks",

@@ -8,6 +8,7 @@ from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
+from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
 
@@ -74,6 +75,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "evicted. `prefix`: the executor that has most of the prompt cached.",
         ),
     ] = "ttft"
+    speculative_config: SpeculativeOption = None
     recovery: Annotated[
         Literal["auto", "swap", "recompute", "both"],
         _help(

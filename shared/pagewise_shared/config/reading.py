@@ -18,6 +18,7 @@ from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
+from pagewise_shared.config.speculative import parse_speculative
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
@@ -115,6 +116,8 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         if values.get(name) is not None:
             parse_size(values[name])
     check_lora(values)
+    if values.get("speculative_config") is not None:
+        parse_speculative(values["speculative_config"])
     if values.get("role", "both") != "both" and values.get("lend_blocks") is False:
         raise ConfigError(f"--role {values['role']} needs --lend-blocks: requests move, and their blocks are fetched")
     config = _compose(config_type, values)
@@ -266,7 +269,8 @@ def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
     elif _is_list(option.hint):
         parser.add_argument(option.flag, metavar=metavar, nargs="+", help=help_text)
     else:
-        parser.add_argument(option.flag, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+        flags = [option.flag, *filter(None, [option.meta.get("short")])]
+        parser.add_argument(*flags, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
 
 
 def _is_list(hint: Any) -> bool:

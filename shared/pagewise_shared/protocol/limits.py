@@ -69,10 +69,9 @@ def greatest_plan() -> int:
     A block of the device is added to at most one block table per plan, and gives way to another one in at most one. It
     is copied to at most once, and copied from once when what it held is kept in the tier below. A row leaves, has
     computed something, and computes a chunk at most once. What segments move comes from at most as many blocks as it
-    has tokens, and one more at both ends of each part.
+    has tokens, and one more at both ends of each part. Drafts are among the tokens of the step.
     """
     moves = (MAX_MOVES + MAX_SEGMENTS) * (_MOVE_BYTES + 2 * _BLOCK_BYTES) + 2 * MAX_MOVED_TOKENS * _BLOCK_BYTES
     joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_GRAMMAR_BYTES + MAX_CONSTRAINTS_BYTES
-    return (
-        joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + MAX_ROWS * _ROW_BYTES + _NAMES_BYTES
-    )
+    rows = MAX_ROWS * _ROW_BYTES + MAX_BATCHED_TOKENS * _TOKEN_BYTES
+    return joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + rows + _NAMES_BYTES

@@ -13,7 +13,9 @@ from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 
 PROTOCOL_MAJOR = 4
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+DRAFTS_MINOR = 1
+"""From which minor version on executors verify drafts."""
 
 DEVICE, HOST = 0, 1
 """The tiers of KV memory by their numbers, the nearest to the computing first."""

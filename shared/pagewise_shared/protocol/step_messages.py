@@ -109,6 +109,10 @@ class StepPlan(Message, frozen=True):
         constraints: of the sequences in ``joined``, each once.
         moves: of segments, after the copies and before anything is computed. Their blocks hold K and V that earlier
             steps have computed.
+        drafts: (row, tokens as int32 bytes), at most once for a row: a row of the decode set computes these tokens too,
+            behind the one that was sampled for it, and samples one token behind each. It keeps them up to the first
+            that differs from the draft: what it has computed behind that one does not count. The results of all
+            earlier steps are back. Before protocol 4.1 executors know no drafts.
     """
 
     epoch: int
@@ -121,6 +125,7 @@ class StepPlan(Message, frozen=True):
     chunks: tuple[tuple[int, int], ...] = ()
     constraints: tuple[TokenConstraints, ...] = ()
     moves: tuple[SegmentMove, ...] = ()
+    drafts: tuple[tuple[int, bytes], ...] = ()
 
 
 # ---- executor -> scheduler ----------------------------------------------------------------------------
@@ -175,8 +180,9 @@ class RowFailure(Piece, frozen=True):
 class StepResult(Message, frozen=True):
     """What one step produced.
 
-    ``tokens`` (int32 bytes) holds one sampled token for every row of the decode set, in its order, then one
-    for every chunk of the plan that completed its row's known tokens, in the plan's order. After a failed
+    ``tokens`` (int32 bytes) holds one sampled token for every row of the decode set without a draft, in its order, then
+    for every draft of the plan one more than it has tokens, then one for every chunk of the plan that completed its
+    row's known tokens, in the plan's order. After a failed
     step (``error``), the executor answers every further plan of the epoch with the same error and waits for
     a Welcome with a new epoch, which empties all rows.
     ``elapsed_us``: time the step took on the executor, microseconds.

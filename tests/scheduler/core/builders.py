@@ -13,6 +13,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import HOST, TIER_NAMES
 from pagewise_shared.sampling import SamplingParams
 
@@ -34,6 +35,7 @@ def create_scheduler(
     costs: Costs | None = None,
     eviction: EvictionName = "lru",
     storages: Iterable[Storage] = (),
+    speculative: SpeculativeConfig | None = None,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -45,6 +47,7 @@ def create_scheduler(
         costs=costs,
         eviction=eviction,
         storages=storages,
+        speculative=speculative,
     )
 
 

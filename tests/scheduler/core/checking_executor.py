@@ -25,14 +25,22 @@ from pagewise_shared.protocol import (
     unpack_int32s,
 )
 from pagewise_shared.segments import MOVED, TOKEN_ID
+from pagewise_shared.speculation import num_accepted
 
 Content = dict[int, tuple[bytes, tuple[int, ...]]]
 """By slot of a block: where the chain of block hashes begins, and all tokens up to this one."""
 
 
-def next_token(tokens: tuple[int, ...], vocab_size: int = 1000) -> int:
+FEW_TOKENS = 2
+"""The vocabulary of a model that repeats itself."""
+
+repeats_itself = False
+"""Whether the model draws from few tokens, so that drafts are right now and then."""
+
+
+def next_token(tokens: tuple[int, ...], vocab_size: int = 0) -> int:
     """The model: a pure function of all tokens so far."""
-    return hash(tokens) % vocab_size
+    return hash(tokens) % (vocab_size or (FEW_TOKENS if repeats_itself else 1000))
 
 
 def next_candidates(tokens: tuple[int, ...], count: int, vocab_size: int = 1000) -> list[tuple[int, float]]:
@@ -86,7 +94,7 @@ class CheckingExecutor:
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
-        self.num_fetched = 0
+        self.num_fetched = self.num_drafted = self.num_accepted = 0
         self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
             self.num_recalled
         ) = 0
@@ -135,8 +143,13 @@ class CheckingExecutor:
             self._check(self.rows[row])
         for move in plan.moves:
             self._move(move)
-        rows = [*self.decoding]
-        sampled = [self._compute(self.rows[row], 1) for row in self.decoding]
+        rows = [row for row in self.decoding if row not in dict(plan.drafts)]
+        sampled = [self._compute(self.rows[row], 1) for row in rows]
+        for row, tokens in plan.drafts:
+            assert row in self.decoding
+            drawn = self._verify(self.rows[row], unpack_int32s(tokens).tolist())
+            sampled += drawn
+            rows += [row] * len(drawn)
         for row, size in plan.chunks:
             assert size > 0
             assert row not in self.decoding
@@ -328,6 +341,20 @@ class CheckingExecutor:
         if append:
             row.tokens.append(next_token(tuple(row.tokens)))
         return row.tokens[-1]
+
+    def _verify(self, row: Row, draft: list[int]) -> list[int]:
+        """Compute a draft too, and draw behind each of its tokens. What was not drawn stays in the slots."""
+        assert draft
+        known = len(row.tokens)
+        row.tokens += draft
+        self._compute(row, 1 + len(draft), append=False)
+        drawn = [next_token(tuple(row.tokens[:stop])) for stop in range(known, len(row.tokens) + 1)]
+        accepted = num_accepted(draft, drawn)
+        row.tokens[known:] = drawn[: accepted + 1]
+        row.computed = known + accepted
+        self.num_drafted += len(draft)
+        self.num_accepted += accepted
+        return drawn
 
     def _check(self, row: Row) -> None:
         """Everything the row has computed or loaded lies where its table says."""

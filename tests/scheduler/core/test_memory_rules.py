@@ -21,10 +21,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
+from tests.scheduler.core import checking_executor
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
 from tests.scheduler.core.driving import (
@@ -41,6 +43,8 @@ DOCUMENTS = [[1, 2, 1, 1, 2], [2, 2], [1, 1, 1, 2, 2, 1, 2, 2, 1]]
 
 class MemoryRules(RuleBasedStateMachine):
     """One scheduler and one executor, with everything in between left to chance."""
+
+    speculative: SpeculativeConfig | None = None
 
     @initialize(
         block_size=st.integers(1, 5),
@@ -76,6 +80,7 @@ class MemoryRules(RuleBasedStateMachine):
             num_further_blocks=num_further_blocks,
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
+            speculative=self.speculative,
         )
         self.scheduler = self.create()
         for tier in self.scheduler.kv.pool.lower:
@@ -222,8 +227,10 @@ class MemoryRules(RuleBasedStateMachine):
         references = sum(pool.references(block) for block in range(pool.num_blocks))
         held = scheduler.segments.num_held
         assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + held
+        most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:
-            coming = sequence.num_tokens + scheduler.num_in_flight  # tokens known, and those that steps are drawing
+            # Tokens known, those that steps are drawing, and those that were drafted and not drawn.
+            coming = sequence.num_tokens + scheduler.num_in_flight + most_drafted
             assert sequence.table.num_slots - coming < scheduler.kv.block_size, "more than a block is empty"
 
     def teardown(self) -> None:
@@ -261,6 +268,20 @@ def _settings(examples: int) -> settings:
 @pytest.mark.timeout(300)
 def test_the_memory_rules_hold_over_20_000_operations() -> None:
     run_state_machine_as_test(MemoryRules, settings=_settings(220))  # type: ignore[no-untyped-call]
+
+
+class SpeculationRules(MemoryRules):
+    """The same with drafts, of a model that repeats itself. Most kinds of requests have none; they run beside them."""
+
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1, disable_by_batch_size=3
+    )
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_rules_hold_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", True)
+    run_state_machine_as_test(SpeculationRules, settings=_settings(220))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from pagewise_shared.protocol import RowFailure
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.input_batch import Int32s
+from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors, gather_logprobs
 from pagewise_executor.sampling.penalties import Penalties
@@ -64,6 +65,16 @@ class Sampler:
         self._plain.discard(row)
         self._simple.discard(row)
         self._sampled = None
+
+    def check_draftable(self, row: int) -> None:
+        """Check that what is sampled in ``row`` depends on the tokens sampled before through the model alone.
+
+        Raises:
+            InvalidPlanError: it has penalties, a grammar, bad words of several tokens, or ends that are held back.
+        """
+        state = self._states[row]
+        if state.penalised or state.params.grammar or state.num_held_back or state.history is not None:
+            raise InvalidPlanError(f"row {row} has a draft, but what it samples depends on the tokens before")
 
     def are_simple(self, rows: list[int]) -> bool:
         """Whether these rows need the token sampler only: no logits processors, and no log-probabilities."""

@@ -10,7 +10,7 @@ import time
 from itertools import count
 
 import zmq
-from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.config import SchedulerConfig, parse_speculative
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
@@ -102,6 +102,7 @@ class Coordinator:
             recovery=config.recovery,
             eviction=config.eviction,
             storage_salted=config.storage_salted,
+            speculative=parse_speculative(config.speculative_config) if config.speculative_config else None,
         )
         guard = JoinGuard("executor", keys)
         return Fleet(socket, guard, self.metrics, config.executor_timeout, options, self._next_epoch)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
@@ -18,6 +19,7 @@ from pagewise_shared.protocol import (
     StepResult,
     tier_name,
 )
+from pagewise_shared.protocol.messages import DRAFTS_MINOR
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, check_loaded, checked_tokens
@@ -43,7 +45,8 @@ _MOST_REFUSED = 1000
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FleetOptions:
-    """How the engines of a fleet work; the names are those of ``SchedulerConfig``."""
+    """How the engines of a fleet work; the names are those of ``SchedulerConfig``. ``speculative``: what its
+    ``speculative_config`` says."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -52,6 +55,7 @@ class FleetOptions:
     recovery: RecoveryMode = "auto"
     eviction: EvictionName = "cost"
     storage_salted: bool = True
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +214,9 @@ class Fleet(Sessions[Executor]):
 
     def _scheduler(self, hello: Hello, epoch: int) -> AdapterScheduler:
         options = self._options
+        speculative = options.speculative if hello.protocol_minor >= DRAFTS_MINOR else None
+        if options.speculative is not None and speculative is None:
+            log.warning("%s is of a version that verifies no drafts: nothing is drafted for it", hello.executor_id)
         return AdapterScheduler(
             max_loras=hello.max_loras,
             model_fingerprint=hello.model_fingerprint,
@@ -227,6 +234,7 @@ class Fleet(Sessions[Executor]):
             max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
             storages=storages_of(hello.storages, salted=options.storage_salted),
+            speculative=speculative,
         )
 
     # ---- what executors say --------------------------------------------------------------------------

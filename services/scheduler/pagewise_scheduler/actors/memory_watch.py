@@ -21,6 +21,7 @@ class MemoryWatch:
         self._seen = (0, 0, 0)
         self._seen_of_segments = (0, 0, 0)
         self._seen_of_adapters = (0, 0, 0)
+        self._seen_of_drafts = (0, 0, 0)
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
@@ -43,6 +44,14 @@ class MemoryWatch:
             metrics.lora_load_errors.inc(errors)
             metrics.lora_evictions.inc(evictions)
             self._seen_of_adapters = of_adapters
+        drafts = scheduler.speculation
+        of_drafts = (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
+        if of_drafts != self._seen_of_drafts:
+            drafted, tokens, accepted = map(int.__sub__, of_drafts, self._seen_of_drafts)
+            metrics.spec_decode_num_drafts.inc(drafted)
+            metrics.spec_decode_num_draft_tokens.inc(tokens)
+            metrics.spec_decode_num_accepted_tokens.inc(accepted)
+            self._seen_of_drafts = of_drafts
         segments = scheduler.segments
         of_segments = (segments.num_wanted, segments.num_found, segments.num_moved)
         if of_segments != self._seen_of_segments:

@@ -60,6 +60,10 @@ class Load:
         return pack_int32s(pairs)
 
 
+Loads = dict[TransferKey, Load]
+"""What one step brings to the device."""
+
+
 class _UnderWay(NamedTuple):
     """``due``: when it should have been confirmed. ``load``: what it brings to the device, if it does."""
 

@@ -76,6 +76,8 @@ class Sequence:
         num_tokens_preempted: output tokens that it had when it was preempted last.
         history: what happened to its memory, the newest last, see ``note``.
         num_passed: times others were started before it while it was the first to wait.
+        draft_after, draft_pause: number of tokens from which on tokens may be drafted for it, and how many it has let
+            pass after its last draft.
     """
 
     request: "Request"
@@ -103,6 +105,8 @@ class Sequence:
     history: tuple[object, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    draft_after: int = 0
+    draft_pause: int = 0
 
     def note(self, event: object) -> None:
         """Remember what happens to its memory: a ``Recovery`` with which it begins or comes back, or ``Preempted``."""

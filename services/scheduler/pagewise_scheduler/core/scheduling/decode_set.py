@@ -2,7 +2,7 @@
 
 All of them advance in lockstep, so what a step needs (a block for whoever crosses a block boundary, the end of
 whoever reaches its length) is known steps ahead and filed under the step's number. A step in which nothing is due
-therefore costs nothing per sequence.
+therefore costs nothing per sequence. Only a draft brings its sequence further, which is then filed anew.
 """
 
 from collections import defaultdict
@@ -38,14 +38,9 @@ class DecodeSet:
 
     def add(self, sequence: Sequence, first_step: int) -> None:
         """Let a sequence decode from ``first_step`` on, where it computes position ``num_scheduled_tokens``."""
-        base = sequence.num_scheduled_tokens
         sequence.status = SequenceStatus.DECODE
-        sequence.decode_base = base
-        sequence.block_due = first_step + sequence.table.num_slots - base
-        # The step before first_step sampled token base + 1; each step from first_step on samples one more.
-        sequence.length_due = max(first_step, first_step + sequence.max_num_tokens - base - 1)
-        self._block_calendar[sequence.block_due][sequence] = None
-        self._length_calendar[sequence.length_due][sequence] = None
+        sequence.decode_base = sequence.num_scheduled_tokens
+        self._file(sequence, first_step, sequence.decode_base)
         self._members[sequence] = None
         self._order = None
         account = sequence.request.account
@@ -56,12 +51,17 @@ class DecodeSet:
         """Take a member out."""
         del self._members[sequence]
         self._order = None
-        self._forget(self._block_calendar, sequence.block_due, sequence)
-        self._forget(self._length_calendar, sequence.length_due, sequence)
+        self._take_out(sequence)
         account = sequence.request.account
         self._accounts[account] -= OUTPUT_WEIGHT
         if not self._accounts[account]:
             del self._accounts[account]
+
+    def go_on(self, sequence: Sequence, step: int, position: int) -> None:
+        """Let a member compute ``position`` in ``step``: a draft has brought it further than one token, or has brought
+        it blocks that it does not need yet."""
+        self._take_out(sequence)
+        self._file(sequence, step, position)
 
     def charge(self) -> None:
         """Each member computes a token: put them on the accounts of their keys, at a price per key, not per member."""
@@ -84,6 +84,18 @@ class DecodeSet:
         if due:
             self._block_calendar[later].update(due)
         return list(due)
+
+    def _file(self, sequence: Sequence, step: int, position: int) -> None:
+        """Put it into the calendars: it computes ``position`` in ``step``, and one more in each step after that."""
+        sequence.block_due = step + sequence.table.num_slots - position
+        # The step before has sampled token position + 1; each step from this one on samples one more.
+        sequence.length_due = max(step, step + sequence.max_num_tokens - position - 1)
+        self._block_calendar[sequence.block_due][sequence] = None
+        self._length_calendar[sequence.length_due][sequence] = None
+
+    def _take_out(self, sequence: Sequence) -> None:
+        self._forget(self._block_calendar, sequence.block_due, sequence)
+        self._forget(self._length_calendar, sequence.length_due, sequence)
 
     @staticmethod
     def _forget(calendar: _Calendar, step: int, sequence: Sequence) -> None:

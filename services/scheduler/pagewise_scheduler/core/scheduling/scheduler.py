@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlyList
 
+from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
 from pagewise_shared.segments import Segment
@@ -14,13 +15,14 @@ from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
 from pagewise_scheduler.core.recovery.memory import make_memory
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.storage import Storage
-from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
+from pagewise_scheduler.core.recovery.transfers import Loads
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepOutput
+from pagewise_scheduler.core.scheduling.speculation import Speculation
+from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
@@ -37,6 +39,7 @@ class Scheduler:
     ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
     comparison. ``virtual_tokens``: what keys have been served, by other schedulers too. ``storages``: of the executor.
+    ``speculative``: how tokens are drafted; None: they are not.
     """
 
     def __init__(
@@ -56,26 +59,20 @@ class Scheduler:
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
         storages: Iterable[Storage] = (),
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         self.kv, self.recoveries = make_memory(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            chunk=max_num_batched_tokens,
-            tiers=tiers or {},
-            costs=costs or Costs(),
-            recovery=recovery,
-            eviction=eviction,
-            model_fingerprint=model_fingerprint,
-            kv=kv,
+            num_blocks=num_blocks, block_size=block_size, chunk=max_num_batched_tokens, tiers=tiers or {},
+            costs=costs or Costs(), recovery=recovery, eviction=eviction, model_fingerprint=model_fingerprint, kv=kv,
             storages=storages,
-        )
+        )  # fmt: skip
         self.costs = self.recoveries.costs
-        self.limits = StepLimits(max_num_seqs, max_num_batched_tokens)
-        self.waiting = WaitingQueue(virtual_tokens)
+        self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step, self._now = 0, 0, 0.0
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
+        self.speculation = Speculation(speculative, self.kv, self._decoding, self._plan)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
@@ -207,6 +204,8 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self._now = now
+        if self.speculation.waits(self.steps_in_flight, len(self._prefilling)):
+            return None
         step = self.last_step + 1
         for sequence in self._decoding.length_due(step):
             self._decoding.remove(sequence)
@@ -219,11 +218,12 @@ class Scheduler:
         decoding = self._decoding.order()
         loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
+        drafts, budget = self.speculation.draft(self.steps_in_flight, len(self._prefilling), budget)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self._writers:
             return self._unblock(now)
-        return self._commit(step, decoding, chunks, loads)
+        return self._commit(step, decoding, chunks, drafts, loads)
 
     def _give_blocks(self, due: list[Sequence], step: int) -> bool:
         """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
@@ -270,7 +270,7 @@ class Scheduler:
         self._preempt(self._shares.victim(self.running), "prefills hold each other up")
         return self.schedule(now)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: dict[TransferKey, Load]) -> StepPlan:
+    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, drafts: Drafts, loads: Loads) -> StepPlan:
         """Book the step and build its plan."""
         self._decoding.charge()
         completed: list[Sequence] = []
@@ -286,7 +286,7 @@ class Scheduler:
         self.segments.planned(step)
         # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
-        self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending))
+        self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
         plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads), self._writers.take(step))
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
@@ -316,6 +316,7 @@ class Scheduler:
             if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self._cache_full_blocks(sequence, num_computed)
         take_logprobs(step, result, output, self._beam_groups.take)
+        tokens = self.speculation.take(step, tokens)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
         for sequence in output.finished:
@@ -350,8 +351,7 @@ class Scheduler:
         requests = self.release_all()
         self.kv.forget()
         self._plan.copies.clear()
-        self.epoch = epoch
-        self.last_step = 0
+        self.epoch, self.last_step = epoch, 0
         for request in requests:
             if request in failed:
                 request.fail()
@@ -365,8 +365,7 @@ class Scheduler:
         self._plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
         self._shares.leave_row(sequence)
-        sequence.row = -1
-        sequence.last_step = self.last_step
+        sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so

@@ -1,5 +1,6 @@
 """What the scheduler remembers of a step in flight, and what it makes of its result."""
 
+from array import array
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,6 +27,9 @@ from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 Chunks = list[tuple[Sequence, int]]
 """Sequences, and how many of their known tokens a step computes."""
 
+Drafts = dict[Sequence, "array[int]"]
+"""Sequences that decode, and the tokens that may follow those they know."""
+
 
 class StepMismatchError(Exception):
     """A result does not belong to the oldest step in flight, or is not of its shape: the executor is out of step."""
@@ -35,7 +39,8 @@ class StepMismatchError(Exception):
 class StepInFlight:
     """A planned step whose result has not come back.
 
-    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``; ``completed`` the last of
+    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``: with ``drafts`` several
+    times, until it is known which of them they keep; ``completed`` the last of
     them, whose prefill it ends; ``ending`` those whose length allows no further token; ``chunk_rows`` says whose prompt
     a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how many
     pairs of tokens attend in its chunks; ``context`` how many tokens lie before the ends of its chunks.
@@ -51,30 +56,42 @@ class StepInFlight:
     computed: list[tuple[Sequence, int]]
     attention: float
     context: int
+    drafts: Drafts
 
     @classmethod
     def planned(
-        cls, step: int, decoding: list[Sequence], chunks: Chunks, completed: list[Sequence], ending: list[Sequence]
+        cls,
+        step: int,
+        decoding: list[Sequence],
+        chunks: Chunks,
+        completed: list[Sequence],
+        ending: list[Sequence],
+        drafts: Drafts,
     ) -> "StepInFlight":
         """A step of these decodes and chunks, all of them on their rows. ``completed``: whose prefill it ends;
-        ``ending``: whose last token it samples."""
-        num_tokens, attention, context = len(decoding), 0.0, 0
+        ``ending``: whose last token it samples; ``drafts``: of some of the decodes."""
+        num_tokens, attention, context = len(decoding) + sum(map(len, drafts.values())), 0.0, 0
         for sequence, size in chunks:
             computed = sequence.num_to_compute(size)
             num_tokens += computed
             attention += computed * (sequence.num_scheduled_tokens - size / 2)
             context += sequence.num_scheduled_tokens
+        sampled = decoding
+        if drafts:
+            sampled = [sequence for sequence in decoding if sequence not in drafts]
+            sampled += chain.from_iterable([sequence] * (len(draft) + 1) for sequence, draft in drafts.items())
         return cls(
             step=step,
             num_seqs=len(decoding) + len(chunks),
             num_tokens=num_tokens,
-            sampled=decoding + completed if completed else decoding,
+            sampled=sampled + completed if completed else sampled,
             completed=completed,
             ending=ending,
             chunk_rows={sequence.row: sequence for sequence, _ in chunks},
             computed=[(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks],
             attention=attention,
             context=context,
+            drafts=drafts,
         )
 
     def took(self, seconds: float, costs: CostModel) -> None:
@@ -83,6 +100,11 @@ class StepInFlight:
             costs.prefill.observe(seconds, 1, self.num_tokens, self.attention, self.context)
         if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
             costs.decoded(num_decoding, seconds)
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that are drawn for its drafts, before it is known which of them are kept."""
+        return sum(len(draft) + 1 for draft in self.drafts.values())
 
     @property
     def begun(self) -> list[Sequence]:
@@ -129,7 +151,8 @@ class PlanBuilder:
     """
 
     __slots__ = (
-        "_chunks", "_computed", "_constraints", "_joined", "_left", "_moves", "_tables", "copies", "joined_bytes"
+        "_chunks", "_computed", "_constraints", "_drafts", "_joined", "_left", "_moves", "_tables", "copies",
+        "joined_bytes",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -145,6 +168,7 @@ class PlanBuilder:
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
         self._moves: list[SegmentMove] = []
+        self._drafts: list[tuple[int, bytes]] = []
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
 
@@ -218,6 +242,10 @@ class PlanBuilder:
         """Go on by the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
+    def draft(self, row: int, tokens: "array[int]") -> None:
+        """Verify that these tokens follow the row's known ones."""
+        self._drafts.append((row, tokens.tobytes()))
+
     def build(self, epoch: int, step: int, loads: list[BlockCopies], writes: list[BlockCopies]) -> StepPlan:
         """The plan with everything collected so far. Empties the builder.
 
@@ -236,6 +264,7 @@ class PlanBuilder:
             chunks=tuple(self._chunks),
             constraints=tuple(self._constraints),
             moves=tuple(self._moves),
+            drafts=tuple(self._drafts),
         )
         self.clear()
         return plan

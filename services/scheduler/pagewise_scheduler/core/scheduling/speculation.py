@@ -1,0 +1,189 @@
+"""Speculative decoding by prompt lookup: what may come next is looked up where the last tokens stood before.
+
+A draft goes out with a plan, and the step computes it like a chunk of known tokens and draws behind each of them.
+Drawing is a function of seed and position, so a drawn token that equals the draft's is the very token that would have
+been drawn without a draft, for sampled requests as for greedy ones. The tokens up to the first other one, and that one,
+are kept.
+
+The scheduler drafts, because it has the tokens and gives out the blocks. But it plans a step before the one in flight
+is back, and a draft has to continue tokens that are known. So where a draft is in sight (the last tokens known now
+stood somewhere before), the next plan waits for the step in flight. So it does while a step with drafts is in flight,
+because only its result says where its rows go on. Then one step is in flight instead of two, which costs the way from
+the executor to the scheduler and back. That pays where few sequences run and drafts are right: above
+``disable_by_batch_size`` running sequences nothing is drafted, and a sequence whose drafts are wrong pauses. The
+alternative is that executors draft, who know the tokens first. Two steps would stay in flight, but nobody would know
+where a row is when its next step is planned, neither its blocks nor its end.
+
+Nothing is drafted where the draw depends on more than the model (see ``is_draftable``). K and V of tokens that were not
+kept lie behind the last known token, where the next step writes, and blocks are cached up to that token only.
+"""
+
+from array import array
+from collections.abc import Sequence as ReadOnlyList
+
+from pagewise_shared.config.speculative import SpeculativeConfig
+from pagewise_shared.segments import TOKEN_ID
+from pagewise_shared.speculation import num_accepted
+
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.step import Drafts, PlanBuilder, StepInFlight
+from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
+
+_WINDOW = 16_384
+"""Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""
+_LONGEST_PAUSE = 64
+_TOKEN_BYTES = 4
+
+
+class Speculation:
+    """Drafts for the sequences that decode on one executor. ``config``: None: there are none, which costs nothing.
+
+    ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``: of all steps that have come back.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig | None, kv: KVCacheManager, decoding: DecodeSet, plan: PlanBuilder
+    ) -> None:
+        self._config = config
+        self._most_running = config.disable_by_batch_size if config is not None else 0
+        self._kv = kv
+        self._decoding = decoding
+        self._plan = plan
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    def waits(self, in_flight: ReadOnlyList[StepInFlight], num_prefilling: int) -> bool:
+        """Whether the next step is planned when those in flight have come back, because of drafts in them or in
+        sight. ``num_prefilling``: sequences that run beside those that decode."""
+        if self._config is None or not in_flight:
+            return False
+        if in_flight[-1].drafts:
+            return True
+        if num_prefilling + len(self._decoding) > self._most_running:
+            return False
+        return any(self._found(sequence, self._most(sequence)) for sequence in self._decoding.order())
+
+    def draft(self, in_flight: ReadOnlyList[StepInFlight], num_prefilling: int, budget: int) -> tuple[Drafts, int]:
+        """Put drafts of at most ``budget`` tokens, and the blocks that they need, into the next plan; returns them, and
+        what is left of the budget."""
+        drafts: Drafts = {}
+        if self._config is None or in_flight or num_prefilling + len(self._decoding) > self._most_running:
+            return drafts, budget
+        for sequence in self._decoding.order():
+            found = self._found(sequence, min(self._most(sequence), budget))
+            if found and (draft := self._fitting(sequence, found)):
+                drafts[sequence] = draft
+                self._plan.draft(sequence.row, draft)
+                budget -= len(draft)
+        return drafts, budget
+
+    def take(self, step: StepInFlight, tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+        """A step has come back with these tokens, of which those that are kept are returned; ``step`` then samples for
+        whoever gets one of them."""
+        if not step.drafts:
+            return tokens
+        offset = len(step.sampled) - len(step.completed) - step.num_drafted
+        sampled, kept = step.sampled[:offset], list(tokens[:offset])
+        for sequence, draft in step.drafts.items():
+            drawn = tokens[offset : offset + len(draft) + 1]
+            accepted = num_accepted(draft, drawn)
+            offset += len(drawn)
+            sampled += [sequence] * (accepted + 1)
+            kept += drawn[: accepted + 1]
+            self._count(sequence, len(draft), accepted)
+            produced = len(sequence.output_token_ids) + accepted + 1
+            if produced == sequence.request.max_tokens:
+                step.ending.append(sequence)
+            if sequence.status is SequenceStatus.DECODE:
+                position = sequence.num_prompt_tokens + produced - 1
+                self._decoding.go_on(sequence, step.step + 1, position)
+        step.sampled = sampled + step.completed
+        return [*kept, *tokens[offset:]]
+
+    def _count(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        sequence.request.account.served += OUTPUT_WEIGHT * accepted  # the decode set has charged the other token
+        sequence.draft_pause = 0 if accepted else min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
+        sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
+
+    def _most(self, sequence: Sequence) -> int:
+        """The most tokens of a draft for this sequence, without regard to its blocks."""
+        assert self._config is not None
+        if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
+            return 0
+        # Each step samples one token more than its draft has.
+        return min(self._config.num_speculative_tokens, sequence.max_num_tokens - sequence.num_tokens - 1)
+
+    def _found(self, sequence: Sequence, most: int) -> "array[int]":
+        """At most so many tokens that followed its last ones where those stood before; none that would end it."""
+        config, stop = self._config, sequence.num_tokens
+        assert config is not None
+        if most <= 0:
+            return array("i")
+        tokens = sequence.tokens_between(max(0, stop - _WINDOW), stop)
+        if sequence.request.segments:
+            tokens = array("i", map(TOKEN_ID.__and__, array("i", tokens))).tobytes()
+        found = look_up(tokens, config.prompt_lookup_min, config.prompt_lookup_max, most)
+        if not sequence.stop_ids.isdisjoint(found):
+            del found[next(index for index, token in enumerate(found) if token in sequence.stop_ids) :]
+        return found
+
+    def _fitting(self, sequence: Sequence, draft: "array[int]") -> "array[int]":
+        """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence."""
+        kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
+        if (missing := table.blocks_missing(num_tokens + len(draft))) + len(self._decoding) > kv.num_available:
+            draft = draft[: table.num_slots - num_tokens]
+        elif missing:
+            held = len(table.blocks)
+            added, copies = kv.grow(table, num_tokens + len(draft))
+            self._plan.copy(copies)
+            self._plan.set_blocks(sequence.row, held, added)
+        return draft
+
+
+def is_draftable(sequence: Sequence) -> bool:
+    """Whether tokens of this sequence may be drafted.
+
+    Not where the draw depends on the tokens drawn before it, other than through the model: with penalties, bad words of
+    several tokens, a grammar, or ends that are still held back (``min_tokens``). And not where what is told of each
+    step is more than its tokens: with log-probabilities, in beam searches, and for samples to choose from.
+    """
+    sampling, request = sequence.sampling, sequence.request
+    return not (
+        sampling.logprobs is not None
+        or sampling.grammar
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or (sampling.constraints is not None and sampling.constraints.bad_words)
+        or len(sequence.output_token_ids) < sampling.min_tokens
+        or request.chooses
+        or request.computes_for is not None
+    )
+
+
+def look_up(tokens: bytes, shortest: int, longest: int, count: int) -> "array[int]":
+    """Return the ``count`` tokens that followed the last place where the end of ``tokens`` (int32 bytes) stood before;
+    none if it stood nowhere.
+
+    As much of the end is looked up as is found again: at most ``longest`` tokens of it, and at least ``shortest``.
+    Where that place reaches into the end, the tokens between the two repeat.
+    """
+    end = len(tokens)
+    for size in range(_TOKEN_BYTES * longest, _TOKEN_BYTES * (shortest - 1), -_TOKEN_BYTES):
+        if size >= end:
+            continue
+        tail = tokens[end - size :]
+        place = tokens.rfind(tail, 0, end - 1)
+        while place > 0 and place % _TOKEN_BYTES:  # between two tokens
+            place = tokens.rfind(tail, 0, place + size - 1)
+        if place >= 0:
+            followed = array("i", tokens[place + size : place + size + _TOKEN_BYTES * count])
+            period = (end - size - place) // _TOKEN_BYTES
+            while len(followed) < count:
+                followed.append(followed[len(followed) - period])
+            return followed
+    return array("i")

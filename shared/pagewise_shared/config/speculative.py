@@ -1,0 +1,63 @@
+"""The option of speculative decoding, by vLLM's names; ``docs/speculation.md`` tells when it pays."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pagewise_shared.config.kinds import Positive, described
+from pagewise_shared.errors import ConfigError
+
+MAX_SPECULATIVE_TOKENS = 64
+"""The most tokens of a draft."""
+
+_SHORT = "ngram:"
+
+SpeculativeOption = Annotated[
+    str | None,
+    described(
+        "draft tokens that a sequence may go on with, and verify them in one step: ngram:K, or JSON as for vLLM "
+        "(default: do not)",
+        "CONFIG",
+        '`ngram:K` is short for `{"method": "ngram", "num_speculative_tokens": K}`. [speculation.md](speculation.md) '
+        "tells of the other fields, and when it pays.",
+    ),
+    Meta(extra={"short": "--speculative"}),
+]
+
+
+class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drafted.
+
+    Fields:
+        method: "ngram": by looking up where the last tokens of a sequence stood before, in its prompt or its output.
+        num_speculative_tokens: most tokens of a draft.
+        prompt_lookup_max, prompt_lookup_min: how many of the last tokens are looked up: as many as are found again.
+        disable_by_batch_size: with more sequences running on an executor than this, nothing is drafted.
+    """
+
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)]
+    method: Literal["ngram"] = "ngram"
+    prompt_lookup_max: Positive = 4
+    prompt_lookup_min: Positive = 3
+    disable_by_batch_size: Positive = 4
+
+
+def parse_speculative(text: str) -> SpeculativeConfig:
+    """Return what ``--speculative-config`` says.
+
+    Raises:
+        ConfigError: it is neither ``ngram:K`` nor such a JSON object; the text names the option.
+    """
+    name = "--speculative-config"
+    try:
+        if text.startswith(_SHORT):
+            wanted = {"num_speculative_tokens": text.removeprefix(_SHORT)}
+            config = msgspec.convert(wanted, SpeculativeConfig, strict=False)
+        else:
+            config = msgspec.json.decode(text, type=SpeculativeConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name}: {error} (got {text!r}; ngram:4 is an example)") from error
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(f"{name}: prompt_lookup_min is greater than prompt_lookup_max, {config.prompt_lookup_max}")
+    return config

@@ -1,0 +1,177 @@
+"""Drafts that a real model verifies: the tokens are those without drafts, whatever runs beside them."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models import openvino_choice
+from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s, unpack_int32s
+from pagewise_shared.sampling import SamplingParams
+
+from tests.cpu_kernels import need_cpu_kernels
+from tests.executor.driver import request, run_requests
+from tests.executor.runners import build_runner
+from tests.model_builders import build_model
+
+NGRAM = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, disable_by_batch_size=4)
+
+
+def need(kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    elif kernels == "openvino" and not openvino_choice.is_installed():
+        pytest.skip("OpenVINO is not installed")
+
+
+def requests() -> list[Request]:
+    """Prompts that repeat themselves, and outputs of few tokens, which do too: greedy, seeded, and others."""
+    rng = random.Random(2)
+    few = tuple(phrase := [rng.randrange(3, 199) for _ in range(7)])
+
+    def prompt(count: int) -> list[int]:
+        return [rng.randrange(3, 199), *phrase * count]
+
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"allowed": few},
+        {"allowed": few, "temperature": 0.6, "seed": 5},
+        {"allowed": few, "temperature": 0.8, "seed": 6, "top_k": 4, "n": 2, "logit_bias": {phrase[1]: 1.0}},
+        {"allowed": few, "temperature": 0.5, "seed": 7, "min_tokens": 8, "stop_token_ids": (phrase[3], 1)},
+        {"allowed": few, "temperature": 2.0, "seed": 9, "repetition_penalty": 1.2},
+        {"allowed": few, "logprobs": 2},
+        {"allowed": few, "bad_words": ((phrase[2], phrase[3]),)},
+    ]
+    return [request(prompt(1 + number % 4), 45, f"r{number}", **kind) for number, kind in enumerate(kinds)]
+
+
+def outputs(runner: ModelRunner, asked: list[Request], **options: Any) -> tuple[AdapterScheduler, list[list[int]]]:
+    scheduler, _ = run_requests(runner, asked, **options)
+    return scheduler, [sequence.output_token_ids.tolist() for one in asked for sequence in one.sequences]
+
+
+def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> None:
+    build_model(family, path, seed=5)
+    runner = build_runner(path, kernels=kernels, **options)
+    # Chunks of other prompts in steps with drafts; few blocks, so that sequences lose theirs and come back.
+    num_blocks = 160 // runner.info.block_size
+    for more in (
+        {},
+        {"num_blocks": num_blocks, "recovery": "swap"},
+        {"num_blocks": num_blocks, "recovery": "recompute"},
+    ):
+        settings = {"arrive_every": 3, "max_num_batched_tokens": 24, "max_num_seqs": 4} | more
+        _, expected = outputs(runner, requests(), **settings)
+        scheduler, found = outputs(runner, requests(), **settings, speculative=NGRAM)
+        assert found == expected
+        assert scheduler.speculation.num_accepted_tokens > 20
+        assert (scheduler.num_preemptions > 0) == bool(more)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "torch", "openvino"])
+def test_tokens_are_those_without_drafts(tmp_path: Path, kernels: str) -> None:
+    need(kernels)
+    check(tmp_path, kernels)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+def test_sliding_windows_end_where_they_do_without_drafts(tmp_path: Path, kernels: str) -> None:
+    need(kernels)
+    check(tmp_path, kernels, family="mistral")
+
+
+def test_the_triton_kernels_verify_drafts(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=5)
+    runner = build_runner(tmp_path, kernels="triton")
+    asked = [
+        [request([5, 6, 7] * 3, 14, "a"), request([8, *[9, 4] * 4], 12, "b", temperature=0.5, seed=3)] for _ in "ab"
+    ]
+    _, expected = outputs(runner, asked[0])
+    scheduler, found = outputs(runner, asked[1], speculative=NGRAM)
+    assert found == expected
+    assert scheduler.speculation.num_drafts > 0
+
+
+@pytest.mark.gpu
+def test_drafts_are_verified_on_a_gpu(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=5)
+    runner = build_runner(tmp_path, device="cuda")
+    _, expected = outputs(runner, requests(), arrive_every=9)
+    scheduler, found = outputs(runner, requests(), arrive_every=9, speculative=NGRAM)
+    assert found == expected
+    assert scheduler.speculation.num_accepted_tokens > 20
+
+
+def decoding(runner: ModelRunner, **sampling: Any) -> list[int]:
+    """Let row 0 decode; returns its first two tokens."""
+    runner.reset(Welcome(1, 4, 64))
+    params = SamplingParams(**({"temperature": 0.0} | sampling))
+    new = NewSequence(0, pack_int32s([5, 6, 7]), 3, 0, pack_int32s([0, 1]), params)
+    first = runner.execute(StepPlan(1, 1, joined=(new,), chunks=((0, 3),))).result()
+    return [*unpack_int32s(first.tokens), *unpack_int32s(runner.execute(StepPlan(1, 2)).result().tokens)]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    path = tmp_path_factory.mktemp("model")
+    build_model("llama", path, seed=5)
+    return build_runner(path)
+
+
+def test_every_token_behind_a_draft_is_returned_and_the_row_goes_on_behind_what_was_right(runner: ModelRunner) -> None:
+    decoding(runner)
+    alone = [int(unpack_int32s(runner.execute(StepPlan(1, step)).result().tokens)[0]) for step in range(3, 9)]
+    decoding(runner)
+    wrong = (alone[2] + 1) % 199
+    result = runner.execute(StepPlan(1, 3, drafts=((0, pack_int32s([*alone[:2], wrong, wrong])),))).result()
+    drawn = unpack_int32s(result.tokens).tolist()
+    assert (len(drawn), drawn[:3]) == (5, alone[:3])
+    rest = [int(unpack_int32s(runner.execute(StepPlan(1, step)).result().tokens)[0]) for step in range(4, 7)]
+    assert rest == alone[3:]
+
+
+@pytest.mark.parametrize(
+    ("row", "draft", "why"),
+    [
+        (1, [5], "does not decode"),
+        (0, [], "no tokens"),
+        (0, [199], "vocabulary"),
+        (0, [-1], "vocabulary"),
+        (0, [5] * 12, "no slots"),
+    ],
+)
+def test_impossible_drafts_are_refused(runner: ModelRunner, row: int, draft: list[int], why: str) -> None:
+    decoding(runner)
+    with pytest.raises(InvalidPlanError, match=why):
+        runner.execute(StepPlan(1, 3, drafts=((row, pack_int32s(draft)),)))
+
+
+def test_two_drafts_for_one_row_are_refused(runner: ModelRunner) -> None:
+    decoding(runner)
+    with pytest.raises(InvalidPlanError, match="two drafts"):
+        runner.execute(StepPlan(1, 3, drafts=((0, pack_int32s([5])), (0, pack_int32s([6])))))
+
+
+def test_a_draft_needs_the_result_of_the_step_before(runner: ModelRunner) -> None:
+    decoding(runner)
+    runner.execute(StepPlan(1, 3))
+    with pytest.raises(InvalidPlanError, match="before its last token is known"):
+        runner.execute(StepPlan(1, 4, drafts=((0, pack_int32s([5])),)))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"presence_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": (1,)}, {"grammar": "start: /.*/"}]
+)
+def test_a_draft_is_refused_where_the_draw_depends_on_the_tokens_before(
+    runner: ModelRunner, sampling: dict[str, Any]
+) -> None:
+    if "grammar" in sampling and runner.info.no_grammars:
+        pytest.skip(runner.info.no_grammars)
+    decoding(runner, **sampling)
+    with pytest.raises(InvalidPlanError, match="depends on the tokens before"):
+        runner.execute(StepPlan(1, 3, drafts=((0, pack_int32s([5])),)))
