@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.model_files import resolve_model
 
@@ -36,13 +37,14 @@ OWN = "own"
 
 
 class Counted(NamedTuple):
-    """What a scheduler has counted so far."""
+    """What a service has counted so far, and the CPU seconds that its processes have used."""
 
     tokens: float
     steps: float
     drafts: float
     drafted: float
     accepted: float
+    cpu: float
 
     def since(self, before: "Counted") -> "Counted":
         return Counted(*(now - then for now, then in zip(self, before, strict=True)))
@@ -62,12 +64,16 @@ class Service:
         command += [f"--scheduler={self.cluster.endpoint}", "--executor-id=e0", "--no-profile"]
         self.cluster.executors.append(Process("executor", command, folder, {VARIABLE: str(texts)}))
         self.cluster.wait_ready(1, 120.0)
+        started = (self.cluster.scheduler, *self.cluster.gateways.values(), *self.cluster.executors)
+        self._processes = [psutil.Process(process.pid) for process in started]
 
     def counted(self) -> Counted:
+        times = [process.cpu_times() for process in self._processes]
         samples = scrape(self.cluster.url)
         names = ("generation_tokens_total", "iteration_tokens_count", "spec_decode_num_drafts_total")
         further = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
-        return Counted(*(total(samples, name) for name in (*names, *further)))
+        counts = (total(samples, name) for name in (*names, *further))
+        return Counted(*counts, sum(one.user + one.system for one in times))
 
 
 async def ask(service: Service, bodies: list[dict[str, Any]], concurrent: int) -> tuple[float, list[str]]:
@@ -118,7 +124,7 @@ def measure(args: argparse.Namespace, model: str) -> Iterator[dict[str, Any]]:
         (kind, concurrent, number) for number in range(args.rounds) for kind in kinds for concurrent in args.concurrent
     ]
     texts: list[Text] = []
-    bodies = {}
+    bodies: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for case in cases:
         kind, concurrent, _ = case
         bodies[case] = []
@@ -149,7 +155,10 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
     speeds = {mode: [counted.tokens / seconds for seconds, counted in runs] for mode, runs in taken.items()}
     drafted = [counted for _, counted in taken["on"]]
     tokens, accepted = sum(one.tokens for one in drafted), sum(one.accepted for one in drafted)
-    ratios = [on / off for on, off in zip(speeds["on"], speeds["off"], strict=True)]
+    per_cpu = {mode: [counted.tokens / counted.cpu for _, counted in runs] for mode, runs in taken.items()}
+    ratios, cpu_ratios = (
+        [round(on / off, 2) for on, off in zip(each["on"], each["off"], strict=True)] for each in (speeds, per_cpu)
+    )
     return {
         "model": model,
         "text": kind,
@@ -160,8 +169,12 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
         "drafted_share_of_steps": round(sum(one.drafts for one in drafted) / (tokens - accepted), 2),
         "tokens_per_s_off": round(statistics.median(speeds["off"]), 1),
         "tokens_per_s_on": round(statistics.median(speeds["on"]), 1),
-        "ratio": round(statistics.median(ratios), 2),
-        "ratios": [round(ratio, 2) for ratio in ratios],
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "tokens_per_cpu_s_off": round(statistics.median(per_cpu["off"]), 1),
+        "tokens_per_cpu_s_on": round(statistics.median(per_cpu["on"]), 1),
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_ratios": cpu_ratios,
     }
 
 
@@ -181,14 +194,18 @@ def main() -> None:
     if args.smoke:
         args.models, args.kinds, args.concurrent = [DEMO], ["rewriting", "random"], [2]
         args.requests, args.output, args.rounds = 2, 40, 1
-    print(f"{'model':>14}{'text':>12}{'at once':>9}{'tokens/step':>13}{'accepted':>10}{'off':>9}{'on':>9}{'on/off':>8}")
+    print(
+        f"{'model':>14}{'text':>12}{'at once':>9}{'tokens/step':>13}{'accepted':>10} {'off':>8}{'on':>9}"
+        f"{'on/off':>8}{'per CPU s':>11}"
+    )
     rows = []
     for model in args.models:
         for row in measure(args, model):
             rows.append(row)
             print(
                 f"{row['model']:>14}{row['text']:>12}{row['concurrent']:>9}{row['tokens_per_step']:>13}"
-                f"{row['accepted_share']:>10}{row['tokens_per_s_off']:>9}{row['tokens_per_s_on']:>9}{row['ratio']:>8}",
+                f"{row['accepted_share']:>10}{row['tokens_per_s_off']:>9}{row['tokens_per_s_on']:>9}{row['ratio']:>8}"
+                f"{row['cpu_ratio']:>11}",
                 flush=True,
             )
     if args.json:

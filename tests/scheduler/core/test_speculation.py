@@ -22,7 +22,7 @@ from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens, run
 
-NGRAM = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
+NGRAM = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1, disable_by_batch_size=4)
 REPEATING = [7, 8, 9, 7, 8, 9, 7, 8]
 
 

@@ -1,0 +1,60 @@
+"""Drafts over real sockets: executors verify them, metrics count them, and clients get what they would have got."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from pagewise_executor.simulated import SimulatedRunner
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import StepPlan, StepResult
+from pagewise_shared.sampling import SamplingParams
+
+from tests.scheduler.actors.stack import executor, int32s, joined, running
+
+WORDS = [10, 11, 12, 13, 14]
+
+
+class RepeatingRunner(SimulatedRunner):
+    """Says the same five words again and again."""
+
+    def _token(self, row: int, position: int) -> int:
+        return WORDS[position % len(WORDS)]
+
+
+async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
+    async with running(tmp_path, speculative_config="ngram:4") as stack:
+        runner = RepeatingRunner(ExecutorConfig(num_blocks=64, block_size=4))
+        async with executor(tmp_path, runner=runner):
+            await stack.ready(1)
+            request = await stack.gateway.submit(WORDS * 2, [5, *WORDS, 6, 7], max_tokens=37)
+            first, second = await request.result()
+            assert first == (WORDS * 8)[:37]
+            assert second == (WORDS * 9)[3:40]
+            drafts, drafted, accepted = (
+                stack.metric(f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")
+            )
+            assert drafts > 6
+            assert 4 * drafts >= drafted >= accepted > 36
+            assert stack.metric("generation_tokens_total") == 74
+            sampling = SamplingParams(temperature=0, stop_token_ids=(13,), min_tokens=20)
+            request = await stack.gateway.submit(WORDS * 2, sampling=sampling, max_tokens=37)
+            assert await request.result() == [(WORDS * 8)[:24]]
+            assert request.finished[0].reason == "stop"
+            await stack.all_free()
+
+
+async def test_an_executor_of_an_earlier_version_gets_no_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, speculative_config="ngram:4") as stack:
+        with caplog.at_level(logging.WARNING):
+            raw, welcome = await joined(tmp_path, protocol_minor=0)
+        assert "raw is of a version that verifies no drafts" in caplog.text
+        request = await stack.gateway.submit(WORDS * 2, max_tokens=6)
+        for step in range(1, 7):
+            plan = await raw.receive()
+            assert isinstance(plan, StepPlan)
+            assert not plan.drafts
+            await raw.send(StepResult(welcome.epoch, step, int32s(WORDS[(step - 1) % 5])))
+        assert await request.result() == [[*WORDS, 10]]
+        raw.close()
