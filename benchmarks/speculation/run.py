@@ -169,11 +169,11 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
         "drafted_share_of_steps": round(sum(one.drafts for one in drafted) / (tokens - accepted), 2),
         "tokens_per_s_off": round(statistics.median(speeds["off"]), 1),
         "tokens_per_s_on": round(statistics.median(speeds["on"]), 1),
-        "ratio": statistics.median(ratios),
+        "ratio": round(statistics.median(ratios), 2),
         "ratios": ratios,
         "tokens_per_cpu_s_off": round(statistics.median(per_cpu["off"]), 1),
         "tokens_per_cpu_s_on": round(statistics.median(per_cpu["on"]), 1),
-        "cpu_ratio": statistics.median(cpu_ratios),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 2),
         "cpu_ratios": cpu_ratios,
     }
 

@@ -66,6 +66,17 @@ def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_benchmark_of_speculation_runs(tmp_path: Path) -> None:
+    record = tmp_path / "speculation.json"
+    command = [sys.executable, "-m", "benchmarks.speculation.run", "--smoke", "--json", str(record)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    per_step = {row["text"]: row["tokens_per_step"] for row in json.loads(record.read_text())["rows"]}
+    assert per_step["rewriting"] > per_step["random"] == 1
+
+
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_benchmark_of_repeated_text_runs(tmp_path: Path) -> None:
     record = tmp_path / "repeats.json"
