@@ -91,6 +91,7 @@ class Metrics:
         self._bind_gauges()
         self._bind_counters()
         self._bind_adapter_counters()
+        self._bind_speculation_counters()
         self._bind_histograms()
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors and gateways that were dropped, by reason.", ("reason",)
@@ -287,11 +288,6 @@ class Metrics:
             "num_preemptions", "Sequences that were preempted: they gave up their KV blocks."
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Drafts that steps have verified.")
-        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens of these drafts.")
-        self.spec_decode_num_accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Tokens of drafts that were drawn, and kept."
-        )
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.look_ups_late = self._counter(
             "storage_look_ups_late", "Questions about what is in storage that were not answered in time."
@@ -323,6 +319,13 @@ class Metrics:
         )
         self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
         self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
+
+    def _bind_speculation_counters(self) -> None:
+        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Drafts that steps have verified.")
+        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens of these drafts.")
+        self.spec_decode_num_accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Tokens of drafts that were drawn, and kept."
+        )
 
     def _bind_histograms(self) -> None:
         self._recovery_predicted = self._raw_histogram(

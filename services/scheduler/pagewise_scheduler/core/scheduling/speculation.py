@@ -65,13 +65,14 @@ class Speculation:
         return any(self._found(sequence, self._most(sequence)) for sequence in self._decoding.order())
 
     def draft(self, in_flight: ReadOnlyList[StepInFlight], num_prefilling: int, budget: int) -> tuple[Drafts, int]:
-        """Put drafts of at most ``budget`` tokens, and the blocks that they need, into the next plan; returns them, and
-        what is left of the budget."""
+        """Put drafts, and the blocks that they need, into the next plan; returns them, and what is left of ``budget``:
+        at least half of it, so that prefills go on."""
         drafts: Drafts = {}
         if self._config is None or in_flight or num_prefilling + len(self._decoding) > self._most_running:
             return drafts, budget
+        reserved = (budget + 1) // 2
         for sequence in self._decoding.order():
-            found = self._found(sequence, min(self._most(sequence), budget))
+            found = self._found(sequence, min(self._most(sequence), budget - reserved))
             if found and (draft := self._fitting(sequence, found)):
                 drafts[sequence] = draft
                 self._plan.draft(sequence.row, draft)
