@@ -40,7 +40,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     method: Literal["ngram"] = "ngram"
     prompt_lookup_max: Positive = 4
     prompt_lookup_min: Positive = 3
-    disable_by_batch_size: Positive = 2
+    disable_by_batch_size: Positive = 4
 
 
 def parse_speculative(text: str) -> SpeculativeConfig:
