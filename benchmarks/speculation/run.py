@@ -72,8 +72,8 @@ class Service:
         samples = scrape(self.cluster.url)
         names = ("generation_tokens_total", "iteration_tokens_count", "spec_decode_num_drafts_total")
         further = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
-        counts = (total(samples, name) for name in (*names, *further))
-        return Counted(*counts, sum(one.user + one.system for one in times))
+        counts = [total(samples, name) for name in (*names, *further)]
+        return Counted._make([*counts, sum(one.user + one.system for one in times)])
 
 
 async def ask(service: Service, bodies: list[dict[str, Any]], concurrent: int) -> tuple[float, list[str]]:

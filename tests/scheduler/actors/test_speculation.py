@@ -9,7 +9,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import StepPlan, StepResult
 from pagewise_shared.sampling import SamplingParams
 
-from tests.scheduler.actors.stack import executor, int32s, joined, running
+from tests.scheduler.actors.stack import executor, int32s, joined, running, until
 
 WORDS = [10, 11, 12, 13, 14]
 
@@ -41,6 +41,32 @@ async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
             assert await request.result() == [(WORDS * 8)[:24]]
             assert request.finished[0].reason == "stop"
             await stack.all_free()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, dies: bool) -> None:
+    async with running(tmp_path, speculative_config="ngram:4", executor_timeout=1.0) as stack:
+
+        def runner() -> RepeatingRunner:
+            return RepeatingRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds=0.02)
+
+        async with executor(tmp_path, "first", runner=runner()) as first:
+            await stack.ready(1)
+            requests = [await stack.gateway.submit(WORDS * 2, max_tokens=150) for _ in range(2)]
+            await until(lambda: stack.metric("spec_decode_num_accepted_tokens_total") > 30)
+            async with executor(tmp_path, "second", runner=runner()):
+                await stack.ready(2)
+                before = stack.engines[1].scheduler.speculation.num_accepted_tokens
+                if dies:
+                    first.cancel()
+                else:
+                    stack.fleet._leave(stack.engines[0], 20.0)
+                for request in requests:
+                    assert await request.result() == [WORDS * 30]
+                (engine,) = stack.engines
+                assert engine.executor_id == "second"
+                assert engine.scheduler.speculation.num_accepted_tokens > before
+                await stack.all_free()
 
 
 async def test_an_executor_of_an_earlier_version_gets_no_drafts(
