@@ -76,6 +76,8 @@ def edges(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrategy
         letters = st.sampled_from(["a", "\\", "{", "\u00e9", "\U0001f600", " ", "ab"])
         sizes = st.sampled_from([low, high, min(high, 1000)])
         return st.builds(lambda letter, size: (letter * size)[:size], letters, sizes)
+    if kind == "array" and "prefixItems" in schema:
+        return st.tuples(*(edges(document, one) for one in schema["prefixItems"])).map(list)
     if kind == "array":
         low, high = schema.get("minItems", 0), schema.get("maxItems", _MOST_ITEMS)
         # The same few items again and again: making each of them would take longer than what they do.
