@@ -35,6 +35,9 @@ _HANGS_UP, _PATIENCE = 1.5, 6.0
 _ENDPOINTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/messages": "MessagesRequest",
+    "/v1/messages/count_tokens": "CountRequest",
     "/tokenize": "TokenizeRequest",
     "/detokenize": "DetokenizeRequest",
 }
