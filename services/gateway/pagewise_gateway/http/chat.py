@@ -51,8 +51,12 @@ async def run_chat(
     body: ChatRequest,
     intake: Intake,
     respond: Callable[[ChatRun], Awaitable[web.StreamResponse]],
+    *,
+    repeated: int = 0,
 ) -> web.StreamResponse:
     """Submit a chat, and return what ``respond`` makes of it. ``intake``: what is held for the request.
+
+    ``repeated``: bytes of the request that are kept because the answer repeats them.
 
     Raises:
         APIError, GenerationError: as ``create_chat_completion``.
@@ -92,7 +96,7 @@ async def run_chat(
     continues = bool(body.continue_final_message)
     strip(body)
     intake.memory.release()
-    prompt_bytes = size.reserve([prompt], intake.answer)
+    prompt_bytes = size.reserve([prompt], intake.answer, repeated)
     del encoded  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:

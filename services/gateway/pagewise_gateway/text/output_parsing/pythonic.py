@@ -37,6 +37,11 @@ class PythonicCalls:
         self._quote = ""
         self._parts: list[str] = []
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return bool(self._quote)
+
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
         deltas: list[Delta] = []
