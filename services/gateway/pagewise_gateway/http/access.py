@@ -51,9 +51,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
         if client is None:
             metrics.unauthorized.inc()
-            sent = bool(scheme)
             raise InvalidKeyError(
-                "the API key is not valid" if sent else "an API key is needed: send Authorization: Bearer KEY"
+                "the API key is not valid" if key else "an API key is needed: send Authorization: Bearer KEY"
             )
         request[CLIENT] = client
         if isinstance(request.protocol, ClientConnection):

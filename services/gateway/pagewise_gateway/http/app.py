@@ -233,7 +233,7 @@ def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
     if error.status != 404:
         return from_http_exception(error, what)
     endpoints = ", ".join(
-        f"{route.method} {re.sub(':[^}]+', '', route.resource.canonical)}"
+        f"{route.method} {route.resource.canonical}"
         for route in request.app.router.routes()
         if route.resource is not None and route.method != hdrs.METH_HEAD and route.handler is not refuse_embeddings
     )
