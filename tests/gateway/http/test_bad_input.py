@@ -4,6 +4,7 @@ import gzip
 import json
 from typing import Any
 
+import openai
 import pytest
 from pagewise_gateway.http import completions
 

@@ -114,7 +114,7 @@ async def test_a_long_answer_is_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch
         return push(parser, text)
 
     monkeypatch.setattr(MessageParser, "push", counting)
-    text = "<think>" + "ab < cd " * 3000 + f"</think>{CALLS}"
+    text = "<think>" + "ab < cd " * 3000 + "</think>Ende."
     scheduler = FakeScheduler(replies=[reply(text)] * 4, max_model_len=100_000, tokens_per_round=40_000)
     async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
         options: Any = {"messages": MESSAGES, "max_tokens": 40_000}

@@ -78,13 +78,18 @@ async def run_chat(
     start: Start = "main"
     if parsing is not None:
         start = parsing.format.start(encoded.text, _continued(body, parsing))
-    wanted_answer = answer_grammar(body, parsing, start, service.tokenizer.special_tokens)
+    grammar = await grammar_of(
+        service,
+        answer_grammar(body, parsing, start, service.tokenizer.special_tokens),  # it holds the tools: no name for it
+        capacity,
+        request[CLIENT].name,
+    )
     sampling = sampling_params(
         body,
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
-        grammar=await grammar_of(service, wanted_answer, capacity, request[CLIENT].name),
+        grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
