@@ -92,7 +92,7 @@ class ResponseAnswer(EventAnswer):
             yield from self._close("completed")
             if new.kind != "call":
                 text = text.removeprefix("\n") if self._response.output else text
-            yield from self._begin(kind, text)
+            yield from self._begin_item(kind, text)
         if new.kind == "call" or not text:
             return
         assert self._open is not None
@@ -103,7 +103,7 @@ class ResponseAnswer(EventAnswer):
             fields["logprobs"] = []
         yield self._of_item(f"response.{names[kind]}.delta", delta=text, **fields)
 
-    def _begin(self, kind: str, name: str) -> Iterator[ResponseEvent]:
+    def _begin_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
         item = OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
         if kind == "function_call":
             item.call_id, item.name, item.arguments = self._run.new_id(), name, ""

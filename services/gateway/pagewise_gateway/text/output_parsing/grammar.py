@@ -22,7 +22,8 @@ from pagewise_gateway.text.output_parsing.parameters import (
 _ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_PYTHON_BLOCK = r"/\s*```(tool_code|python)?\s*\[?\s*[A-Za-z_][A-Za-z0-9_.\-]*\((?s:.*)/"
+_SPACE = r"[\s\x1c-\x1f]*"  # as Python sees it
+_PYTHON_BLOCK = rf"/{_SPACE}```(tool_code|python)?{_SPACE}\[?{_SPACE}[A-Za-z_][A-Za-z0-9_.\-]*\((?s:.*)/"
 """A block of code that begins with a call. The parser reads it as calls, so an answer must not begin with it."""
 
 
