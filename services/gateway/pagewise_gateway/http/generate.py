@@ -14,7 +14,6 @@ from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 
-
 _FEW = 32
 """Events of up to so many tokens are made as the tokens arrive, even if they carry more than text."""
 

@@ -149,7 +149,7 @@ def test_whether_the_last_call_is_whole(given: Transcript) -> None:
             # A number may go on, and what is no JSON has no end.
             assert calls[-1].arguments == whole or not whole.startswith("{")
         elif calls:
-            with pytest.raises(ValueError, match="."):
+            with pytest.raises(ValueError, match=r"."):
                 json.loads(calls[-1].arguments)
 
 

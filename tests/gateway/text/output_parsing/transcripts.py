@@ -33,7 +33,8 @@ class Transcript(NamedTuple):
 
 NESTED = '{"city": "Köln \\"}</x>[\\\\", "days": 3, "tags": ["a", {"b": [1, 2]}], "emoji": "🙂\\u00e9"}'
 QUOTED = (
-    '{"text": "a </tool_call>\\\\", "more": "\\"<tool_call> <think> </think> </tool_call>", "</tool_call>": ["</tool_call>"]}'
+    '{"text": "a </tool_call>\\\\", "more": "\\"<tool_call> <think> </think> </tool_call>", '
+    '"</tool_call>": ["</tool_call>"]}'
 )
 """Arguments that have the delimiters of calls and reasoning inside of strings."""
 _BEGINS, _ENDS = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -114,7 +115,8 @@ HERMES = [
         "empty arguments",
         "hermes",
         None,
-        '<tool_call>{"name": "save", "arguments": ""}</tool_call><tool_call>{"arguments": "", "name": "save"}</tool_call>',
+        '<tool_call>{"name": "save", "arguments": ""}</tool_call>'
+        '<tool_call>{"arguments": "", "name": "save"}</tool_call>',
         calls=(("save", "{}"), ("save", "{}")),
     ),
     Transcript(
@@ -213,8 +215,8 @@ LLAMA = [
         "a call behind what is none",
         "llama3_json",
         None,
-        '{"answer": 1}; {"name": "save", "parameters": {}}\n',
-        '{"answer": 1}',
+        '{"type": "a"}; {"name": "save", "parameters": {}}\n',
+        '{"type": "a"}',
         calls=(("save", "{}"),),
     ),
     Transcript("no tool", "llama3_json", None, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),

@@ -227,7 +227,7 @@ class _Grammar:
             arguments = f"%json {json.dumps(schema)}"
         elif shape.arguments == "python":
             if _PYTHON_NAME.fullmatch(function.name) is None:
-                raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: it is no name in Python")
+                raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: no name in Python")
             arguments = self._keywords(function, schema) if follows else self._any_keywords()
         else:
             arguments = self._tags(function, schema) if follows else self._any_tags()

@@ -58,7 +58,7 @@ def listed_parameters(function: str, schema: Mapping[str, Any]) -> list[Paramete
     for name in required:
         if not isinstance(name, str) or properties.get(name, False) is False:
             raise UnsupportedSchemaError(
-                f"the parameters of {function!r} require {name!r}, which is not listed in properties: this model needs it"
+                f"the parameters of {function!r} require {name!r}, which is not listed in properties"
             )
     for name, value in properties.items():
         if not isinstance(value, Mapping | bool):
@@ -66,8 +66,8 @@ def listed_parameters(function: str, schema: Mapping[str, Any]) -> list[Paramete
     for reference in _references(schema):
         if not reference.startswith(_REFERENCES):
             raise UnsupportedSchemaError(
-                f"$ref {reference[:100]!r} in the parameters of {function!r} cannot be followed: this model needs those "
-                "that refer to $defs"
+                f"$ref {reference[:100]!r} in the parameters of {function!r} cannot be followed: in the format of this "
+                "model, those that refer to $defs can"
             )
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     return [
@@ -124,7 +124,9 @@ def _check_string(what: str, schema: Any) -> None:
 
 def _check_keywords(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
     if unknown := sorted(map(str, schema.keys() - known)):
-        raise UnsupportedSchemaError(f"{', '.join(unknown)[:200]} in {what} cannot be followed in the format of this model")
+        raise UnsupportedSchemaError(
+            f"{', '.join(unknown)[:200]} in {what} cannot be followed in the format of this model"
+        )
 
 
 def _of(function: str, parameter: Parameter) -> str:

@@ -5,9 +5,13 @@ region comes only with the region's end, it raises if that is not what the templ
 that was cut off), and its buffers grow with the text, and are copied with every piece. So templates here declare every
 region as text, call readers interpret it, and this layer bounds what a parser is fed: text in which no delimiter can
 begin passes by it, and a new parser goes on from time to time.
+
+``ResponseParser`` also ends a region with the first text that looks like its delimiter. A call may have that inside of
+a string, so what is in a region with calls passes by it up to the delimiter that ends the region.
 """
 
 import re
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
