@@ -15,12 +15,8 @@ from pagewise_gateway.text.output_parsing import (
     make_format,
 )
 from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
-from pagewise_gateway.text.output_parsing.grammar import (
-    Function,
-    UnsupportedSchemaError,
-    after_reasoning,
-    tool_call_grammar,
-)
+from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
+from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 from tests.gateway.text.tokenizer_builders import byte_level_backend
 
