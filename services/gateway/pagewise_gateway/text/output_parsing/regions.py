@@ -82,11 +82,11 @@ class Regions:
         would end the quoting region.
         """
         while text:
-            if self.region == self._template.quoting:
-                text = yield from self._quoting(text, quoted)
-            elif self._settled() and self._template.begins_delimiter.search(text) is None:
+            if self._settled() and self._template.begins_delimiter.search(text) is None:
                 yield RegionEvent("text", self.region, text)
                 return
+            if self.region == self._template.quoting:
+                text = yield from self._quoting(text, quoted)
             else:
                 # Each search of the parser goes through all that it was fed. It is not fed what follows the beginning
                 # of the quoting region.
