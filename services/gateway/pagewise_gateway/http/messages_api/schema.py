@@ -174,10 +174,28 @@ class BlockDelta(Struct):
     stop_sequence: str | UnsetType | None = UNSET
 
 
+class MessageErrorDetail(Struct):
+    """What went wrong. ``param`` and ``code`` are OpenAI's."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class MessageError(Struct):
+    """The body of error responses."""
+
+    error: MessageErrorDetail
+    request_id: str
+    type: Literal["error"] = "error"
+
+
 class MessageEvent(Struct):
     """An event of a stream; which fields it has depends on its type."""
 
     type: str
+    error: MessageErrorDetail | UnsetType = UNSET
     message: Message | UnsetType = UNSET
     index: int | UnsetType = UNSET
     content_block: OutputBlock | UnsetType = UNSET

@@ -5,10 +5,10 @@ import re
 from aiohttp import web
 
 from pagewise_gateway.http.chat import run_chat
-from pagewise_gateway.http.context import REQUEST_ID
+from pagewise_gateway.http.context import REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.responses_api.answer import ResponseAnswer
+from pagewise_gateway.http.responses_api.answer import ResponseAnswer, begun
 from pagewise_gateway.http.responses_api.schema import ResponsesRequest
 from pagewise_gateway.http.responses_api.translation import chat_request
 
@@ -25,13 +25,12 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     """
     body, intake = await read_request(request, ResponsesRequest)
     chat = chat_request(body)
-    body.input = ""
+    model = body.model or request.app[Service.KEY].limits.model_name
+    response, num_bytes = begun(f"resp_{request[REQUEST_ID]}", model, body)
+    del body  # this frame lives until the response has ended
     try:
         return await run_chat(
-            request,
-            chat,
-            intake,
-            lambda run: ResponseAnswer(run, body, f"resp_{request[REQUEST_ID]}").respond(request),
+            request, chat, intake, lambda run: ResponseAnswer(run, response).respond(request), repeated=num_bytes
         )
     except InvalidRequestError as error:
         head = re.split(r"[.\[]", error.param or "")[0]
