@@ -137,7 +137,7 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
             factors: dict[str, Factor] = {}
             if not flaw:
                 factors, flaw = _factors(header, settings, max_rank)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise AdapterError(_said(name, "read", repr(error))) from error
     if flaw:
         raise unusable(name, flaw)
@@ -214,7 +214,7 @@ def _flaw_of_settings(settings: Any) -> str:
 def _flaw_of_patterns(patterns: Iterable[str]) -> str:
     """Return what is wrong with patterns of module names; empty: nothing.
 
-    PEFT takes them for regular expressions. Those of adapters that anybody may have made must not take exponential time.
+    PEFT takes them for regular expressions. Anybody may have made them, so they must not take exponential time.
     """
     num_open = 0
     for index, key in enumerate(patterns):

@@ -67,7 +67,9 @@ def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str,
         (folder / weights).write_bytes((folders["first"] / weights).read_bytes())
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(resolve_model(DEMO)), resolve_model(DEMO)
     prompt = tokenizer(PROMPT)["input_ids"]
-    expected = {name: tokenizer.decode(greedy(peft_model(model, path), prompt, count)[0]) for name, path in made.items()}
+    expected = {
+        name: tokenizer.decode(greedy(peft_model(model, path), prompt, count)[0]) for name, path in made.items()
+    }
     assert len(set(expected.values())) > 8, "adapters that compute the same show nothing"
     cluster = Cluster(
         tmp_path,

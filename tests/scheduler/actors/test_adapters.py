@@ -301,7 +301,10 @@ async def test_what_only_the_executor_that_leaves_can_compute_goes_on_there(tmp_
 
 async def test_nobody_computes_without_an_adapter_what_one_that_leaves_has_cached_with_it(tmp_path: Path) -> None:
     """What others cannot fetch of a cache that they are to copy, they compute."""
-    leaving, plain = service(tmp_path, Runner(lends="tcp://127.0.0.1:1")), Runner(max_loras=0, lends="tcp://127.0.0.1:2")
+    leaving, plain = (
+        service(tmp_path, Runner(lends="tcp://127.0.0.1:1")),
+        Runner(max_loras=0, lends="tcp://127.0.0.1:2"),
+    )
     async with running(tmp_path, recovery="recompute") as stack:
         served = asyncio.create_task(leaving.run())
         await stack.ready(1)

@@ -1,7 +1,7 @@
 """Adapters and everything that moves KV: tiers, peers, preemption, resets, moves, segments, many outputs, beams.
 
-The executors check that whatever a row reads was written under the root of its own adapter, and that its slot holds that
-adapter. Adapters with equal content share KV, whatever they are called.
+The executors check that whatever a row reads was written under the root of its own adapter, and that its slot holds
+that adapter. Adapters with equal content share KV, whatever they are called.
 """
 
 from typing import NamedTuple

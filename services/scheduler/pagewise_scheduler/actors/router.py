@@ -250,11 +250,7 @@ class Router:
             live.fail("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
         request = live.request
-        able = [
-            engine
-            for engine in self._engines
-            if engine.life is Life.SERVING and could_serve(engine, request)
-        ]
+        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, request)]
         # Where loads of adapters do not return, a request would only fail: so it goes there last.
         able = [engine for engine in able if engine.scheduler.adapters.can_take(request.adapter)] or able
         if not able or self._expected_engines:
