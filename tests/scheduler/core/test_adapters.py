@@ -286,6 +286,7 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     assert slots.num_load_errors == 2  # the check, and that of one slot: the other one is needed
     assert not slots.can_take(adapter(1))
     assert slots.can_take(adapter(0))
+    before = len(fleet.asked)
     # What is there is served on, and whoever comes for something else learns at the next look that it does not come.
     fleet.scheduler.add(again := request(4, 0))
     fleet.scheduler.add(late := request(5, 5))
@@ -296,7 +297,7 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     assert plain.finished
     assert not late.finished
     assert fleet.scheduler.give_up_loads(asked + 6, 5.0) == [late]
-    before = len(fleet.asked)
+    assert len(fleet.asked) == before
     fleet.stuck = False  # they return after all: nobody waits for them, and their slot is loaded anew
     fleet.step()
     assert slots.can_take(adapter(1))
