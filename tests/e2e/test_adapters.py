@@ -56,7 +56,8 @@ def cluster(tmp_path: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
 
 @pytest.mark.timeout(240)
 def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str, Path]) -> None:
-    """Of the same weights with 32 scales: none fails, each is computed with its own, and all loads are counted."""
+    """Of the same weights with 32 scales: none fails, each is computed with its own, and all loads are counted. What
+    PEFT computes is compared for some of them."""
     made, count = {}, 12
     for number in range(32):
         made[f"adapter-{number}"] = folder = tmp_path / f"adapter-{number}"
@@ -65,12 +66,12 @@ def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str,
         (folder / "adapter_config.json").write_text(json.dumps(config))
         weights = "adapter_model.safetensors"
         (folder / weights).write_bytes((folders["first"] / weights).read_bytes())
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(resolve_model(DEMO)), resolve_model(DEMO)
+    model = resolve_model(DEMO)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
-    expected = {
-        name: tokenizer.decode(greedy(peft_model(model, path), prompt, count)[0]) for name, path in made.items()
-    }
-    assert len(set(expected.values())) > 8, "adapters that compute the same show nothing"
+    computed = list(made)[::4]
+    expected = {name: tokenizer.decode(greedy(peft_model(model, made[name]), prompt, count)[0]) for name in computed}
+    assert len(set(expected.values())) > 4, "adapters that compute the same show nothing"
     cluster = Cluster(
         tmp_path,
         gateway_options=(*LORA, "--lora-modules", *(f"{name}={path}" for name, path in made.items())),
@@ -80,7 +81,8 @@ def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str,
         wait_until(lambda: len(names(cluster.url)) == 33, 30, "the adapters are listed", cluster.scheduler)
         asked = list(made) * 2
         found = list(threads.map(lambda name: text(cluster.url, name, count), asked))
-        assert found == [expected[name] for name in asked]
+        assert found[:32] == found[32:]
+        assert {name: found[asked.index(name)] for name in computed} == expected
         assert cluster.metric("lora_load_errors_total") == 0
         assert cluster.metric("lora_adapters_resident") == 4
         loads, evictions = cluster.metric("lora_loads_total"), cluster.metric("lora_evictions_total")
