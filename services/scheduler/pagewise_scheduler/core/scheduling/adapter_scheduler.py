@@ -19,8 +19,8 @@ class AdapterScheduler(Scheduler):
     def __init__(self, *, max_loras: int = 0, max_lora_rank: int = MAX_RANK, **options: Any) -> None:
         super().__init__(**options)
         self.adapters = AdapterSlots(max_loras, self.waiting, max_lora_rank)
-        self.segments.computing = self.adapters.pin
-        self.segments.computed = lambda request: self.adapters.drop(request, self.last_step)
+        # Of the slots and not of this object: a cycle would keep its memory until a garbage collection.
+        self.segments.computing, self.segments.computed = self.adapters.pin, self.adapters.unpin
 
     @property
     def num_waiting(self) -> int:

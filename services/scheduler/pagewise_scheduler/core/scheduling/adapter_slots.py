@@ -184,9 +184,13 @@ class AdapterSlots:
         return False
 
     def pin(self, request: Request) -> None:
-        """A request that computes an original of a segment needs the slot of its owner, until it is dropped itself."""
+        """A request that computes an original of a segment needs the slot of its owner, until it is unpinned."""
         if request.adapter is not None:
             self._pin(request, self._slots[request.adapter.content])
+
+    def unpin(self, request: Request) -> None:
+        """Such a request has ended: its one sequence knows the last step that runs it."""
+        self.drop(request, max((sequence.last_step for sequence in request.sequences), default=0))
 
     def drop(self, request: Request, last_step: int) -> None:
         """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
