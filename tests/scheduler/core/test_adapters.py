@@ -231,10 +231,12 @@ def test_what_computes_an_original_is_not_sent_back_behind_a_claim() -> None:
     slots.admit(urgent)
     assert slots.advance(1000.0, None) == ([], [])
     assert slots.take_loads(1, 1000.0) == []
-    for one in (original, wanting):
-        slots.drop(one, 0)
-    slots.advance(1000.0, None)
-    assert [one.adapter for one in slots.take_loads(1, 1000.0)] == [adapter(1)]
+    slots.drop(wanting, 0)
+    original.sequences[0].last_step = 5  # it is preempted and not needed any more, while a step of it is in flight
+    slots.unpin(original)
+    for oldest_step, loads in ((5, []), (6, [adapter(1)])):
+        slots.advance(1000.0, oldest_step)
+        assert [one.adapter for one in slots.take_loads(1, 1000.0)] == loads
 
 
 def test_equal_files_under_a_path_that_cannot_be_read_fail_who_named_that_path_only() -> None:
