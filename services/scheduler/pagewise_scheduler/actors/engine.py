@@ -240,7 +240,7 @@ class Engine:
         """An adapter has been loaded, or could not be."""
         self.touch()
         for request in self.scheduler.adapter_loaded(message, clock()):
-            self._fail(request, printable(message.error, _MAX_ERROR_TEXT))
+            self.fail(request, printable(message.error, _MAX_ERROR_TEXT))
 
     def _answered(self, live: LiveRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""
@@ -282,10 +282,11 @@ class Engine:
         self.oldest_step_time = None
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
-            self._fail(request, f"the executor could not run it: {reason}")
+            self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
 
-    def _fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, message: str) -> None:
+        """A request has failed in the scheduler: tell its gateway why."""
         live = self._live[request.request_id]
         self._forget(live)
         live.fail("internal", message, clock())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
@@ -37,6 +38,8 @@ from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+_LOAD_STEPS = 2
+"""How many times as long as a step the load of an adapter may take."""
 _MOST_REFUSED = 1000
 """Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
 
@@ -160,6 +163,19 @@ class Fleet(Sessions[Executor]):
                     self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
                 else:
                     engine.cancel_late_fetches(now)
+            with self.guarded(engine):
+                self._give_up_loads(engine, now)
+
+    def _give_up_loads(self, engine: Engine, now: float) -> None:
+        """Adapters that are not loaded in time cost their requests, and not the executor: what hangs is their files."""
+        most = _LOAD_STEPS * self._options.step_timeout
+        if not (failed := engine.scheduler.give_up_loads(now, most)):
+            return
+        log.warning("%s: adapters are not loaded within %g s: %d requests fail", engine.executor_id, most, len(failed))
+        for request in failed:
+            name = request.adapter.name if request.adapter is not None else ""
+            why = f"the executor has not told of any load for more than {most:g} s"
+            engine.fail(request, f"the adapter {printable(name)!r} cannot be loaded: {why}")
 
     # ---- joining -------------------------------------------------------------------------------------
 
@@ -212,6 +228,7 @@ class Fleet(Sessions[Executor]):
         options = self._options
         return AdapterScheduler(
             max_loras=hello.max_loras,
+            max_lora_rank=hello.max_lora_rank,
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
