@@ -50,6 +50,14 @@ PromptType = Annotated[
         description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
     ),
 ]
+CacheRetention = Annotated[
+    str,
+    Meta(
+        pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$",
+        description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
+        "in_memory, which leaves it to the server. A hint, not a promise.",
+    ),
+]
 _SEGMENT_TEXTS = (
     "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
     "conversations, parts of messages can be marked as segments instead."
@@ -249,17 +257,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
-    prompt_cache_retention: (
-        Annotated[
-            str,
-            Meta(
-                pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$",
-                description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
-                "in_memory, which leaves it to the server. A hint, not a promise.",
-            ),
-        ]
-        | None
-    ) = None
+    prompt_cache_retention: CacheRetention | None = None
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):

@@ -26,6 +26,9 @@ _TYPES = {
 }
 """Anthropic's types of errors by status; others below 500 are invalid_request_error, the rest api_error."""
 
+_NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format"}
+"""The fields of a chat that have other names here."""
+
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """Continue a conversation of Anthropic's API."""
@@ -67,7 +70,7 @@ async def _in_its_shape(answer: Callable[[], Awaitable[web.StreamResponse]]) -> 
         # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
         error.__traceback__ = error.__context__ = None
     kind = _TYPES.get(response.status, "api_error" if response.status >= 500 else "invalid_request_error")
-    param = "max_tokens" if raised.param == "max_completion_tokens" else raised.param
+    param = _NAMES.get((raised.param or "").partition(".")[0], raised.param)
     detail = {"type": kind, "message": str(raised), "param": param, "code": raised.code}
     response.body = msgspec.json.encode({"type": "error", "error": detail})
     return response
