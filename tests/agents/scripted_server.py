@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import Cluster, Process
+from benchmarks.processes import Cluster, Process, wait_until
 from tests.gateway.http.tool_model import SPECIAL, TEMPLATE
 from tests.gateway.text.tokenizer_builders import byte_level_backend, write_model
 
@@ -61,17 +61,11 @@ def scripted_server(folder: Path) -> Iterator[Scripted]:
     )
     try:
         cluster.start()
-        command = [
-            sys.executable,
-            str(_EXECUTOR),
-            str(model),
-            name,
-            f"--scheduler={cluster.endpoint}",
-            "--max-num-seqs=8",
-        ]
+        command = [sys.executable, str(_EXECUTOR), str(model), f"--scheduler={cluster.endpoint}", "--max-num-seqs=8"]
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        cluster.executors.append(Process("executor", command, folder, paths))
-        cluster.wait_ready(1)
+        executor = Process("executor", command, folder, paths)
+        cluster.executors.append(executor)
+        wait_until(lambda: cluster.executors_ready() == 1, 60, "the executor is ready", executor)
         yield Scripted(cluster.url, MODEL, KEY)
     finally:
         cluster.close()

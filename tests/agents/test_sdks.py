@@ -75,6 +75,9 @@ async def test_a_chat_completion_of_a_type(server: Scripted, client: AsyncOpenAI
     asked: list[Any] = [{"role": "user", "content": REPORTED}]
     answer = await client.chat.completions.parse(model=server.model, messages=asked, response_format=Report)
     assert answer.choices[0].message.parsed == REPORT
+    asked += [answer.choices[0].message.model_dump(warnings=False), {"role": "user", "content": "Write:\nI did.\nEnd."}]
+    answer = await client.chat.completions.parse(model=server.model, messages=asked)
+    assert answer.choices[0].message.content == "I did."
 
 
 @pytest.mark.parametrize("way", ["parse", "stream"])

@@ -146,6 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"service_tier": "priority"}, "service_tier"),
     ({"speed": "fast"}, "speed"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"mcp_servers": [{"type": "url", "name": "a", "url": "https://a"}]}, "mcp_servers"),
     ({"messages": [{"role": "system", "content": [RESULT]}]}, "messages[0].content[0]"),
 ]

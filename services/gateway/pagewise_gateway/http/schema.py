@@ -280,7 +280,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of a conversation. Messages of the assistant may have tool calls instead of a content.
 
     ``tool_call_id``: of a message of role tool, the call that it answers. ``reasoning`` and ``reasoning_content``: of
-    the assistant; they mean the same, and the chat template decides what becomes of it.
+    the assistant; they mean the same, and the chat template decides what becomes of it. ``parsed``: what OpenAI's SDK
+    has made of the content, which has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -290,6 +291,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -41,7 +41,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thread": (False,),
+    "thread": (),
     # vLLM
     "chat_template": (),
     "documents": ([],),

@@ -71,6 +71,8 @@ async def _in_its_shape(answer: Callable[[], Awaitable[web.StreamResponse]]) -> 
         error.__traceback__ = error.__context__ = None
     kind = _TYPES.get(response.status, "api_error" if response.status >= 500 else "invalid_request_error")
     param = _NAMES.get((raised.param or "").partition(".")[0], raised.param)
-    detail = {"type": kind, "message": str(raised), "param": param, "code": raised.code}
+    detail: dict[str, object] = {"type": kind, "message": str(raised), "param": param, "code": raised.code}
+    if param == "thread":  # by this the tool runner of Anthropic's SDK knows that it has to send all messages each time
+        detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     response.body = msgspec.json.encode({"type": "error", "error": detail})
     return response
