@@ -34,15 +34,21 @@ REPORT = Report(city="Köln", degrees=17)
 REPORTED = f"Write:\n{REPORT.model_dump_json()}\nEnd."
 
 
+@pytest.fixture(autouse=True)
+def _variables(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
-async def client(server: Scripted) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as client:
+async def client() -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def claude(server: Scripted) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=server.url, api_key=server.key, max_retries=0) as client:
+async def claude() -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(max_retries=0) as client:
         yield client
 
 
