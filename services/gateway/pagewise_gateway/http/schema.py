@@ -53,7 +53,7 @@ PromptType = Annotated[
 CacheRetention = Annotated[
     str,
     Meta(
-        pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$",
+        pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$(?!\\n)",
         description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
         "in_memory, which leaves it to the server. A hint, not a promise.",
     ),

@@ -200,10 +200,29 @@ class BlockDelta(Struct):
     stop_sequence: str | UnsetType | None = UNSET
 
 
+class MessageErrorDetail(Struct):
+    """What went wrong. ``param`` and ``code`` are OpenAI's. ``details``: what clients can do about it."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageError(Struct):
+    """The body of error responses."""
+
+    error: MessageErrorDetail
+    request_id: str
+    type: Literal["error"] = "error"
+
+
 class MessageEvent(Struct):
     """An event of a stream; which fields it has depends on its type."""
 
     type: str
+    error: MessageErrorDetail | UnsetType = UNSET
     message: Message | UnsetType = UNSET
     index: int | UnsetType = UNSET
     content_block: OutputBlock | UnsetType = UNSET

@@ -10,7 +10,7 @@ from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.responses_api.answer import ResponseAnswer
+from pagewise_gateway.http.responses_api.answer import ResponseAnswer, begun
 from pagewise_gateway.http.responses_api.schema import ResponsesRequest
 from pagewise_gateway.http.responses_api.translation import chat_request, leave_out_tools
 
@@ -32,13 +32,12 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         _tell(kind)
         request.app[Service.KEY].metrics.requests_without_tools(kind).inc()
     chat = chat_request(body)
-    body.input = ""
+    model = body.model or request.app[Service.KEY].limits.model_name
+    response, num_bytes = begun(f"resp_{request[REQUEST_ID]}", model, body)
+    del body  # this frame lives until the response has ended
     try:
         return await run_chat(
-            request,
-            chat,
-            intake,
-            lambda run: ResponseAnswer(run, body, f"resp_{request[REQUEST_ID]}").respond(request),
+            request, chat, intake, lambda run: ResponseAnswer(run, response).respond(request), repeated=num_bytes
         )
     except InvalidRequestError as error:
         head = re.split(r"[.\[]", error.param or "")[0]

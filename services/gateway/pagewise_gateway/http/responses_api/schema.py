@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from pagewise_gateway.http.schema import SCHEMAS, CacheRetention, Ignored, ReasoningEffort, TemplateKwargs
 from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
@@ -174,7 +174,13 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[list[str], Meta(max_length=16, description="Accepted if empty or reasoning.encrypted_content.")]
         | None
     ) = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=16, description="Returned as it is."),
+        ]
+        | None
+    ) = None
     chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: Ignored | None = None
@@ -237,8 +243,15 @@ class OutputItem(Struct):
     arguments: str | UnsetType = UNSET
 
 
+class ResponseError(Struct):
+    """Why a response has failed."""
+
+    code: str
+    message: str
+
+
 class Response(Struct):
-    """Answer of ``/v1/responses``."""
+    """Answer of ``/v1/responses``. What it repeats of the request is JSON already."""
 
     id: str
     created_at: int
@@ -246,17 +259,17 @@ class Response(Struct):
     output: list[OutputItem]
     status: str
     parallel_tool_calls: bool
-    tool_choice: Any
-    tools: list[Any]
-    text: Any
-    reasoning: Any
+    tool_choice: Raw
+    tools: Raw
+    text: Raw
+    reasoning: Raw
+    instructions: Raw
+    metadata: Raw
     object: Literal["response"] = "response"
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
-    error: Any = None
-    instructions: str | None = None
+    error: ResponseError | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     store: bool = False
