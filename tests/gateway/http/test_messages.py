@@ -135,6 +135,7 @@ async def test_thinking_and_choices() -> None:
         assert server.scheduler.last.sampling.grammar
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
@@ -146,7 +147,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10_000}, "max_tokens"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-    ({"service_tier": "standard_only"}, "service_tier"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"speed": "fast"}, "speed"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"mcp_servers": [{"type": "url", "name": "a", "url": "https://a"}]}, "mcp_servers"),
+    ({"messages": [{"role": "system", "content": [RESULT]}]}, "messages[0].content[0]"),
 ]
 
 

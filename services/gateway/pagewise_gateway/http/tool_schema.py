@@ -41,10 +41,14 @@ class NamedToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it."""
+    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it.
+
+    ``parsed_arguments``: what OpenAI's SDK has made of them, which has no effect.
+    """
 
     name: FunctionName
     arguments: str
+    parsed_arguments: Any = None
 
 
 class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):

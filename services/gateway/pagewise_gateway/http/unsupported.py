@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs that Pagewise does not support.
+"""Fields of OpenAI's, Anthropic's and vLLM's APIs that Pagewise does not support.
 
 Such a field is refused by name, unless its value asks for nothing: SDKs and frontends send such values by default.
 """
@@ -24,15 +24,24 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_options": (),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    # Anthropic
+    "compaction": (),
+    "container": (),
+    "diagnostics": (),
+    "fallbacks": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
     # vLLM
     "chat_template": (),
     "documents": ([],),

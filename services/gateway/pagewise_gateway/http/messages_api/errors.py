@@ -17,12 +17,18 @@ _TYPES = {
 }
 """Anthropic's types of errors by status; others below 500 are invalid_request_error, the rest api_error."""
 
+_NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format"}
+"""The fields of a chat that have other names here."""
+
 
 def error_detail(error: APIError) -> MessageErrorDetail:
     """Return what an error says."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    param = "max_tokens" if error.param == "max_completion_tokens" else error.param
-    return MessageErrorDetail(kind, str(error), param, error.code)
+    param = _NAMES.get((error.param or "").partition(".")[0], error.param)
+    detail = MessageErrorDetail(kind, str(error), param, error.code)
+    if param == "thread":  # by this the tool runner of Anthropic's SDK knows that it has to send all messages each time
+        detail.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return detail
 
 
 def error_response(request: web.Request, error: APIError) -> web.Response:
