@@ -296,6 +296,7 @@ class Metrics:
         self.grammar_failures = self._counter(
             "grammar_failures", "Requests that failed because their grammar could not be followed any further."
         )
+        self.grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
 

@@ -13,10 +13,13 @@ class AdapterScheduler(Scheduler):
     """A scheduler that takes requests on when their adapters are in slots. What has none goes past all of this.
 
     ``max_loras``: slots of the executor, 0: it serves no adapters. ``adapters``: what is in them, and who waits.
+    ``max_grammars``: those that the executor keeps compiled (see ``Hello``). ``grammars``: which these are.
     """
 
-    def __init__(self, *, max_loras: int = 0, **options: Any) -> None:
+    def __init__(self, *, max_loras: int = 0, max_grammars: int = 0, **options: Any) -> None:
         super().__init__(**options)
+        self.grammars = self._prefilling.grammars
+        self.grammars.num_kept = max_grammars
         self.adapters = AdapterSlots(max_loras, self.waiting)
         self.segments.computing = self.adapters.pin
         self.segments.computed = lambda request: self.adapters.drop(request, self.last_step)
