@@ -9,7 +9,8 @@ are longer than what is decoded. Masks: what one step spends on them beside the 
 vocabulary, and for one of 113,000 random tokens. All numbers are medians of the rounds.
 
 Neighbours: what steps take for seven requests without grammars while an eighth one has an ambiguous grammar, which is
-made to take long. It runs until its grammar may not be followed any further, or for so many steps.
+made to take long. It runs until its grammar may not be followed any further, for twice as many steps, or for ten
+seconds; with the limits of executors, and with those of the library.
 """
 
 import argparse
@@ -29,7 +30,9 @@ os.environ.update(wait_variables(os.environ))  # as executors do, before torch i
 import numpy as np
 import tokenizers
 import torch
+from llguidance import LLParserLimits
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.structured import grammars as compiled_grammars
 from pagewise_executor.structured.grammars import Grammars
 from pagewise_executor.structured.masks import forbidden_tokens
 from pagewise_executor.structured.tokenizer import load_tokenizer
@@ -44,6 +47,7 @@ from benchmarks.record import record_file, write_record
 
 SHARES = (0.0, 0.2, 1.0)
 NEIGHBOURS = 7
+MOST_SECONDS = 10.0
 HOSTILE = {
     "no grammar": "",
     "a list of words": "start: (WORD SPACE)* WORD\nWORD: /[a-z]{1,12}/\nSPACE: / /",
@@ -108,12 +112,13 @@ def serve(runner: ModelRunner, rows: int, steps: int, share: float) -> tuple[flo
     return rows * steps / seconds, rows * steps / cpu_seconds
 
 
-def neighbours(runner: ModelRunner, steps: int, hostile: str) -> dict[str, Any]:
+def neighbours(runner: ModelRunner, steps: int, hostile: str, limits: LLParserLimits) -> dict[str, Any]:
     """Milliseconds of the steps of requests beside one with the grammar ``hostile``: the median, and the longest.
 
     ``tokens``: how many the grammar was followed for. ``failed``: whether it then could not be, so that its request
     ended.
     """
+    compiled_grammars.RULE_LIMITS = limits
     size, rows = runner.info.block_size, NEIGHBOURS + 1
     blocks = -(-(PROMPT + steps + 1) // size)
     rng = random.Random(3)
@@ -141,6 +146,8 @@ def neighbours(runner: ModelRunner, steps: int, hostile: str) -> dict[str, Any]:
         else:
             plan = StepPlan(0, step)
         followed += not failed
+        if sum(taken) > 1e3 * MOST_SECONDS:
+            break
     decoding = taken[1:]
     return {
         "step_ms": round(statistics.median(decoding), 2),
@@ -226,7 +233,8 @@ def main() -> None:
     rows, steps, rounds = (4, 12, 2) if arguments.smoke else (arguments.rows, arguments.steps, arguments.rounds)
     runner = ModelRunner(
         ExecutorConfig(
-            model=DEMO_MODEL, device="cpu", num_blocks=rows * 16, max_num_seqs=rows, profile=False,
+            model=DEMO_MODEL, device="cpu", num_blocks=rows * 16, max_num_seqs=max(rows, NEIGHBOURS + 1),
+            profile=False,
             threads=arguments.threads,
         )
     )  # fmt: skip
@@ -253,7 +261,11 @@ def main() -> None:
             f"{row['structured']:>5.0%} structured{row['tokens_per_s']:>10.1f} tokens/s{row['of_plain']:>8.2f}x"
             f"{row['tokens_per_cpu_s']:>10.1f} tokens/CPU s{row['of_plain_by_cpu_time']:>8.2f}x"
         )
-    beside = [{"grammar": name, **neighbours(runner, 2 * steps, text)} for name, text in HOSTILE.items()]
+    ours, beside = compiled_grammars.RULE_LIMITS, []
+    for name, text in HOSTILE.items():
+        for limits, other in ((ours, ""), (LLParserLimits(verbose_errors=False), "// as another grammar\n")):
+            taken_beside = neighbours(runner, 2 * steps, text and other + text, limits)
+            beside.append({"grammar": name, "limits": "library" if other else "executor", **taken_beside})
     for one in beside:
         print(", ".join(f"{name} {value}" for name, value in one.items()))
     masks = [mask_costs(resolve_model(DEMO_MODEL), 4096, rows, 3 * rounds)]

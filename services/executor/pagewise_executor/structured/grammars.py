@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 _STACK_BYTES = 64 * 1024 * 1024
 """The library compiles rules recursively, about 8 KiB for each level. Gateways refuse more than a thousand levels."""
 _MAX_ITEMS_IN_ROW = 2000
-_LIMITS = LLParserLimits(
+SCHEMA_LIMITS = LLParserLimits(
     verbose_errors=False, max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=6000, max_lexer_states=50_000
 )
-_LIMITS_OF_RULES = LLParserLimits(
+RULE_LIMITS = LLParserLimits(
     verbose_errors=False, max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=3000, max_lexer_states=50_000
 )
 """How much a matcher may look at for one mask, for which all rows of a step wait: a grammar that takes more fails, and
@@ -84,7 +84,7 @@ class Grammars:
         return compiled.result().deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
-        limits = _LIMITS if grammar.startswith("{") else _LIMITS_OF_RULES  # a schema or regular expression alone
+        limits = SCHEMA_LIMITS if grammar.startswith("{") else RULE_LIMITS  # a schema or regular expression alone
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # copies have it then: in large grammars it takes longer than all later ones
         return matcher
