@@ -24,8 +24,8 @@ RULE_LIMITS = LLParserLimits(
 )
 """How much a matcher may look at for one mask, for which all rows of a step wait: a grammar that takes more fails, and
 its request alone. With the library's own limits an ambiguous grammar takes up to a quarter of a second for a mask, with
-these ones some 20 ms. An object with 480 properties that may be there needs 6,000 items. Rules may be more
-ambiguous than schemas, and get half of that. A state of a lexeme takes 1 to 2 KiB."""
+these ones some 20 ms. An object with 480 properties that may be there needs 6,000 items. Rules may be more ambiguous
+than schemas, and get half of that. A state of a lexeme takes 1 to 2 KiB."""
 
 
 class Grammars:
