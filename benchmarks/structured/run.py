@@ -50,12 +50,11 @@ NEIGHBOURS = 7
 MOST_SECONDS = 10.0
 HOSTILE = {
     "no grammar": "",
-    "a list of words": "start: (WORD SPACE)* WORD\nWORD: /[a-z]{1,12}/\nSPACE: / /",
-    "any binary tree": 'start: s\ns: s s | /[a-z ]/',
-    "any tree": 'start: s\ns: s s s | s s | "a" | "b" | " "',
-    "palindromes": "start: a\na: " + " | ".join(f'"{letter}" a "{letter}"' for letter in "abcdefgh ") + ' | ""',
-    "optional parts": "start: (" + " ".join(f"(A|B{n})?" for n in range(400)) + ")*\nA: \"a\"\n"
-    + "\n".join(f'B{n}: "{chr(97 + n % 26)}"' for n in range(400)),
+    "a list of words": 'start: (WORD " ")* "~~"\nWORD: /[a-z]{1,12}/',
+    "sums": 'start: e "~~"\ne: e "+" t | t\nt: t "*" f | f\nf: "(" e ")" | /[0-9]+/',
+    "palindromes": 'start: a "~~"\na: ' + " | ".join(f'"{letter}" a "{letter}"' for letter in "abcdefgh ") + ' | ""',
+    "any binary tree": 'start: s "~~"\ns: s s | /[a-z ]/',
+    "any tree": 'start: s "~~"\ns: s s s | s s | "a" | "b"',
 }  # fmt: skip
 """What the output of the eighth request has to match."""
 PROMPT = 64
