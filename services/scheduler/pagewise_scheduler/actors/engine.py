@@ -163,12 +163,13 @@ class Engine:
                 self._send(load)
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
-                plan = self.scheduler.schedule(now)
-                if plan is None:
+                if (plan := self.scheduler.schedule(now)) is None:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
                 self._send(plan)
+            for question in self.scheduler.grammars.take_questions(self.scheduler.epoch):
+                self._send(question)
         self._cancel_fetches()
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:

@@ -11,6 +11,7 @@ from pagewise_shared.protocol import (
     Copied,
     Drain,
     Found,
+    GrammarCompiled,
     Heartbeat,
     Hello,
     Leaving,
@@ -62,7 +63,7 @@ class Executor:
     """An executor that has joined.
 
     ``refused``, ``closed``: how many connections to its block socket it has reported as refused, and as closed because
-    too much of what they had sent was not read. ``storage_errors``: how many it has reported.
+    too much of what they had sent was not read. ``storage_errors``, ``grammar_waits``: how many it has reported.
     """
 
     hello: Hello
@@ -70,6 +71,7 @@ class Executor:
     refused: int = 0
     closed: int = 0
     storage_errors: int = 0
+    grammar_waits: int = 0
 
 
 class _Guard:
@@ -229,6 +231,7 @@ class Fleet(Sessions[Executor]):
         return AdapterScheduler(
             max_loras=hello.max_loras,
             max_lora_rank=hello.max_lora_rank,
+            max_grammars=hello.max_grammars,
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
@@ -266,13 +269,19 @@ class Fleet(Sessions[Executor]):
                     check_loaded(message)
                     with self.guarded(engine):
                         engine.take_loaded(message)
+                case GrammarCompiled(number=number):
+                    engine.scheduler.grammars.compiled(number)
+                    engine.touch()
                 case Found():
                     self.router.look_ups.found(engine, message)
-                case Heartbeat(refused=refused, tasks=tasks, closed=closed, storage_errors=errors):
-                    self._count_refused(executor, refused)
+                case Heartbeat(tasks=tasks, closed=closed, storage_errors=errors, grammar_waits=waits):
+                    self._count_refused(executor, message.refused)
                     if errors > executor.storage_errors:
                         self.metrics.storage_errors.inc(min(errors - executor.storage_errors, _MOST_REFUSED))
                         executor.storage_errors = errors
+                    if waits > executor.grammar_waits:
+                        self.metrics.grammar_waits.inc(min(waits - executor.grammar_waits, _MOST_REFUSED))
+                        executor.grammar_waits = waits
                     engine.num_tasks = tasks
                     if closed > executor.closed:
                         self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))

@@ -13,11 +13,16 @@ class AdapterScheduler(Scheduler):
     """A scheduler that takes requests on when their adapters are in slots. What has none goes past all of this.
 
     ``max_loras``: slots of the executor, 0: it serves no adapters. ``max_lora_rank``: the greatest that adapters may
-    have. ``adapters``: what is in the slots, and who waits.
+    have. ``adapters``: what is in the slots, and who waits. ``max_grammars``: those that the executor keeps compiled
+    (see ``Hello``). ``grammars``: which these are.
     """
 
-    def __init__(self, *, max_loras: int = 0, max_lora_rank: int = MAX_RANK, **options: Any) -> None:
+    def __init__(
+        self, *, max_loras: int = 0, max_lora_rank: int = MAX_RANK, max_grammars: int = 0, **options: Any
+    ) -> None:
         super().__init__(**options)
+        self.grammars = self._prefilling.grammars
+        self.grammars.num_kept = max_grammars
         self.adapters = AdapterSlots(max_loras, self.waiting, max_lora_rank)
         # Of the slots and not of this object: a cycle would keep its memory until a garbage collection.
         self.segments.computing, self.segments.computed = self.adapters.pin, self.adapters.unpin
