@@ -29,10 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
 
-_RECENT = 512
-"""Sequences whose memory is remembered after their requests have ended."""
-_RECENT_LIMIT = 64
-"""Sequences that are remembered of each request, and events of each sequence."""
+_RECENT, _RECENT_LIMIT = 512, 64
+"""Sequences whose memory is remembered after their requests have ended; how many of a request, and events of each."""
 _MAX_ERROR_TEXT = 1000
 
 
