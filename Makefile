@@ -7,7 +7,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-chaos soak test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-agents test-chaos soak test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,7 +43,10 @@ test: setup ## The whole suite (no GPU, no Docker)
 	$(PY) -m pytest -n 2 --dist loadfile -m "not long and not chaos and not gpu and not compose" $(ARGS)
 
 test-long: setup ## Tests that take minutes
-	$(PY) -m pytest -m long $(ARGS)
+	$(PY) -m pytest -m "long and not agents" $(ARGS)
+
+test-agents: setup ## Agent frameworks call tools by way of Pagewise (installs them, beside it, into ~/.cache)
+	$(PY) -m pytest -m agents $(ARGS)
 
 fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFORT=100
 	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)

@@ -26,7 +26,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, LookUp, Welcome
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -89,7 +89,7 @@ class Bench:
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self.runner.report_copies(self._report)
 
-    def _report(self, message: Copied | Found | AdapterLoaded) -> None:
+    def _report(self, message: Copied | Found | AdapterLoaded | GrammarCompiled) -> None:
         if isinstance(message, Found):
             self.found.put(message)
         elif isinstance(message, Copied):

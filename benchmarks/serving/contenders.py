@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from benchmarks import environments
 from benchmarks.processes import Served, spawn
-from benchmarks.serving import environments
 from benchmarks.serving.clients import drive
 from benchmarks.serving.workloads import Work
 
@@ -146,7 +146,7 @@ def _transformers(method: str, model_path: str, device: str, dtype: str) -> Cont
 def _openvino_genai(cache: str, model_path: str, device: str, dtype: str) -> Contender:
     if (device, dtype) != ("cpu", "float32"):
         raise ValueError("OpenVINO GenAI is compared on the CPU in float32")
-    python = environments.python("openvino-genai")
+    python = environments.python(_FOLDER / "peers" / "openvino-genai.txt", torch=True)
     exported = environments.openvino_model(python, Path(model_path))
     script = str(_FOLDER / "peers" / "openvino_genai_engine.py")
     return Child([str(python), script, str(exported), cache])

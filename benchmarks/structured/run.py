@@ -7,6 +7,10 @@ Throughput: one model runner on the CPU computes the same requests of the bundle
 requests join, their prompts are computed, and they decode, without a scheduler. The grammars are schemas whose texts
 are longer than what is decoded. Masks: what one step spends on them beside the model, for the bundled model's
 vocabulary, and for one of 113,000 random tokens. All numbers are medians of the rounds.
+
+Neighbours: what steps take for seven requests without grammars while an eighth one has an ambiguous grammar, which is
+made to take long. It runs until its grammar may not be followed any further, for twice as many steps, or for ten
+seconds; with the limits of executors, and with those of the library.
 """
 
 import argparse
@@ -26,7 +30,9 @@ os.environ.update(wait_variables(os.environ))  # as executors do, before torch i
 import numpy as np
 import tokenizers
 import torch
+from llguidance import LLParserLimits
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.structured import grammars as compiled_grammars
 from pagewise_executor.structured.grammars import Grammars
 from pagewise_executor.structured.masks import forbidden_tokens
 from pagewise_executor.structured.tokenizer import load_tokenizer
@@ -40,6 +46,17 @@ from tokenizers import decoders, models, pre_tokenizers
 from benchmarks.record import record_file, write_record
 
 SHARES = (0.0, 0.2, 1.0)
+NEIGHBOURS = 7
+MOST_SECONDS = 10.0
+HOSTILE = {
+    "no grammar": "",
+    "a list of words": 'start: (WORD " ")* "~~"\nWORD: /[a-z]{1,12}/',
+    "sums": 'start: e "~~"\ne: e "+" t | t\nt: t "*" f | f\nf: "(" e ")" | /[0-9]+/',
+    "palindromes": 'start: a "~~"\na: ' + " | ".join(f'"{letter}" a "{letter}"' for letter in "abcdefgh ") + ' | ""',
+    "any binary tree": 'start: s "~~"\ns: s s | /[a-z ]/',
+    "any tree": 'start: s "~~"\ns: s s s | s s | "a" | "b"',
+}  # fmt: skip
+"""What the output of the eighth request has to match."""
 PROMPT = 64
 LARGE = 113_000
 
@@ -92,6 +109,51 @@ def serve(runner: ModelRunner, rows: int, steps: int, share: float) -> tuple[flo
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     assert not any(step.result().failures for step in results)
     return rows * steps / seconds, rows * steps / cpu_seconds
+
+
+def neighbours(runner: ModelRunner, steps: int, hostile: str, limits: LLParserLimits) -> dict[str, Any]:
+    """Milliseconds of the steps of requests beside one with the grammar ``hostile``: the median, and the longest.
+
+    ``tokens``: how many the grammar was followed for. ``failed``: whether it then could not be, so that its request
+    ended.
+    """
+    compiled_grammars.RULE_LIMITS = limits
+    size, rows = runner.info.block_size, NEIGHBOURS + 1
+    blocks = -(-(PROMPT + steps + 1) // size)
+    rng = random.Random(3)
+    runner.reset(Welcome(0, rows, 65_536))
+    joined = tuple(
+        NewSequence(
+            row,
+            pack_int32s([rng.randrange(10, 4000) for _ in range(PROMPT)]),
+            PROMPT,
+            0,
+            pack_int32s(range(row * blocks, (row + 1) * blocks)),
+            SamplingParams(temperature=1.0, seed=row, grammar="" if row else hostile, stop_token_ids=(0, 1)),
+        )
+        for row in range(rows)
+    )
+    plan = StepPlan(0, 1, joined=joined, chunks=tuple((row, PROMPT) for row in range(rows)))
+    taken, followed, failed = [], 0, False
+    for step in range(2, steps + 2):
+        began = time.perf_counter()
+        result = runner.execute(plan).result()
+        taken.append(1e3 * (time.perf_counter() - began))
+        if result.failures and not failed:
+            failed = True
+            plan = StepPlan(0, step, left=(0,))
+        else:
+            plan = StepPlan(0, step)
+        followed += not failed
+        if sum(taken) > 1e3 * MOST_SECONDS:
+            break
+    decoding = taken[1:]
+    return {
+        "step_ms": round(statistics.median(decoding), 2),
+        "longest_step_ms": round(max(decoding), 1),
+        "tokens": followed,
+        "failed": failed,
+    }
 
 
 def large_tokenizer(folder: Path, size: int) -> int:
@@ -170,7 +232,8 @@ def main() -> None:
     rows, steps, rounds = (4, 12, 2) if arguments.smoke else (arguments.rows, arguments.steps, arguments.rounds)
     runner = ModelRunner(
         ExecutorConfig(
-            model=DEMO_MODEL, device="cpu", num_blocks=rows * 16, max_num_seqs=rows, profile=False,
+            model=DEMO_MODEL, device="cpu", num_blocks=rows * 16, max_num_seqs=max(rows, NEIGHBOURS + 1),
+            profile=False,
             threads=arguments.threads,
         )
     )  # fmt: skip
@@ -197,6 +260,13 @@ def main() -> None:
             f"{row['structured']:>5.0%} structured{row['tokens_per_s']:>10.1f} tokens/s{row['of_plain']:>8.2f}x"
             f"{row['tokens_per_cpu_s']:>10.1f} tokens/CPU s{row['of_plain_by_cpu_time']:>8.2f}x"
         )
+    ours, beside = compiled_grammars.RULE_LIMITS, []
+    for name, text in HOSTILE.items():
+        for limits, other in ((ours, ""), (LLParserLimits(verbose_errors=False), "// as another grammar\n")):
+            taken_beside = neighbours(runner, 2 * steps, text and other + text, limits)
+            beside.append({"grammar": name, "limits": "library" if other else "executor", **taken_beside})
+    for one in beside:
+        print(", ".join(f"{name} {value}" for name, value in one.items()))
     masks = [mask_costs(resolve_model(DEMO_MODEL), 4096, rows, 3 * rounds)]
     with tempfile.TemporaryDirectory() as folder:
         size = large_tokenizer(Path(folder), 5000 if arguments.smoke else LARGE)
@@ -205,7 +275,7 @@ def main() -> None:
         print(", ".join(f"{name} {value}" for name, value in one.items()))
     if arguments.json:
         machine = {"device": runner.info.device, "kernels": runner.info.kernels, "dtype": runner.info.dtype}
-        write_record(arguments.json, {"rows": throughput, "masks": masks}, **machine)
+        write_record(arguments.json, {"rows": throughput, "neighbours": beside, "masks": masks}, **machine)
 
 
 if __name__ == "__main__":

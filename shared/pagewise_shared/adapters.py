@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagewise_shared.errors import AdapterError, AdapterNotFoundError, ModelError
+from pagewise_shared.logs import printable
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import Adapter
 
@@ -27,6 +28,13 @@ _TYPES = {"F32", "F16", "BF16"}
 _PIECE = 1 << 22
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 26
+_MOST_ERROR_TEXT = 500
+_MOST_MODULES, _MOST_MODULE_NAME = 1 << 14, 256
+_MOST_PATTERNS, _MOST_PATTERN, _MOST_OPEN_PATTERNS = 1024, 256, 16
+"""Patterns of a configuration, characters of one, and those of them that repeat something: each is tried for each
+module, which takes quadratic time in the length of the name for the latter, and linear time for the others."""
+_REPEATS = re.compile(r"[*+?{]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 _NEUTRAL = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
@@ -48,11 +56,15 @@ _PARTS = {
 
 
 class Factor(NamedTuple):
-    """The pair of matrices of one module, by their shapes: A [rank, ins], B [outs, rank]."""
+    """The pair of matrices of one module, by their shapes: A [rank, ins], B [outs, rank].
+
+    ``scale``: what B A is multiplied with.
+    """
 
     rank: int
     ins: int
     outs: int
+    scale: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,25 +72,18 @@ class AdapterFiles:
     """A checked adapter.
 
     ``config``: the bytes of its configuration. ``weights``: the file with its weights. ``factors``: by the name of the
-    module. ``settings``: the configuration.
+    module.
     """
 
     name: str
     config: bytes
     weights: Path
     factors: Mapping[str, Factor]
-    settings: Mapping[str, Any]
 
     @property
     def rank(self) -> int:
         """The greatest rank of a module."""
         return max(factor.rank for factor in self.factors.values())
-
-    def scale(self, module: str) -> float:
-        """What B A of a module is multiplied with."""
-        alpha = float(_of_pattern(self.settings.get("alpha_pattern"), module, self.settings.get("lora_alpha", 8)))
-        rank = self.factors[module].rank
-        return alpha / math.sqrt(rank) if self.settings.get("use_rslora") else alpha / rank
 
 
 def read_adapter(name: str, path: str, max_rank: int) -> Adapter:
@@ -116,14 +121,14 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
     try:
         folder = resolve_model(path)
     except ModelError as error:
-        raise AdapterNotFoundError(f"the adapter {name!r} cannot be found: {error}") from error
+        raise AdapterNotFoundError(_said(name, "found", str(error))) from error
     config = folder / _CONFIG
     for file in (config, folder / _WEIGHTS):
         if not file.is_file():
-            raise AdapterNotFoundError(f"the adapter {name!r} cannot be found: {path} has no {file.name}")
+            raise AdapterNotFoundError(_said(name, "found", f"{path} has no {file.name}"))
     with _reading(name):
         if config.stat().st_size > _MOST_CONFIG_BYTES:
-            raise AdapterError(f"the adapter {name!r} cannot be served: its {_CONFIG} is too large")
+            raise unusable(name, f"its {_CONFIG} is too large")
         content = config.read_bytes()
         try:
             settings = json.loads(content)
@@ -132,11 +137,20 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
             factors: dict[str, Factor] = {}
             if not flaw:
                 factors, flaw = _factors(header, settings, max_rank)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise AdapterError(f"the adapter {name!r} cannot be read: {error!r}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise AdapterError(_said(name, "read", repr(error))) from error
     if flaw:
-        raise AdapterError(f"the adapter {name!r} cannot be served: {flaw}")
-    return AdapterFiles(name, content, folder / _WEIGHTS, factors, settings)
+        raise unusable(name, flaw)
+    return AdapterFiles(name, content, folder / _WEIGHTS, factors)
+
+
+def unusable(name: str, flaw: str) -> AdapterError:
+    """Return the error of an adapter that cannot be served. ``flaw``: why; what it quotes of the files is cut."""
+    return AdapterError(_said(name, "served", flaw))
+
+
+def _said(name: str, done: str, why: str) -> str:
+    return f"the adapter {printable(name)!r} cannot be {done}: {printable(why, _MOST_ERROR_TEXT)}"
 
 
 @contextmanager
@@ -145,7 +159,7 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AdapterError(f"the adapter {name!r} cannot be read: {error}") from error
+        raise AdapterError(_said(name, "read", str(error))) from error
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -190,14 +204,34 @@ def _flaw_of_settings(settings: Any) -> str:
         pattern = settings.get(name) or {}
         if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
             return f"{name} is no table of numbers"
-        for key in pattern:
-            try:
-                re.compile(key)
-            except re.error as error:
-                return f"{name}: {key!r} is no pattern: {error}"
+        if flaw := _flaw_of_patterns(pattern):
+            return f"{name}: {flaw}"
     if not _is_number(settings.get("r", 8)) or not _is_number(settings.get("lora_alpha", 8)):
         return "r or lora_alpha is no number"
     return ""
+
+
+def _flaw_of_patterns(patterns: Iterable[str]) -> str:
+    """Return what is wrong with patterns of module names; empty: nothing.
+
+    PEFT takes them for regular expressions. Anybody may have made them, so they must not take exponential time.
+    """
+    num_open = 0
+    for index, key in enumerate(patterns):
+        if index >= _MOST_PATTERNS:
+            return f"there are more than {_MOST_PATTERNS} patterns"
+        if len(key) > _MOST_PATTERN:
+            return f"the pattern {key[:40]!r}... is longer than {_MOST_PATTERN} characters"
+        try:
+            re.compile(key)
+            _module_pattern(key)
+        except (re.error, RecursionError, OverflowError) as error:
+            return f"{key!r} is no pattern: {error}"
+        repeats = len(_REPEATS.findall(key))
+        if repeats > 1 or key.count("(") > 1 or _REPEATED_GROUP.search(key):
+            return f"the pattern {key!r} has more than one repetition or group, or repeats a group"
+        num_open += repeats
+    return f"more than {_MOST_OPEN_PATTERNS} patterns repeat something" if num_open > _MOST_OPEN_PATTERNS else ""
 
 
 def _is_number(value: object) -> bool:
@@ -215,9 +249,16 @@ def _factors(header: Mapping[str, Any], settings: Mapping[str, Any], max_rank: i
         shape = tensor["shape"]
         if tensor["dtype"] not in _TYPES or len(shape) != 2 or min(shape) < 1:
             return {}, f"its weight {key} is of type {tensor['dtype']} and shape {shape}"
-        shapes.setdefault(match[1], {})[match[2]] = shape
+        pair = shapes.setdefault(match[1], {})
+        if match[2] in pair:
+            return {}, f"its weight {key} is there twice, with and without {_PREFIX}"
+        pair[match[2]] = shape
     if not shapes:
         return {}, "it has no weights"
+    if len(shapes) > _MOST_MODULES or max(map(len, shapes)) > _MOST_MODULE_NAME:
+        return {}, f"it has more than {_MOST_MODULES} modules, or one whose name is too long"
+    ranks = _Patterns(settings.get("rank_pattern"), settings.get("r", 8))
+    alphas = _Patterns(settings.get("alpha_pattern"), settings.get("lora_alpha", 8))
     factors = {}
     for module, pair in shapes.items():
         if len(pair) < 2:
@@ -225,12 +266,13 @@ def _factors(header: Mapping[str, Any], settings: Mapping[str, Any], max_rank: i
         if (flaw := _flaw_of_module(module)) is not None:
             return {}, flaw
         (rank, ins), (outs, other) = pair["A"], pair["B"]
-        told = _of_pattern(settings.get("rank_pattern"), module, settings.get("r", 8))
+        told = ranks.of(module)
         if not rank == other == told:
             return {}, f"its module {module} has ranks {rank} and {other}, and its configuration says {told}"
         if rank > max_rank:
             return {}, f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}"
-        factors[module] = Factor(rank, ins, outs)
+        root = math.sqrt(rank) if settings.get("use_rslora") else rank
+        factors[module] = Factor(rank, ins, outs, float(alphas.of(module)) / root)
     return factors, ""
 
 
@@ -243,12 +285,20 @@ def _flaw_of_module(module: str) -> str | None:
     return None
 
 
-def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return the value of the first pattern that the end of a module's name matches, as PEFT does."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+def _module_pattern(key: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({key})$")
+
+
+class _Patterns:
+    """Values by patterns of module names."""
+
+    def __init__(self, values: Mapping[str, float] | None, default: float) -> None:
+        self._values = [(_module_pattern(key), value) for key, value in (values or {}).items()]
+        self._default = default
+
+    def of(self, module: str) -> float:
+        """Return the value of the first pattern that the end of a module's name matches, as PEFT does."""
+        return next((value for pattern, value in self._values if pattern.match(module)), self._default)
 
 
 def check_shapes(name: str, factors: Mapping[str, Factor], modules: Mapping[str, tuple[int, int]]) -> None:
@@ -259,14 +309,16 @@ def check_shapes(name: str, factors: Mapping[str, Factor], modules: Mapping[str,
     """
     for module, factor in factors.items():
         if (shape := modules.get(module)) is None:
-            raise AdapterError(
-                f"the adapter {name!r} cannot be served: it changes {module}, which is no linear layer of this model"
-                f" (its layers have {', '.join(_endings(modules))})"
+            raise unusable(
+                name,
+                f"it changes {module}, which is no linear layer of this model"
+                f" (its layers have {', '.join(_endings(modules))})",
             )
         if shape != (factor.ins, factor.outs):
-            raise AdapterError(
-                f"the adapter {name!r} cannot be served: its module {module} maps {factor.ins} to {factor.outs}, "
-                f"that of the model {shape[0]} to {shape[1]}: it is of another model"
+            raise unusable(
+                name,
+                f"its module {module} maps {factor.ins} to {factor.outs}, "
+                f"that of the model {shape[0]} to {shape[1]}: it is of another model",
             )
 
 

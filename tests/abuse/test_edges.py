@@ -35,6 +35,9 @@ _HANGS_UP, _PATIENCE = 1.5, 6.0
 _ENDPOINTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/messages": "MessagesRequest",
+    "/v1/messages/count_tokens": "CountRequest",
     "/tokenize": "TokenizeRequest",
     "/detokenize": "DetokenizeRequest",
 }
@@ -76,6 +79,8 @@ def edges(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrategy
         letters = st.sampled_from(["a", "\\", "{", "\u00e9", "\U0001f600", " ", "ab"])
         sizes = st.sampled_from([low, high, min(high, 1000)])
         return st.builds(lambda letter, size: (letter * size)[:size], letters, sizes)
+    if kind == "array" and "prefixItems" in schema:
+        return st.tuples(*(edges(document, one) for one in schema["prefixItems"])).map(list)
     if kind == "array":
         low, high = schema.get("minItems", 0), schema.get("maxItems", _MOST_ITEMS)
         # The same few items again and again: making each of them would take longer than what they do.

@@ -150,6 +150,7 @@ def test_the_benchmark_of_structured_output_runs(tmp_path: Path) -> None:
     assert [row["structured"] for row in numbers["rows"]] == [0.0, 0.2, 1.0]
     assert all(row["tokens_per_s"] > 0 for row in numbers["rows"])
     assert len(numbers["masks"]) == 2
+    assert all(row["step_ms"] > 0 for row in numbers["neighbours"])
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """Adapters through real processes and HTTP: chosen by name, loaded while the server runs, known to every gateway."""
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -52,13 +54,49 @@ def cluster(tmp_path: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.timeout(240)
+def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Of the same weights with 32 scales: none fails, each is computed with its own, and all loads are counted. What
+    PEFT computes is compared for some of them."""
+    made, count = {}, 12
+    for number in range(32):
+        made[f"adapter-{number}"] = folder = tmp_path / f"adapter-{number}"
+        folder.mkdir()
+        config = json.loads((folders["first"] / "adapter_config.json").read_text()) | {"lora_alpha": 1 + 3 * number}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        weights = "adapter_model.safetensors"
+        (folder / weights).write_bytes((folders["first"] / weights).read_bytes())
+    model = resolve_model(DEMO)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer(PROMPT)["input_ids"]
+    computed = list(made)[::4]
+    expected = {name: tokenizer.decode(greedy(peft_model(model, made[name]), prompt, count)[0]) for name in computed}
+    assert len(set(expected.values())) > 4, "adapters that compute the same show nothing"
+    cluster = Cluster(
+        tmp_path,
+        gateway_options=(*LORA, "--lora-modules", *(f"{name}={path}" for name, path in made.items())),
+        executor_options=(*LORA, "--max-loras=4", "--max-cpu-loras=8"),
+    )
+    with running(cluster, 1), ThreadPoolExecutor(32) as threads:
+        wait_until(lambda: len(names(cluster.url)) == 33, 30, "the adapters are listed", cluster.scheduler)
+        asked = list(made) * 2
+        found = list(threads.map(lambda name: text(cluster.url, name, count), asked))
+        assert found[:32] == found[32:]
+        assert {name: found[asked.index(name)] for name in computed} == expected
+        assert cluster.metric("lora_load_errors_total") == 0
+        assert cluster.metric("lora_adapters_resident") == 4
+        loads, evictions = cluster.metric("lora_loads_total"), cluster.metric("lora_evictions_total")
+        assert loads - 32 - evictions == 4, "32 loads for a check, and one for each slot that was filled"
+        assert evictions >= 28
+
+
 def post(url: str, path: str, **body: object) -> httpx.Response:
     return httpx.post(url + path, json=body, timeout=60)
 
 
-def text(url: str, model: str) -> str:
+def text(url: str, model: str, count: int = 24) -> str:
     answer = post(
-        url, "/v1/completions", model=model, prompt=PROMPT, max_tokens=24, temperature=0, ignore_eos=True,
+        url, "/v1/completions", model=model, prompt=PROMPT, max_tokens=count, temperature=0, ignore_eos=True,
         skip_special_tokens=False,
     )  # fmt: skip
     assert answer.status_code == 200, answer.text

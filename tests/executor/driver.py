@@ -13,7 +13,15 @@ from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterSchedule
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_shared.config import SpeculativeConfig
-from pagewise_shared.protocol import AdapterLoaded, Copied, StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    Copied,
+    GrammarCompiled,
+    StepPlan,
+    Welcome,
+    decode_from_scheduler,
+    encode,
+)
 
 from tests.sampling import sampling_params
 
@@ -36,6 +44,7 @@ def run_requests(
     """
     scheduler = AdapterScheduler(
         max_loras=runner.info.max_loras,
+        max_grammars=runner.info.max_grammars,
         num_blocks=num_blocks or runner.info.num_blocks,
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
@@ -52,10 +61,10 @@ def run_requests(
 
 def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_every: int = 0) -> list[StepOutput]:
     """Run requests to their end on a runner that was reset for this scheduler."""
-    reported: queue.SimpleQueue[Copied | AdapterLoaded] = queue.SimpleQueue()
+    reported: queue.SimpleQueue[Copied | AdapterLoaded | GrammarCompiled] = queue.SimpleQueue()
     runner.report_copies(reported.put)  # type: ignore[arg-type] # storage is not asked
     adapters = scheduler.adapters if isinstance(scheduler, AdapterScheduler) else None
-    coming = deque(requests)
+    coming, compiling = deque(requests), 0
     outputs: list[StepOutput] = []
     results: deque[PendingStep] = deque()
     steps = 0
@@ -65,7 +74,7 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
             if arrive_every:
                 break
         while not reported.empty():
-            _take(scheduler, reported.get())
+            compiling -= _take(scheduler, reported.get())
         if isinstance(scheduler, AdapterScheduler):
             for load in scheduler.adapter_loads(monotonic()):
                 runner.load_adapter(load)
@@ -73,21 +82,30 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
             received = decode_from_scheduler(encode(plan))
             assert isinstance(received, StepPlan)
             results.append(runner.execute(received))
+        if isinstance(scheduler, AdapterScheduler):
+            for question in scheduler.grammars.take_questions(scheduler.epoch):
+                runner.compile_grammar(question)
+                compiling += 1
         if results:
             outputs.append(scheduler.update(results.popleft().result()))
-        elif scheduler.recoveries.num_loading or (adapters is not None and adapters.waiting):
-            _take(scheduler, reported.get(timeout=30))
+        elif compiling or scheduler.recoveries.num_loading or (adapters is not None and adapters.waiting):
+            compiling -= _take(scheduler, reported.get(timeout=30))
         elif not coming:
             return outputs
         steps += 1
 
 
-def _take(scheduler: Scheduler, message: Copied | AdapterLoaded) -> None:
+def _take(scheduler: Scheduler, message: Copied | AdapterLoaded | GrammarCompiled) -> bool:
+    """Tell the scheduler what the runner has said; whether that was that a grammar is compiled."""
     if isinstance(message, Copied):
         scheduler.copied(message)
-    else:
-        assert isinstance(scheduler, AdapterScheduler)
+        return False
+    assert isinstance(scheduler, AdapterScheduler)
+    if isinstance(message, AdapterLoaded):
         assert not scheduler.adapter_loaded(message, monotonic()), message.error
+        return False
+    scheduler.grammars.compiled(message.number)
+    return True
 
 
 def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> None:

@@ -86,6 +86,24 @@ def test_large_steps_have_all_threads() -> None:
     assert set(machine.run(65, 300)) == {THREADS}
 
 
+def test_what_follows_a_step_has_all_threads() -> None:
+    machine = Machine(lambda tokens, threads: 10.0)
+    assert usual(machine.run(2)) == 1
+    assert torch.get_num_threads() == THREADS
+    had: list[int] = []
+
+    def fail() -> None:
+        with machine.threads.step(2):
+            had.append(torch.get_num_threads())
+            raise RuntimeError("a step fails")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            fail()
+        assert torch.get_num_threads() == THREADS
+    assert 1 in had
+
+
 def test_one_thread_stays_one() -> None:
     machine = Machine(lambda tokens, threads: 10.0, most=1)
     assert set(machine.run(1)) == {1}

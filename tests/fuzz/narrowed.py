@@ -15,7 +15,8 @@ def narrowed(document: dict[str, Any], model: str, vocab_size: int) -> dict[str,
     schemas = document["components"]["schemas"]
     token = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     text = {"type": "string", "minLength": 1, "maxLength": 40}
-    for name in (*_GENERATIONS, "TokenizeRequest", "DetokenizeRequest"):
+    others = ("TokenizeRequest", "DetokenizeRequest", "ResponsesRequest", "MessagesRequest", "CountRequest")
+    for name in (*_GENERATIONS, *others):
         schemas[name]["properties"]["model"] = {"enum": [model]}
     for name in _GENERATIONS:
         schemas[name]["properties"] |= {
@@ -36,6 +37,9 @@ def narrowed(document: dict[str, Any], model: str, vocab_size: int) -> dict[str,
         "anyOf": [text, _list(token, 20, 1), _list(text, 3, 1), _list(_list(token, 20, 1), 3, 1)]
     }
     schemas["ChatRequest"]["properties"]["max_completion_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
+    few = {"type": "integer", "minimum": 1, "maximum": 20}
+    schemas["ResponsesRequest"]["properties"]["max_output_tokens"] = few
+    schemas["MessagesRequest"]["properties"]["max_tokens"] = few
     schemas["DetokenizeRequest"]["properties"]["tokens"] = _list(token, 20)
     return document
 

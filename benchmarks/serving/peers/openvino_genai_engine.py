@@ -2,8 +2,8 @@
 
     python openvino_genai_engine.py MODEL prefix-cache|no-prefix-cache
 
-It runs in an environment of its own (``environments.py``) and imports nothing of Pagewise. It speaks JSON lines on
-standard input and output: "ready", then an answer for each list of requests (``Child`` in ``contenders.py``).
+It runs in an environment of its own (``benchmarks/environments.py``) and imports nothing of Pagewise. It speaks JSON
+lines on standard input and output: "ready", then an answer for each list of requests (``Child`` in ``contenders.py``).
 """
 
 import json

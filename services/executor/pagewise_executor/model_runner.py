@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,9 @@ import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
-    AdapterLoaded,
     CancelCopies,
-    Copied,
-    Found,
+    CompileGrammar,
+    GrammarCompiled,
     Inventory,
     LoadAdapter,
     LookUp,
@@ -40,7 +38,7 @@ from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
-from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.runner import Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, gather_logprobs, to_host
 from pagewise_executor.sampling.sampler import Sampler
@@ -70,6 +68,7 @@ class ModelRunner:
     """
 
     info: RunnerInfo
+    _report: Report
 
     def __init__(
         self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
@@ -158,6 +157,7 @@ class ModelRunner:
             no_grammars=self._no_grammars,
             max_loras=config.max_loras if config.enable_lora else 0,
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+            max_grammars=self._grammars.most if self._grammars is not None else 0,
         )
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -191,8 +191,9 @@ class ModelRunner:
             self._adapters.slots.warm_up()
         warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
 
-    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
+    def report_copies(self, report: Report) -> None:
         """See ``Runner``."""
+        self._report = report
         self._copier.report_to(report)
         if self._adapters is not None:
             self._adapters.report_to(report)
@@ -206,6 +207,17 @@ class ModelRunner:
         """See ``Runner``."""
         if self._adapters is not None:
             self._adapters.load(message)
+
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """See ``Runner``."""
+        if self._grammars is not None:
+            compiled = GrammarCompiled(message.epoch, message.number)
+            self._grammars.prepare(message.grammar).add_done_callback(lambda _: self._report(compiled))
+
+    @property
+    def num_grammar_waits(self) -> int:
+        """See ``Runner``."""
+        return self._grammars.num_waits if self._grammars is not None else 0
 
     @property
     def num_storage_errors(self) -> int:

@@ -7,8 +7,10 @@ from typing import Protocol
 from pagewise_shared.protocol import (
     AdapterLoaded,
     CancelCopies,
+    CompileGrammar,
     Copied,
     Found,
+    GrammarCompiled,
     Inventory,
     LoadAdapter,
     LookUp,
@@ -19,6 +21,9 @@ from pagewise_shared.protocol import (
     StepResult,
     Welcome,
 )
+
+Report = Callable[[Copied | Found | AdapterLoaded | GrammarCompiled], None]
+"""Takes what a runner tells beside the results of its steps; called on any thread."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,6 +49,7 @@ class RunnerInfo:
     no_grammars: str = ""
     max_loras: int = 0
     max_lora_rank: int = 0
+    max_grammars: int = 0
 
 
 class PendingStep(Protocol):
@@ -64,13 +70,17 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
-        """Call ``report``, on any thread, when copies between tiers or executors are done, something was found, or an
-        adapter was loaded."""
+    def report_copies(self, report: Report) -> None:
+        """Call ``report``, on any thread, when copies between tiers or executors are done, something was found, an
+        adapter was loaded, or a grammar compiled."""
         ...
 
     def load_adapter(self, message: LoadAdapter) -> None:
         """Load an adapter beside the steps; called from any thread."""
+        ...
+
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """Compile a grammar beside the steps; called from any thread."""
         ...
 
     def look_up(self, message: LookUp) -> None:
@@ -80,6 +90,11 @@ class Runner(Protocol):
     @property
     def num_storage_errors(self) -> int:
         """The number of reads and writes of storage that have failed; read from any thread."""
+        ...
+
+    @property
+    def num_grammar_waits(self) -> int:
+        """The number of steps that have waited for a grammar to be compiled; read from any thread."""
         ...
 
     @property

@@ -18,10 +18,12 @@ from pagewise_shared.protocol import (
     PROTOCOL_MINOR,
     AdapterLoaded,
     CancelCopies,
+    CompileGrammar,
     Copied,
     Drain,
     Found,
     Goodbye,
+    GrammarCompiled,
     Heartbeat,
     HeartbeatAck,
     Hello,
@@ -98,6 +100,7 @@ class ExecutorService:
             role=role,
             max_loras=info.max_loras,
             max_lora_rank=info.max_lora_rank,
+            max_grammars=info.max_grammars,
         )
         self._worker = worker
         self._endpoint = endpoint
@@ -200,7 +203,9 @@ class ExecutorService:
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
-    def _post(self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found | AdapterLoaded) -> None:
+    def _post(
+        self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found | AdapterLoaded | GrammarCompiled
+    ) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
         if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):
@@ -252,9 +257,8 @@ class ExecutorService:
             else:
                 self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
                 refused, closed = self._refused_told - self._refused_before, self._closed_told - self._closed_before
-                await self._send(
-                    Heartbeat(welcome.epoch, refused, num_tasks(), closed, self._worker.num_storage_errors)
-                )
+                errors, waits = self._worker.num_storage_errors, self._worker.num_grammar_waits
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed, errors, waits))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""
@@ -328,5 +332,7 @@ class ExecutorService:
                     worker.look_up(message)
                 case LoadAdapter():
                     worker.load_adapter(message)
+                case CompileGrammar():
+                    worker.compile_grammar(message)
                 case Drain():
                     self.stop("drained")

@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
@@ -10,8 +10,8 @@ from pagewise_shared.protocol import (
     HOST,
     AdapterLoaded,
     CancelCopies,
-    Copied,
-    Found,
+    CompileGrammar,
+    GrammarCompiled,
     LoadAdapter,
     LookUp,
     LowerTier,
@@ -26,7 +26,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_executor.drafts import accept
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.runner import FinishedStep, RunnerInfo
+from pagewise_executor.runner import FinishedStep, Report, RunnerInfo
 
 _DEFAULT_BLOCKS = 4096
 _MAX_MODEL_LEN = 8192
@@ -64,17 +64,21 @@ class SimulatedRunner:
             max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         )
         self._slots: dict[int, bytes] = {}
-        self._report: Callable[[Copied | Found | AdapterLoaded], None] = lambda message: None
+        self._report: Report = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
-        self.num_refused = self.num_closed = self.num_storage_errors = 0
+        self.num_refused = self.num_closed = self.num_storage_errors = self.num_grammar_waits = 0
 
-    def report_copies(self, report: Callable[[Copied | Found | AdapterLoaded], None]) -> None:
+    def report_copies(self, report: Report) -> None:
         """See ``Runner``. Copies are done at once, because there is nothing to copy."""
         self._report = report
 
     def look_up(self, message: LookUp) -> None:
         """Do nothing: it has no storage."""
+
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """Say that it is compiled: what is invented follows no grammar."""
+        self._report(GrammarCompiled(message.epoch, message.number))
 
     def load_adapter(self, message: LoadAdapter) -> None:
         """Remember which adapter is in a slot: the tokens of its rows differ from those of others."""

@@ -70,8 +70,12 @@ class StepThreads:
             threads = 1
         torch.set_num_threads(threads)
         began = self._clock()
-        yield
-        seconds = self._clock() - began
+        try:
+            yield
+            seconds = self._clock() - began
+        finally:
+            if threads != self._most:  # what follows, such as moving blocks, is no part of the choice
+                torch.set_num_threads(self._most)
         same, other, before = self._last
         if tokens == same and threads != other:
             size.compare(seconds / before if threads == 1 else before / seconds)

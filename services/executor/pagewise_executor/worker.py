@@ -11,8 +11,10 @@ from typing import NamedTuple
 from pagewise_shared.protocol import (
     AdapterLoaded,
     CancelCopies,
+    CompileGrammar,
     Copied,
     Found,
+    GrammarCompiled,
     Inventory,
     LoadAdapter,
     LookUp,
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2e-4
 """Seconds between two checks whether the device has finished a step, while no other plan has arrived."""
 
+Answer = Callable[[StepResult | Copied | Found | AdapterLoaded | GrammarCompiled], None]
 _Question = concurrent.futures.Future[Inventory | None]
 
 
@@ -52,7 +55,7 @@ class Worker:
         self._build = build
         self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
         self._runner: Runner
-        self._answer: Callable[[StepResult | Copied | Found | AdapterLoaded], None]
+        self._answer: Answer
         self._inbox: queue.SimpleQueue[Welcome | StepPlan | _Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._epoch, self._step = 0, 0
@@ -85,7 +88,7 @@ class Worker:
         self._thread.start()
         return self._built.result()
 
-    def answer_to(self, answer: Callable[[StepResult | Copied | Found | AdapterLoaded], None]) -> None:
+    def answer_to(self, answer: Answer) -> None:
         """Pass all results to ``answer``, which is called on any thread. Must be called before the first ``put``."""
         self._answer = answer
         self._runner.report_copies(answer)
@@ -105,6 +108,15 @@ class Worker:
     def load_adapter(self, message: LoadAdapter) -> None:
         """Load an adapter, beside the steps."""
         self._runner.load_adapter(message)
+
+    def compile_grammar(self, message: CompileGrammar) -> None:
+        """Compile a grammar, beside the steps."""
+        self._runner.compile_grammar(message)
+
+    @property
+    def num_grammar_waits(self) -> int:
+        """The number of steps that have waited for a grammar to be compiled."""
+        return self._runner.num_grammar_waits
 
     @property
     def num_storage_errors(self) -> int:

@@ -294,9 +294,8 @@ class Metrics:
         )
         self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
-        self.grammar_failures = self._counter(
-            "grammar_failures", "Requests that failed because their grammar could not be followed any further."
-        )
+        self.grammar_failures = self._counter("grammar_failures", "Requests whose grammar became impossible to follow.")
+        self.grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
 

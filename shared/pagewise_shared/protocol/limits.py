@@ -42,6 +42,8 @@ MAX_ROWS = 1 << 16
 MAX_MOVES = 1 << 12
 """Once a plan moves parts of so many segments, or so many tokens (``MAX_MOVED_TOKENS``), no other sequence goes on that
 has segments."""
+MAX_COMPILED_CHARACTERS = 4 * 1024 * 1024
+"""Characters of the texts of all grammars that an executor keeps compiled: each takes up to 260 bytes then."""
 
 SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
 """The most that a sequence takes beside its tokens, its blocks, its grammar and its constraints."""

@@ -11,6 +11,7 @@ from pagewise_shared.protocol.adapter_messages import AdapterLoaded, LoadAdapter
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 PROTOCOL_MAJOR = 4
 PROTOCOL_MINOR = 1
@@ -108,6 +109,7 @@ class Hello(Message, frozen=True):
         role: one of ``ROLES``: what the executor is for.
         no_grammars: why outputs cannot be made to match a grammar; empty: they can.
         max_loras: slots for adapters on the device; 0: it serves none. max_lora_rank: the greatest that they may have.
+        max_grammars: those that it keeps compiled; 0: it compiles none before their sequences join.
     """
 
     protocol_major: int
@@ -137,6 +139,7 @@ class Hello(Message, frozen=True):
     no_grammars: str = ""
     max_loras: int = 0
     max_lora_rank: int = 0
+    max_grammars: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):
@@ -189,13 +192,21 @@ class Found(Message, frozen=True):
     num_blocks: int
 
 
+class GrammarCompiled(Message, frozen=True):
+    """Answers ``CompileGrammar``: steps do not wait for that grammar now, also if it turned out to make no sense."""
+
+    epoch: int
+    number: int
+
+
 class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
 
     ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
     scheduler which let it in has not been told of in an earlier life. ``tasks``: of an executor's event loop.
     ``closed``: as ``refused``, those that were closed because too much of what they had brought was not read.
-    ``storage_errors``: reads and writes of storage that have failed, since the executor started.
+    ``storage_errors``: reads and writes of storage that have failed, since the executor started. ``grammar_waits``:
+    steps that have waited for a grammar to be compiled, likewise.
     """
 
     epoch: int
@@ -203,6 +214,7 @@ class Heartbeat(Message, frozen=True):
     tasks: int = 0
     closed: int = 0
     storage_errors: int = 0
+    grammar_waits: int = 0
 
 
 class Leaving(Message, frozen=True):
@@ -278,14 +290,29 @@ class LookUp(Message, frozen=True):
     tokens: bytes
 
 
+class CompileGrammar(Message, frozen=True):
+    """Compile a grammar beside the steps, for a sequence that is to join: answered by ``GrammarCompiled`` with the same
+    ``number``.
+
+    The executor keeps the ``Hello.max_grammars`` that were asked for or joined last, and of them as many as have
+    ``MAX_COMPILED_CHARACTERS`` together.
+    """
+
+    epoch: int
+    number: int
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
+
+
 class Drain(Message, frozen=True):
     """No more work will come under this epoch; the executor says Goodbye once its last step is answered."""
 
     epoch: int
 
 
-FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | Heartbeat | Leaving | Goodbye
-FromScheduler = Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | LoadAdapter | Drain
+FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | GrammarCompiled | Heartbeat | Leaving | Goodbye
+FromScheduler = (
+    Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | LoadAdapter | CompileGrammar | Drain
+)
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ import pytest
 from pagewise_executor.lora.host import HostAdapters
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_shared.adapters import read_adapter
+from pagewise_shared.adapters import AdapterFiles, open_adapter, read_adapter
 from pagewise_shared.errors import AdapterError, ModelError
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import make_segments, mark_segments
+from safetensors.torch import load_file, save_file
 
 from tests.executor.driver import drive, run_requests
 from tests.executor.references import segments_reference
@@ -292,6 +293,56 @@ def test_adapters_of_other_models_and_files_that_have_changed_are_refused_when_t
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     assert "are not those that were registered" in failing(runner, adapter)
     run_requests(runner, [with_adapter(read_adapter("new", str(copy), 16), [3, 4], 2, "r")])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38])
+def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(
+    value: float, llama: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of B after they were scaled, too: what others have in the same batch would become no numbers later."""
+    copy = edited(folders["plain"], tmp_path / "copy", lora_alpha=4000)
+    tensors = load_file(copy / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    tensors[name][3, 1] = value
+    save_file(tensors, copy / "adapter_model.safetensors")
+    runner = build_runner(llama, enable_lora=True)
+    assert "model.layers.1.mlp.down_proj has weights that are not finite" in failing(runner, read(copy))
+    run_requests(runner, [with_adapter(read(folders["plain"]), [3, 4], 2, "r")])
+
+
+def test_files_that_change_in_place_never_give_kv_of_the_old_content(
+    llama: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The old content is served from the host as long as it is there, and refused when it would be read again."""
+    runner = build_runner(llama, enable_lora=True, max_loras=1, max_cpu_loras=1)
+    copy, prompt = edited(folders["plain"], tmp_path / "copy"), list(range(5, 45))
+    old = read(copy, "name")
+    scheduler, _ = run_requests(runner, [with_adapter(old, prompt, 4, "first")])
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (copy / name).write_bytes((folders["stabilised"] / name).read_bytes())
+    new = read(copy, "name")
+    requests = [with_adapter(old, prompt, 4, "again"), with_adapter(new, prompt, 4, "new")]
+    drive(runner, scheduler, requests)
+    expected = [greedy(peft_model(llama, folders[name]), prompt, 4)[0] for name in ("plain", "stabilised")]
+    assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
+    assert [one.num_cached_tokens > 0 for one in requests] == [True, False]
+    with pytest.raises(AssertionError, match="are not those that were registered"):
+        drive(runner, scheduler, [with_adapter(old, prompt, 4, "late")])
+
+
+def test_weights_in_other_shapes_than_the_header_said_are_refused(
+    llama: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header is read before the weights, and the files may be exchanged in between."""
+    runner = build_runner(llama, enable_lora=True)
+    adapter, other = read(folders["plain"]), folders["attention"]
+
+    def exchanged(*given: Any) -> AdapterFiles:
+        files, later = open_adapter(*given), open_adapter("later", str(other), 16)
+        return AdapterFiles(files.name, files.config, files.weights, {**files.factors, **later.factors})
+
+    monkeypatch.setattr("pagewise_executor.lora.host.open_adapter", exchanged)
+    assert "have changed while they were read" in failing(runner, adapter)
 
 
 def test_kernels_that_cannot_compute_adapters_are_refused_by_name(llama: Path) -> None:

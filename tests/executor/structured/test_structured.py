@@ -226,7 +226,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_row(runner: ModelRunner
     assert failed["unknown"][0]
     assert "unknown special token" in failed["unknown"][1]
     assert not failed["vast"][0]
-    assert "max is 2000" in failed["vast"][1]
+    assert "Too many items" in failed["vast"][1]
     assert good.sequences[0].finish_reason == "stop"
     assert outputs([unknown]) == [[]]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic import AsyncAnthropic
 from pagewise_gateway.main import main
 from pagewise_shared.adapters import read_adapter
 
@@ -47,6 +48,28 @@ async def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
         for path in ("/v1/completions", "/tokenize"):
             status, text = await post(server, path, model="one", prompt="the fox")
             assert (status, "model_not_found" in text) == (404, True)
+
+
+async def test_answers_of_every_api_name_the_adapter(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one")
+    async with (
+        serving(FakeScheduler(), **LORA) as server,
+        AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as anthropic,
+    ):
+        await load(server, folder)
+        asked: dict[str, Any] = {"model": "one", "max_tokens": 3, "messages": [{"role": "user", "content": "the fox"}]}
+        message = await anthropic.messages.create(**asked)
+        assert message.model == "one"
+        async with anthropic.messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).model == "one"
+        chat = await server.openai.chat.completions.create(**asked)
+        assert chat.model == "one"
+        response = await server.openai.responses.create(model="one", input="the fox", max_output_tokens=16)
+        assert response.model == "one"
+        async with server.openai.responses.stream(model="one", input="the fox", max_output_tokens=16) as events:
+            assert (await events.get_final_response()).model == "one"
+        assert {submit.adapter.name for submit in server.scheduler.submits if submit.adapter is not None} == {"one"}
+        assert len(server.scheduler.submits) == 5
 
 
 async def test_a_gateway_that_has_just_started_does_not_deny_adapters_that_it_was_not_told_of(tmp_path: Path) -> None:

@@ -294,6 +294,7 @@ def test_no_choice_of_a_salt_leads_into_the_cache_of_others(
 
 
 def test_a_key_file_that_others_can_read_is_warned_about_once(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)  # which another test may have set to less
     keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
     assert caplog.text == ""
     for mode in (0o640, 0o604, 0o600):

@@ -4,6 +4,7 @@ import gzip
 import json
 from typing import Any
 
+import openai
 import pytest
 from pagewise_gateway.http import completions
 
@@ -304,10 +305,22 @@ async def test_content_type() -> None:
         assert status == 200
 
 
+async def test_embeddings_are_refused_by_name() -> None:
+    async with serving() as server:
+        with pytest.raises(openai.BadRequestError, match="/v1/embeddings is not supported by Pagewise") as raised:
+            await server.openai.embeddings.create(model="fake/model", input="a" * 100_000)
+        assert raised.value.code == "unsupported_endpoint"
+
+
 async def test_routes_and_methods() -> None:
     async with serving() as server:
-        status, answer = await server.post("/v1/embeddings", {})
-        assert (status, error_of(answer)["code"]) == (404, "not_found")
+        for path in ("/v1/rerank", "/score", "/v1/audio/transcriptions", "/" + "x" * 3000):
+            status, answer = await server.post(path, {})
+            assert (status, error_of(answer)["code"]) == (404, "not_found")
+            message = error_of(answer)["message"]
+            for endpoint in ("POST /v1/chat/completions", "GET /v1/models/{model}", "GET /openapi.json"):
+                assert endpoint in message
+            assert "..." not in message.partition(": ")[2]
         status, answer = await server.get(COMPLETION)
         assert (status, error_of(answer)["code"]) == (405, "method_not_allowed")
         status, answer = await server.post(COMPLETION, {"model": "other", "prompt": "a"})

@@ -259,6 +259,9 @@ async def test_metrics() -> None:
 async def test_openapi_document() -> None:
     async with serving() as server:
         status, document = await server.get("/openapi.json")
+        _, missing = await server.get("/nowhere")
+    error: Any = missing["error"]
+    endpoints = {named.split(" ")[1] for named in error["message"].partition("there are ")[2].split(", ")}
     assert status == 200
     paths: Any = document["paths"]
     schemas: Any = document["components"]
@@ -280,6 +283,11 @@ async def test_openapi_document() -> None:
         assert schemas[name]["additionalProperties"] is False
         assert {"max_tokens", "temperature", "logit_bias", "truncate_prompt_tokens"} <= set(schemas[name]["properties"])
     assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+    for path, error in (("/v1/responses", "ErrorResponse"), ("/v1/messages", "MessageError")):
+        responses = paths[path]["post"]["responses"]
+        assert responses["400"]["content"]["application/json"]["schema"]["$ref"].endswith(f"/{error}")
+        assert "event" in responses["200"]["content"]["text/event-stream"]["itemSchema"]["required"]
+    assert set(paths) == {path for path in endpoints if path != "/v1/embeddings"}
 
 
 async def test_a_client_that_hangs_up_under_a_write_is_no_error(

@@ -1,8 +1,10 @@
 """/v1/messages, read by Anthropic's own client."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -10,6 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
+from tests.adapter_files import write_adapter
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.http.tool_model import ARGUMENTS, CALLS, HERMES, PARAMETERS, TOKENIZER, reply
 from tests.gateway.server import MODEL, Server, serving
@@ -132,6 +135,7 @@ async def test_thinking_and_choices() -> None:
         assert server.scheduler.last.sampling.grammar
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
@@ -143,7 +147,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10_000}, "max_tokens"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-    ({"service_tier": "standard_only"}, "service_tier"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"speed": "fast"}, "speed"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"mcp_servers": [{"type": "url", "name": "a", "url": "https://a"}]}, "mcp_servers"),
+    ({"messages": [{"role": "system", "content": [RESULT]}]}, "messages[0].content[0]"),
 ]
 
 
@@ -165,3 +173,85 @@ async def test_the_key_is_sent_as_clients_send_it() -> None:
             await whole(client.with_options(api_key="wrong"), messages=ASKED)
         async with server.http.get(server.url + "/v1/models", headers={"X-Api-Key": "secret"}) as answer:
             assert answer.status == 401
+
+
+async def test_every_error_has_their_shape() -> None:
+    async with messages(api_keys="secret") as (server, client):
+        headers = {"Authorization": "Bearer secret"}
+        for method, path, sent, status, kind in [
+            ("POST", "/v1/messages", {}, 401, "authentication_error"),
+            ("POST", "/v1/messages/count_tokens", {"X-Api-Key": "wrong"}, 401, "authentication_error"),
+            ("POST", "/v1/messages/batches", headers, 404, "not_found_error"),
+            ("GET", "/v1/messages", headers, 405, "invalid_request_error"),
+            ("POST", "/v1/messages", {**headers, "Content-Type": "text/plain"}, 415, "invalid_request_error"),
+        ]:
+            async with server.http.request(method, server.url + path, headers=sent, data=b"{}") as answer:
+                body: Any = await answer.json()
+                assert (answer.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+                assert answer.headers["request-id"] == answer.headers["X-Request-Id"] == body["request_id"]
+        with pytest.raises(anthropic.AuthenticationError) as raised:
+            await whole(client.with_options(api_key="wrong"), messages=ASKED)
+        wrong: Any = raised.value.body
+        assert wrong["error"]["type"] == "authentication_error"
+        assert raised.value.request_id == wrong["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("internal", "api_error"), ("unavailable", "overloaded_error")], ids=["failed", "nobody"]
+)
+async def test_a_failure_in_a_stream_is_an_event_that_clients_know(kind: Any, error: str) -> None:
+    async with messages(reply("eins zwei drei")) as (server, client):
+        server.scheduler.fail_after, server.scheduler.fail_kind = 3, kind
+        received = []
+
+        async def read() -> None:
+            async with client.messages.stream(model=MODEL, max_tokens=200, messages=ASKED) as stream:
+                async for event in stream:
+                    received.append(event.type)  # noqa: PERF401 - what came before the error counts
+
+        with pytest.raises(anthropic.APIStatusError, match="caught fire") as raised:
+            await read()
+        body: Any = raised.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", error)
+        assert (received[0], received[-1]) == ("message_start", "text")
+
+
+async def test_a_message_that_is_ended_early_is_an_error() -> None:
+    """A gateway that stops ends streams where they are. Such a message is not complete."""
+    async with messages(reply("eins zwei drei")) as (server, client):
+        server.scheduler.step_seconds = 0.02
+        received: list[str] = []
+
+        async def read() -> None:
+            async with client.messages.stream(model=MODEL, max_tokens=200, messages=ASKED) as stream:
+                async for event in stream:
+                    received.append(event.type)
+                    if received.count("text") == 1:
+                        server.scheduler.paused = True
+                        await server.link.close(0.0, asyncio.Event())
+
+        with pytest.raises(anthropic.APIStatusError, match="shutting down") as raised:
+            await read()
+        body: Any = raised.value.body
+        assert body["error"]["type"] == "overloaded_error"
+        assert "message_stop" not in received
+
+
+@BOTH
+async def test_a_call_that_a_stop_sequence_cuts_off(ask: Any) -> None:
+    async with messages(reply(CALLS), reply(f"{CALLS} Ende.")) as (_, client):
+        answer = await ask(client, messages=ASKED, tools=TOOLS, stop_sequences=["days"])
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "days")
+        answer = await ask(client, messages=ASKED, tools=TOOLS, stop_sequences=["Ende"])
+        assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
+        assert [block.name for block in answer.content] == ["get_weather", "get_time"]
+
+
+async def test_the_answer_names_the_adapter(tmp_path: Path) -> None:
+    async with messages(reply("a"), reply("b"), enable_lora=True, allow_runtime_lora_updating=True) as (server, client):
+        path = write_adapter(tmp_path / "one")
+        load = {"lora_name": "one", "lora_path": str(path)}
+        async with server.http.post(server.url + "/v1/load_lora_adapter", json=load) as loaded:
+            assert loaded.status == 200
+        assert (await whole(client, messages=ASKED, model="one")).model == "one"
+        assert (await streamed(client, messages=ASKED, model="one")).model == "one"

@@ -1,12 +1,15 @@
 """/v1/responses, read by OpenAI's own client."""
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseCompletedEvent, ResponseIncompleteEvent
 
+from tests.adapter_files import write_adapter
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.http.tool_model import ARGUMENTS, CALLS, HERMES, PARAMETERS, TOKENIZER, reply
 from tests.gateway.server import MODEL, Server, serving
@@ -111,6 +114,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"truncation": "auto"}, "truncation"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"metadata": {"k" * 65: ""}}, "metadata"),
+    ({"metadata": {"a": "v" * 513}}, "metadata"),
     ({"input": []}, "input"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
     ({"input": [{"type": "web_search_call"}]}, "input[0]"),
@@ -130,3 +136,78 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> Non
             await server.openai.responses.create(model=MODEL, input="a", extra_body=fields)
         assert raised.value.param == param
         assert server.scheduler.submits == []
+
+
+async def read_failed(server: Server, **options: Any) -> list[Any]:
+    stream = await server.openai.responses.create(model=MODEL, stream=True, **options)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.failed"
+    assert [event.type for event in events if event.type.endswith((".done", ".completed"))] == []
+    assert events[-1].response.status == "failed"
+    return events
+
+
+async def test_a_failure_in_a_stream_is_an_event_that_clients_know() -> None:
+    scheduler = FakeScheduler(replies=[reply(CALLS)], fail_after=40)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+        events = await read_failed(server, input="Wetter?", tools=TOOLS)
+    response = events[-1].response
+    assert (response.error.code, response.error.message) == ("server_error", "the executor caught fire")
+    (call,) = response.output
+    assert call.status == "incomplete"
+    assert ARGUMENTS.startswith(call.arguments)
+    assert call.arguments == "".join(event.delta for event in events if event.type.endswith("arguments.delta"))
+
+
+async def test_a_response_that_is_ended_early_has_failed() -> None:
+    """A gateway that stops ends streams where they are. That is no reason for which a response may be incomplete."""
+    scheduler = FakeScheduler(replies=[reply("eins zwei drei")], step_seconds=0.02)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+
+        async def end() -> None:
+            await server.scheduler.until(lambda: server.scheduler.running and server.link.num_live)
+            await server.scheduler.until(lambda: any(run.streams[0].position > 3 for run in server.scheduler.running))
+            server.scheduler.paused = True
+            await asyncio.sleep(0.05)
+            await server.link.close(0.0, asyncio.Event())
+
+        ending = asyncio.create_task(end())
+        events = await read_failed(server, input="Wetter?")
+        await ending
+    assert "shutting down" in events[-1].response.error.message
+
+
+@BOTH
+async def test_what_a_response_repeats_of_its_request(ask: Any) -> None:
+    metadata = {"k" * 64: "\U0001f642" * 512, "a": ""}
+    async with serving(FakeScheduler(replies=[reply("a")]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await ask(server, input="Wetter?", instructions="Kurz.", metadata=metadata, tools=TOOLS)
+    assert (answer.metadata, answer.instructions) == (metadata, "Kurz.")
+    assert [tool.name for tool in answer.tools] == ["get_weather", "get_time"]
+    assert (answer.tool_choice, answer.text.format.type, answer.model) == ("auto", "text", MODEL)
+
+
+async def test_what_a_response_repeats_takes_memory_until_it_is_written() -> None:
+    described = [{**TOOLS[0], "name": f"f{i}", "description": "x" * 10_000} for i in range(20)]
+    scheduler = FakeScheduler(replies=[reply("eins zwei drei")], max_model_len=400_000, paused=True)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+        gauge = f'pagewise_http_answer_bytes{{model_name="{MODEL}"}}'
+        asked = asyncio.create_task(whole(server, input="Wetter?", tools=described, tool_choice="none"))
+        await scheduler.until_running()
+        (line,) = [line for line in server.shown().splitlines() if line.startswith(gauge)]
+        assert 200_000 < float(line.split()[-1]) < 300_000
+        scheduler.paused = False
+        assert (await asked).output_text == "eins zwei drei"
+        await scheduler.until(lambda: f"{gauge} 0.0" in server.shown())
+
+
+async def test_the_answer_names_the_adapter(tmp_path: Path) -> None:
+    options = {"enable_lora": True, "allow_runtime_lora_updating": True, **HERMES}
+    async with serving(FakeScheduler(replies=[reply("a")] * 2), tokenizer=TOKENIZER, **options) as server:
+        load = {"lora_name": "one", "lora_path": str(write_adapter(tmp_path / "one"))}
+        async with server.http.post(server.url + "/v1/load_lora_adapter", json=load) as loaded:
+            assert loaded.status == 200
+        assert (await server.openai.responses.create(model="one", input="a")).model == "one"
+        stream = await server.openai.responses.create(model="one", input="a", stream=True)
+        assert {event.response.model async for event in stream if hasattr(event, "response")} == {"one"}

@@ -136,7 +136,8 @@ async def test_the_end_of_the_sequence_is_where_the_grammar_ends() -> None:
 async def test_a_large_schema_is_taken_and_a_larger_one_is_not() -> None:
     async with serving() as server:
         for count, expected in ((3000, 200), (9000, 400)):
-            schema = {"type": "object", "properties": {f"property_{n}": {"type": "string"} for n in range(count)}}
+            names = [f"property_{number}" for number in range(count)]
+            schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
             status, answer = await ask(server, structured_outputs={"json": schema})
             assert status == expected, answer
         assert "the limit is 262144" in answer["error"]["message"]

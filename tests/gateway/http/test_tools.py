@@ -8,6 +8,7 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolUnionParam
+from pagewise_gateway.text.output_parsing import Delta, MessageParser
 from pagewise_shared.errors import ConfigError
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -89,6 +90,42 @@ async def test_a_call_that_is_cut_off_ends_by_its_length(ask: Any) -> None:
     assert ARGUMENTS.startswith(call.function.arguments)
 
 
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_a_call_that_a_stop_string_cuts_off_is_no_call_to_make(ask: Any) -> None:
+    replies = [reply(CALLS), reply(f"{CALLS} Ende."), reply(CALLS)]
+    async with serving(FakeScheduler(replies=replies), tokenizer=TOKENIZER, **HERMES) as server:
+        cut = await ask(server, messages=MESSAGES, tools=TOOLS, stop="days")
+        assert cut.choices[0].finish_reason == "stop"
+        assert getattr(cut.choices[0], "stop_reason", "days") == "days"  # the client's accumulator leaves it out
+        assert ARGUMENTS.startswith(cut.choices[0].message.tool_calls[0].function.arguments)
+        behind = await ask(server, messages=MESSAGES, tools=TOOLS, stop="Ende")
+        assert (behind.choices[0].finish_reason, len(behind.choices[0].message.tool_calls)) == ("tool_calls", 2)
+        ended = await ask(server, messages=MESSAGES, tools=TOOLS, stop="</tool_call>")
+        assert (ended.choices[0].finish_reason, len(ended.choices[0].message.tool_calls)) == ("tool_calls", 1)
+
+
+async def test_a_long_answer_is_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that others are served in between: whatever its format, and where a client has not read for long."""
+    sizes: list[int] = []
+    push = MessageParser.push
+
+    def counting(parser: MessageParser, text: str) -> list[Delta]:
+        sizes.append(len(text))
+        return push(parser, text)
+
+    monkeypatch.setattr(MessageParser, "push", counting)
+    text = "<think>" + "ab < cd " * 3000 + "</think>Ende."
+    scheduler = FakeScheduler(replies=[reply(text)] * 4, max_model_len=100_000, tokens_per_round=40_000)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+        options: Any = {"messages": MESSAGES, "max_tokens": 40_000}
+        for stream in (False, True):
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                async with server.http.post(server.url + path, json={**options, "stream": stream}) as answer:
+                    assert "ab < cd ab < cd" in await answer.text()
+    assert sum(sizes) == 4 * len(text)
+    assert max(sizes) <= 1024
+
+
 async def test_several_outputs_with_log_probabilities() -> None:
     async with serving(FakeScheduler(replies=[reply(CALLS)] * 2), tokenizer=TOKENIZER, **HERMES) as server:
         for ask in (whole, streamed):
@@ -146,6 +183,15 @@ async def test_messages_with_calls_go_back_into_the_template() -> None:
     assert asked.startswith(f"<|user|>tools: {expected}\n")
 
 
+@pytest.mark.parametrize("arguments", ["", " \n"])
+async def test_calls_without_arguments_go_back_into_the_template(arguments: str) -> None:
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        body = {"messages": [*MESSAGES, assistant(arguments)]}
+        status, rendered = await server.post("/v1/chat/completions/render", body)
+    assert status == 200
+    assert '{"name": "f", "arguments": {}}' in str(rendered["prompt"])
+
+
 async def test_marked_parts_are_segments_with_tools_too() -> None:
     document = "the quick brown fox " * 8
     parts = [{"type": "text", "text": document, "segment": True}, {"type": "text", "text": "Was steht da?"}]
@@ -174,6 +220,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "get_time\n"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"messages": [*MESSAGES, assistant("[1]")]}, "messages[1].tool_calls[0].function.arguments"),
@@ -293,3 +340,16 @@ async def test_schemas_that_cannot_be_followed_are_refused(choice: str) -> None:
         error: Any = answer["error"]
         assert (status, error["param"]) == (400, "tools")
         assert "not" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("parser", ["glm45", "pythonic"])
+async def test_schemas_that_a_format_cannot_follow_are_refused(parser: str, choice: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "dependentRequired": {"a": ["b"]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": choice == "auto"}}
+    async with serving(tokenizer=TOKENIZER, enable_auto_tool_choice=True, tool_call_parser=parser) as server:
+        body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
+        status, answer = await server.post("/v1/chat/completions", body)
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, "tools")
+        assert "dependentRequired" in error["message"]

@@ -124,10 +124,11 @@ def test_whitespace() -> None:
 
 
 def test_the_size_is_limited() -> None:
-    schema = {"type": "object", "properties": {f"property_{number}": {"type": "string"} for number in range(5000)}}
+    names = [f"property_{number}" for number in range(3000)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
     check_grammar(json_schema_grammar(schema))
     with pytest.raises(GrammarError, match=f"bytes as a grammar, the limit is {MAX_GRAMMAR_BYTES}"):
-        check_grammar(regex_grammar("é" * (MAX_GRAMMAR_BYTES // 2)))
+        check_grammar(choice_grammar([f"{number:05} {'é' * 20}" for number in range(6000)]))
 
 
 def test_texts_that_cannot_be_written_are_no_choices() -> None:

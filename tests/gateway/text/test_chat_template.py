@@ -65,3 +65,29 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert render(messages) == "plain"
     assert render(messages, tools=[{"b": 1, "a": "ä"}]) == '[{"b": 1, "a": "ä"}]'
+
+
+ROLES = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+FIRST = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('at the beginning') }}{% endif %}"
+FIRST_ONLY = "{% for message in messages %}" + FIRST + "[{{ message.role }}]{{ message.content }}{% endfor %}"
+IGNORED = (
+    "{% for message in messages %}{% if message.role != 'system' or loop.first %}"
+    "[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ROLES, "[system]a[system]b[user]c[system]d[user]e[assistant]f[system]g[assistant]h[user]i[user]j"),
+        (FIRST_ONLY, "[system]a\n\nb[user]c\n\nd\n\ne[assistant]f[user]g[assistant]h[user]i[user]j"),
+        (IGNORED, "[system]a\n\nb[user]c\n\nd\n\ne[assistant]f[user]g[assistant]h[user]i[user]j"),
+    ],
+)
+def test_templates_that_take_one_system_message_get_one(text: str, expected: str) -> None:
+    roles = ["system", "developer", "user", "system", "user", "assistant", "developer", "assistant", "user", "user"]
+    messages = [{"role": role, "content": "abcdefghij"[number]} for number, role in enumerate(roles)]
+    made = ChatTemplate(text, None, {})
+    assert made.render(messages, add_generation_prompt=False) == expected
+    assert made.render(messages[:1]) == "[system]a"
+    assert made.render([*messages[2:3], *messages[8:]]) == "[user]c[user]i[user]j"

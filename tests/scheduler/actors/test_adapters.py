@@ -1,22 +1,45 @@
 """The registry of adapters over real sockets: what gateways are told, what executors try, and where requests go."""
 
+import asyncio
+import dataclasses
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from pagewise_executor.runner import FinishedStep
+from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
+from pagewise_executor.worker import Worker
+from pagewise_shared.block_hash import adapter_salt, root_hash
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
+    MAX_ADAPTERS,
     Adapter,
     AdapterAnswer,
     AdapterLoaded,
+    AdapterState,
+    Heartbeat,
     LoadAdapter,
+    Message,
     RegisterAdapter,
+    StepPlan,
+    StepResult,
     Submit,
     UnregisterAdapter,
+    pack_int32s,
 )
 
-from tests.scheduler.actors.played_gateway import GREEDY, PlayedGateway, PlayedRequest, RefusedRequestError, prompts_of
-from tests.scheduler.actors.stack import executor, gateway, joined, running, until
+from tests.scheduler.actors.played_gateway import (
+    GREEDY,
+    FailedPromptError,
+    PlayedGateway,
+    PlayedRequest,
+    RefusedRequestError,
+    prompts_of,
+)
+from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, gateway, joined, running, until
+
+Kind = TypeVar("Kind", bound=Message)
 
 ONE = Adapter("one", "/adapters/one", b"1" * 32, 1000, 8)
 OTHER = Adapter("one", "/adapters/other", b"2" * 32, 1000, 8)
@@ -24,13 +47,36 @@ BROKEN = Adapter("broken", "/adapters/broken", b"3" * 32, 1000, 8)
 
 
 class Runner(SimulatedRunner):
-    """Serves adapters, but for those that are called broken if ``fails``."""
+    """Serves adapters, but for those that are called broken if ``fails``; ``max_loras`` of 0: none at all.
 
-    def __init__(self, *, fails: bool = False, max_loras: int = 1) -> None:
-        config = ExecutorConfig(num_blocks=64, block_size=4, enable_lora=True, max_loras=max_loras)
-        super().__init__(config)
+    ``lends``: it is told of as an executor from which others may fetch blocks. ``roots``: of what it has computed.
+    """
+
+    def __init__(
+        self,
+        step_seconds: float = 0.0,
+        *,
+        fails: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        lends: str = "",
+    ) -> None:
+        config = ExecutorConfig(
+            num_blocks=64,
+            block_size=4,
+            enable_lora=max_loras > 0,
+            max_loras=max(1, max_loras),
+            max_lora_rank=max_lora_rank,
+        )
+        super().__init__(config, step_seconds)
+        self.info = dataclasses.replace(self.info, block_endpoint=lends)
         self.loaded: list[LoadAdapter] = []
+        self.roots: list[bytes] = []
         self._fails = fails
+
+    def execute(self, plan: StepPlan) -> FinishedStep:
+        self.roots += [new.root for new in plan.joined]
+        return super().execute(plan)
 
     def load_adapter(self, message: LoadAdapter) -> None:
         self.loaded.append(message)
@@ -51,9 +97,35 @@ async def answer(played: PlayedGateway, number: int = 1) -> AdapterAnswer:
     return played.adapter_answers.pop(number)
 
 
-async def submit(played: PlayedGateway, adapter: Adapter | None, salt: str | None = None) -> PlayedRequest:
+def service(path: Path, runner: Runner) -> ExecutorService:
+    """An executor that is to leave."""
+    return ExecutorService(
+        Worker(lambda: runner), executors_of(path), "leaves", max_num_seqs=4, max_num_batched_tokens=64
+    )
+
+
+async def next_message(raw: RawExecutor, kind: type[Kind]) -> Kind:
+    """The next message of a kind; others are dropped."""
+    while not isinstance(message := await raw.receive(), kind):
+        pass
+    return message
+
+
+async def next_load(raw: RawExecutor) -> LoadAdapter:
+    return await next_message(raw, LoadAdapter)
+
+
+async def beat(raw: RawExecutor, epoch: int) -> None:
+    while True:
+        await raw.send(Heartbeat(epoch))
+        await asyncio.sleep(0.3)
+
+
+async def submit(
+    played: PlayedGateway, adapter: Adapter | None, salt: str | None = None, max_tokens: int = 4
+) -> PlayedRequest:
     stream = played._next
-    prompts = prompts_of([[5, 6, 7, 8, 9]], 4)
+    prompts = prompts_of([[5, 6, 7, 8, 9]], max_tokens)
     request = Submit(played.epoch, stream, f"r{stream}", prompts, GREEDY, cache_salt=salt, adapter=adapter)
     return await played.submit_as(request)
 
@@ -102,6 +174,75 @@ async def test_a_new_scheduler_takes_over_the_newest_state(tmp_path: Path) -> No
             await played.close()
 
 
+def adapters(*names: str) -> tuple[Adapter, ...]:
+    return tuple(Adapter(name, f"/adapters/{name}", name.encode().ljust(32), 1000, 8) for name in names)
+
+
+async def test_what_was_loaded_since_the_start_is_merged_with_what_is_taken_over(tmp_path: Path) -> None:
+    """A gateway that has just started may join, and ask for its modules, before the one that knows all others."""
+    one, two, three = adapters("one", "two", "three")
+    fresh = Adapter("one", "/adapters/fresh", b"f" * 32, 1000, 8)
+    async with running(tmp_path) as stack, executor(tmp_path, runner=Runner()):
+        await stack.ready(1)
+        await register(stack.gateway, fresh)
+        await answer(stack.gateway)
+        version = stack.gateway.adapters.version
+
+        async def join(name: str, told: AdapterState) -> PlayedGateway:
+            played = PlayedGateway(stack.coordinator.gateway_endpoint, name)
+            played.adapters = told
+            await played.join()
+            return played
+
+        def known() -> list[Adapter]:
+            return sorted(stack.gateway.adapters.adapters, key=lambda adapter: adapter.name)
+
+        late = await join("late", AdapterState(0, version - 1000, (one, two)))
+        await until(lambda: known() == [fresh, two])
+        await until(lambda: late.adapters.adapters == stack.gateway.adapters.adapters)
+        later = await join("later", AdapterState(0, version - 500, (one, two, three)))
+        await until(lambda: known() == [fresh, three, two])
+        await late.send(UnregisterAdapter(late.epoch, 2, "two"))
+        await answer(late, 2)
+        # Neither what is older nor what this scheduler has told itself changes anything, and nothing comes back.
+        for name, told in (
+            ("older", AdapterState(0, version - 700, (two,))),
+            ("own", AdapterState(0, version, (fresh, two))),
+            ("last", AdapterState(0, version - 400, (one, two, three))),
+        ):
+            played = await join(name, told)
+            await until(lambda gateway=played: gateway.adapters.version >= version)  # type: ignore[misc]
+            await played.close()
+            assert known() == [fresh, three]
+        for played in (late, later):
+            await played.close()
+
+
+async def test_no_more_adapters_are_served_than_can_be_told(tmp_path: Path) -> None:
+    """Also if two of them are tried at once, or some are taken over later."""
+    many = adapters(*(f"many-{number}" for number in range(MAX_ADAPTERS)))
+    async with running(tmp_path) as stack:
+        played = PlayedGateway(stack.coordinator.gateway_endpoint, "full")
+        played.adapters = AdapterState(0, 5, many[:-1])
+        await played.join()
+        raw, welcome = await joined(tmp_path, max_loras=1, max_lora_rank=16)
+        for number, name in enumerate(("first", "second")):
+            await register(stack.gateway, adapters(name)[0], number)
+        for load in [await next_load(raw), await next_load(raw)]:
+            await raw.send(AdapterLoaded(welcome.epoch, load.number))
+        answers = [await answer(stack.gateway, number) for number in range(2)]
+        assert [one.kind for one in answers] == ["", "refused"]
+        assert answers[1].message == f"{MAX_ADAPTERS} adapters are the most that are served"
+        other = PlayedGateway(stack.coordinator.gateway_endpoint, "newer")
+        other.adapters = AdapterState(0, 6, many)
+        await other.join()
+        await until(lambda: len(other.adapters.adapters) == MAX_ADAPTERS and other.adapters.version > 6)
+        assert "first" in {one.name for one in other.adapters.adapters}
+        for each in (played, other):
+            await each.close()
+        raw.close()
+
+
 async def test_what_one_executor_cannot_load_is_not_served(tmp_path: Path) -> None:
     able, other = Runner(), Runner(fails=True)
     async with running(tmp_path) as stack, executor(tmp_path, "a", runner=able), executor(tmp_path, "b", runner=other):
@@ -124,6 +265,98 @@ async def test_without_executors_modules_of_the_start_wait_and_others_do_not(tmp
         async with executor(tmp_path, runner=Runner()):
             assert await answer(stack.gateway, 2) == AdapterAnswer(2)
             assert stack.gateway.adapters.adapters == (ONE,)
+
+
+async def test_modules_of_the_start_wait_for_an_executor_that_serves_adapters_like_them(tmp_path: Path) -> None:
+    small, large = Runner(max_lora_rank=4), Runner(max_lora_rank=8)
+    async with running(tmp_path) as stack, executor(tmp_path, "plain", runner=Runner(max_loras=0)):
+        await stack.ready(1)
+        await register(stack.gateway, ONE, 1, waits=True)
+        await register(stack.gateway, OTHER, 2)
+        refused = await answer(stack.gateway, 2)
+        assert (refused.kind, "no executor serves adapters of rank 8" in refused.message) == ("refused", True)
+        async with executor(tmp_path, "small", runner=small):
+            await stack.ready(2)
+            assert 1 not in stack.gateway.adapter_answers
+            async with executor(tmp_path, "large", runner=large):
+                assert await answer(stack.gateway, 1) == AdapterAnswer(1)
+                assert stack.gateway.adapters.adapters == (ONE,)
+                assert small.loaded == []
+                await (await submit(stack.gateway, ONE)).result()
+                assert small.loaded == []
+
+
+async def test_what_only_the_executor_that_leaves_can_compute_goes_on_there(tmp_path: Path) -> None:
+    leaving = service(tmp_path, Runner(0.02))
+    async with running(tmp_path) as stack, executor(tmp_path, "plain", runner=Runner(max_loras=0)):
+        served = asyncio.create_task(leaving.run())
+        await stack.ready(2)
+        request = await submit(stack.gateway, ONE, max_tokens=30)
+        await request.until_tokens(1)
+        leaving.leave("the test says so")
+        assert len((await request.result())[0]) == 30
+        await served
+        assert stack.metrics.request_moves("left")._value.get() == 0
+
+
+async def test_nobody_computes_without_an_adapter_what_one_that_leaves_has_cached_with_it(tmp_path: Path) -> None:
+    """What others cannot fetch of a cache that they are to copy, they compute."""
+    leaving, plain = (
+        service(tmp_path, Runner(lends="tcp://127.0.0.1:1")),
+        Runner(max_loras=0, lends="tcp://127.0.0.1:2"),
+    )
+    async with running(tmp_path, recovery="recompute") as stack:
+        served = asyncio.create_task(leaving.run())
+        await stack.ready(1)
+        for adapter in (ONE, None):
+            await (await submit(stack.gateway, adapter)).result()
+        async with executor(tmp_path, "plain", runner=plain):
+            await stack.ready(2)
+            leaving.leave("the test says so")
+            await served
+        roots = [root_hash("simulated", salt) for salt in (None, adapter_salt(ONE.content, None))]
+        assert [root in plain.roots for root in roots] == [True, False]
+
+
+async def test_a_load_that_hangs_fails_who_waits_for_it_and_says_so(tmp_path: Path) -> None:
+    async with running(tmp_path, step_timeout=0.5) as stack:
+        raw, welcome = await joined(tmp_path, max_loras=1, max_lora_rank=16)
+        beating = asyncio.create_task(beat(raw, welcome.epoch))
+        await stack.ready(1)
+        await register(stack.gateway, ONE)
+        waiting = await submit(stack.gateway, OTHER)
+        load = await next_load(raw)
+        refused = await answer(stack.gateway)
+        assert refused.kind == "refused"
+        assert refused.message == "the adapter 'one' has not been loaded within 1 s"
+        with pytest.raises(FailedPromptError, match="the adapter 'one' cannot be loaded: the executor has not told of"):
+            await waiting.result()
+        assert stack.metric("lora_load_errors_total") == 2
+        # The executor is there still, and is asked for no other load until that one has returned.
+        plain = await submit(stack.gateway, None, max_tokens=1)
+        plan = await next_message(raw, StepPlan)
+        await raw.send(StepResult(welcome.epoch, plan.step, pack_int32s([7])))
+        assert (await plain.result())[0] == [7]
+        with pytest.raises(FailedPromptError, match="cannot be loaded"):
+            await (await submit(stack.gateway, OTHER)).result()
+        async with executor(tmp_path, "other", runner=Runner()):
+            await stack.ready(2)
+            for _ in range(3):
+                await (await submit(stack.gateway, OTHER)).result()
+        await stack.ready(1)
+        for number in (load.number, load.number + 1):
+            await raw.send(AdapterLoaded(welcome.epoch, number))
+        (engine,) = stack.engines
+        await until(lambda: engine.scheduler.adapters.can_take(OTHER))
+        after = await submit(stack.gateway, OTHER, max_tokens=1)
+        load = await next_load(raw)
+        assert (load.adapter, load.slot) == (OTHER, 0)
+        await raw.send(AdapterLoaded(welcome.epoch, load.number))
+        plan = await next_message(raw, StepPlan)
+        await raw.send(StepResult(welcome.epoch, plan.step, pack_int32s([8])))
+        assert (await after.result())[0] == [8]
+        beating.cancel()
+        raw.close()
 
 
 async def test_an_executor_that_goes_while_it_loads_says_nothing_of_the_adapter(tmp_path: Path) -> None:

@@ -9,11 +9,22 @@ import pytest
 from pagewise_executor.runner import FinishedStep
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import PromptToGenerate, RowFailure, StepPlan, StepResult, Submit, pack_int32s
+from pagewise_shared.protocol import (
+    CompileGrammar,
+    GrammarCompiled,
+    Heartbeat,
+    PromptToGenerate,
+    RowFailure,
+    StepPlan,
+    StepResult,
+    Submit,
+    Welcome,
+    pack_int32s,
+)
 from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.actors.played_gateway import FailedPromptError, RefusedRequestError
-from tests.scheduler.actors.stack import executor, joined, running
+from tests.scheduler.actors.stack import RawExecutor, executor, joined, running, until
 
 PROMPT = [7, *range(10, 20)]
 
@@ -76,6 +87,35 @@ async def test_executors_that_follow_no_grammars_get_none(tmp_path: Path) -> Non
             asked = [await stack.gateway.submit_as(submit("good")) for _ in range(4)]
             await asyncio.gather(*(one.result() for one in asked))
         assert (able.num_served, unable.num_served) == (4, 0)
+
+
+async def test_a_sequence_joins_when_its_grammar_is_compiled(tmp_path: Path) -> None:
+    async with running(tmp_path, executor_timeout=20.0) as stack:
+        raw, welcome = await joined(tmp_path, max_grammars=8)
+        await stack.ready(1)
+        bound = await stack.gateway.submit_as(submit("grammar", 1))
+        while not isinstance(question := await raw.receive(), CompileGrammar):
+            assert not isinstance(question, StepPlan)
+        assert (question.epoch, question.grammar) == (welcome.epoch, "grammar")
+        plain = await stack.gateway.submit_as(submit("", 1))
+        assert await served(raw, welcome) == [""]
+        await plain.result()
+        await raw.send(GrammarCompiled(welcome.epoch, 12345))  # nobody has asked that
+        await raw.send(GrammarCompiled(welcome.epoch, question.number))
+        assert await served(raw, welcome) == ["grammar"]
+        await bound.result()
+        for total in (1, 1, 3):
+            await raw.send(Heartbeat(welcome.epoch, grammar_waits=total))
+        await until(lambda: stack.metric("grammar_waits_total") == 3)
+        raw.close()
+
+
+async def served(raw: RawExecutor, welcome: Welcome) -> list[str]:
+    """Answer the next plan with one token for each sequence that joins; returns their grammars."""
+    while not isinstance(plan := await raw.receive(), StepPlan):
+        pass
+    await raw.send(StepResult(welcome.epoch, plan.step, pack_int32s([5] * len(plan.joined))))
+    return [new.sampling.grammar for new in plan.joined]
 
 
 async def test_failures_that_cannot_be_end_the_executor(tmp_path: Path) -> None:

@@ -1,104 +1,15 @@
 """Who gets an adapter's slot, and when: on an executor that checks that each row has its own adapter in every step."""
 
-from array import array
-from collections import deque
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
-from pagewise_shared.block_hash import adapter_salt
-from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
-from pagewise_shared.sampling import SamplingParams
+from pagewise_scheduler.core.requests.request import SequenceStatus
+from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_shared.protocol import AdapterLoaded
 
-from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import executor_for, expected_tokens
-
-GREEDY = SamplingParams(temperature=0.0)
-
-
-def adapter(number: int) -> Adapter:
-    return Adapter(f"adapter-{number}", f"/adapters/{number}", bytes([number]) * 32, 1000, 8)
-
-
-def request(number: int, which: int | None, max_tokens: int = 4, arrival: float = 0.0, **more: object) -> Request:
-    chosen = None if which is None else adapter(which)
-    salt = None if chosen is None else adapter_salt(chosen.content, None)
-    prompt = array("i", [7, 8, 9, *range(number % 5)])  # many share prefixes, and must not share KV
-    fields = {"adapter": chosen, "cache_salt": salt, "arrival_time": arrival} | more
-    return Request(f"r{number}", prompt, max_tokens, GREEDY, **fields)  # type: ignore[arg-type]
-
-
-class Fleet:
-    """One scheduler and one executor. Loads take ``load_steps`` steps; ``broken``: adapters that cannot be loaded."""
-
-    def __init__(self, max_loras: int, load_steps: int = 2, num_blocks: int = 64, broken: Iterable[int] = ()) -> None:
-        self.scheduler = AdapterScheduler(
-            max_loras=max_loras, num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=32
-        )
-        self.executor: CheckingExecutor = executor_for(self.scheduler)
-        self.slots: dict[int, bytes] = {}
-        self.rows: dict[int, tuple[int, bytes]] = {}
-        self.failed: list[Request] = []
-        self.asked: list[LoadAdapter] = []
-        self.now = 0.0
-        self._load_steps, self._broken = load_steps, {adapter(number).content for number in broken}
-        self._loads: deque[tuple[float, LoadAdapter]] = deque()
-        self._results: deque[StepResult] = deque()
-        self._contents: dict[int, bytes] = {}
-
-    def step(self) -> None:
-        """One step is planned, and one comes back."""
-        scheduler = self.scheduler
-        self.now += 1.0
-        while self._loads and self._loads[0][0] <= self.now:
-            self._answer(self._loads.popleft()[1])
-        for load in scheduler.adapter_loads(self.now):
-            in_flight = [one for step in scheduler.steps_in_flight for one in step.requests if one.adapter is not None]
-            assert load.slot < 0 or not any(one.adapter_slot == load.slot for one in in_flight), "a step uses that slot"
-            self.asked.append(load)
-            self._loads.append((self.now + self._load_steps, load))
-        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(self.now)) is not None:
-            self._check(plan)
-            self._results.append(self.executor.execute(plan))
-        if self._results:
-            scheduler.update(self._results.popleft())
-
-    def _answer(self, load: LoadAdapter) -> None:
-        if load.adapter.content in self._broken:
-            answer = AdapterLoaded(load.epoch, load.number, error="it is broken")
-        else:
-            self.slots[load.slot] = load.adapter.content
-            answer = AdapterLoaded(load.epoch, load.number, 500_000)
-        for one in self.scheduler.adapter_loaded(answer, self.now):
-            self.failed.append(one)
-
-    def _check(self, plan: StepPlan) -> None:
-        for row in plan.left:
-            self.rows.pop(row, None)
-        for new in plan.joined:
-            if new.adapter >= 0:
-                self.rows[new.row] = new.adapter, self.slots[new.adapter]
-        for slot, content in self.rows.values():
-            assert self.slots[slot] == content, "an adapter was taken from rows that run"
-        wanted = {
-            sequence.row: None if sequence.request.adapter is None else sequence.request.adapter.content
-            for sequence in self.scheduler.running
-        }
-        for row, content in wanted.items():
-            assert content == (self.rows[row][1] if row in self.rows else None), (
-                "a row has another adapter than it wants"
-            )
-
-    def run(self, most: int = 3000) -> None:
-        for _ in range(most):
-            if not self.scheduler.requests and not self.scheduler.num_in_flight:
-                return
-            self.step()
-        raise AssertionError(f"{[one.request_id for one in self.scheduler.requests]} do not end")
-
+from tests.scheduler.core.adapter_fleet import Fleet, adapter, request, segmented
+from tests.scheduler.core.driving import expected_tokens
 
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 6)), st.integers(1, 9)), min_size=1, max_size=40
@@ -190,11 +101,7 @@ def test_after_a_reset_adapters_are_loaded_again() -> None:
         fleet.step()
     before = len(fleet.asked)
     assert before
-    fleet.scheduler.fail(2, blame_step=False)
-    fleet.executor.reset(epoch=2)
-    fleet.slots.clear()
-    fleet.rows.clear()
-    fleet._results.clear()
+    fleet.reset()
     fleet.run()
     assert len(fleet.asked) > before
     assert all(one.sequences[0].output_token_ids.tolist() == expected_tokens(one) for one in requests)
@@ -251,3 +158,167 @@ def test_loads_are_priced_by_what_they_took() -> None:
     fleet.run()
     assert adapters.seconds(adapter(0)) == 0.0
     assert adapters.seconds(adapter(1)) > cold  # the first one took half a second
+
+
+def test_a_request_that_comes_from_elsewhere_waits_for_its_adapter_like_any_other() -> None:
+    """It is told as waiting, and what it ran as elsewhere is forgotten."""
+    first, second = Fleet(1), Fleet(1, load_steps=20)
+    moving = request(0, 0, 8)
+    first.scheduler.add(moving)
+    while not moving.sequences[0].output_token_ids:
+        first.step()
+    (moved,) = first.scheduler.release_all()
+    second.scheduler.add(moved)
+    second.step()
+    (sequence,) = moved.sequences
+    assert (sequence.status, sequence.prefilled) == (SequenceStatus.WAITING, False)
+    assert (second.scheduler.num_waiting, second.scheduler.num_running) == (1, 0)
+    second.run()
+    assert sequence.output_token_ids.tolist() == expected_tokens(moved)
+
+
+def test_a_claim_ends_with_the_request_that_made_it() -> None:
+    fleet = Fleet(1, load_steps=0, num_blocks=200)
+    running, claimer = request(0, 0, 300), request(1, 1, arrival=20.0)
+    fleet.scheduler.add(running)
+    for _ in range(20):
+        fleet.step()
+    fleet.scheduler.add(claimer)
+    fleet.step()
+    late = request(2, 0, arrival=21.0)
+    fleet.scheduler.add(late)
+    for _ in range(10):
+        fleet.step()
+    assert not late.finished, "whoever comes later waits behind the claim"
+    fleet.scheduler.abort(claimer.request_id)
+    for _ in range(10):
+        fleet.step()
+    assert late.finished
+    assert not running.finished
+    fleet.run()
+
+
+def test_the_original_of_a_segment_keeps_its_slot_when_who_wanted_it_has_gone() -> None:
+    fleet = Fleet(1, load_steps=0, num_blocks=200)
+    wanting, other = segmented(0, 0, 200), request(1, 1, arrival=1.0)
+    fleet.scheduler.add(wanting)
+    while not fleet.rows:
+        fleet.step()
+    (original,) = fleet.scheduler.segments.requests
+    assert original.sequences[0].row in fleet.rows
+    fleet.scheduler.add(other)
+    fleet.scheduler.abort(wanting.request_id)
+    fleet.run()
+    assert other.sequences[0].output_token_ids.tolist() == expected_tokens(other)
+    assert fleet.scheduler.kv.pool.num_in_use == 0
+
+
+def test_what_computes_an_original_is_not_sent_back_behind_a_claim() -> None:
+    """Who wants it would wait for it, and keep the slot that the claim is for."""
+    queue = WaitingQueue()
+    slots = AdapterSlots(1, queue)
+    wanting, urgent = segmented(0, 0, 40), request(1, 1, arrival=1.0, priority=-1)
+    wanting.create_sequences()
+    slots.admit(wanting)
+    slots.advance(0.0, None)
+    (load,) = slots.take_loads(1, 0.0)
+    slots.loaded(AdapterLoaded(1, load.number), 0.0)
+    assert slots.advance(0.0, None)[0] == [wanting]
+    original = request(2, 0, 0)
+    original.computes_for = wanting.sequences[0]
+    original.create_sequences()
+    slots.pin(original)
+    slots.admit(urgent)
+    assert slots.advance(1000.0, None) == ([], [])
+    assert slots.take_loads(1, 1000.0) == []
+    slots.drop(wanting, 0)
+    original.sequences[0].last_step = 5  # it is preempted and not needed any more, while a step of it is in flight
+    slots.unpin(original)
+    for oldest_step, loads in ((5, []), (6, [adapter(1)])):
+        slots.advance(1000.0, oldest_step)
+        assert [one.adapter for one in slots.take_loads(1, 1000.0)] == loads
+
+
+def test_equal_files_under_a_path_that_cannot_be_read_fail_who_named_that_path_only() -> None:
+    fleet = Fleet(1, broken=[1])
+    gone, there = request(0, 1), request(1, 1, arrival=1.0)
+    there.adapter = adapter(1, path="/elsewhere")
+    for one in (gone, there):
+        fleet.scheduler.add(one)
+    fleet.run()
+    assert fleet.failed == [gone]
+    assert there.sequences[0].output_token_ids.tolist() == expected_tokens(there)
+    assert [load.adapter.path for load in fleet.asked] == ["/adapters/1", "/elsewhere"]
+
+
+def test_a_request_that_is_refused_needs_no_slot() -> None:
+    fleet = Fleet(1, load_steps=0)
+    fleet.scheduler.add(request(0, 0))
+    fleet.run()
+    for refused, why in ((request(1, 0, 10_000), "needs more than"), (request(2, 0), "is here already")):
+        if why == "is here already":
+            fleet.scheduler.add(request(2, 0, 40))
+        with pytest.raises(ValueError, match=why):
+            fleet.scheduler.add(refused)
+    fleet.scheduler.add(other := request(3, 1, arrival=1.0))
+    fleet.run()
+    assert other.finished, "the slot is free when those that were taken have ended"
+    with pytest.raises(ValueError, match="of rank 8, and the executor serves none"):
+        Fleet(1, max_lora_rank=4).scheduler.add(request(4, 0))
+
+
+def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> None:
+    fleet = Fleet(2, load_steps=0)
+    held = request(0, 0, 12)
+    fleet.scheduler.add(held)
+    while not held.sequences[0].output_token_ids:
+        fleet.step()
+    fleet.stuck = True
+    slots, waiting, plain = fleet.scheduler.adapters, [request(1, 1), request(2, 2)], request(3, None, 30)
+    for one in (*waiting, plain):
+        fleet.scheduler.add(one)
+    told: list[str | None] = []
+    slots.check(adapter(3), lambda error, *, lost=False: told.append(error))
+    fleet.step()
+    asked = fleet.now
+    assert fleet.scheduler.give_up_loads(asked + 5, 5.0) == []
+    assert fleet.scheduler.give_up_loads(asked + 5.5, 5.0) == waiting
+    assert all(one.sequences[0].finish_reason == "error" for one in waiting)
+    assert told == ["the adapter 'adapter-3' has not been loaded within 5 s"]
+    assert slots.num_load_errors == 2  # the check, and that of one slot: the other one is needed
+    assert not slots.can_take(adapter(1))
+    assert slots.can_take(adapter(0))
+    before = len(fleet.asked)
+    # What is there is served on, and whoever comes for something else learns at the next look that it does not come.
+    fleet.scheduler.add(again := request(4, 0))
+    fleet.scheduler.add(late := request(5, 5))
+    for _ in range(60):
+        fleet.step()
+    assert held.finished
+    assert again.finished
+    assert plain.finished
+    assert not late.finished
+    assert fleet.scheduler.give_up_loads(asked + 6, 5.0) == [late]
+    assert len(fleet.asked) == before
+    fleet.stuck = False  # they return after all: nobody waits for them, and their slot is loaded anew
+    fleet.step()
+    assert slots.can_take(adapter(1))
+    fleet.scheduler.add(after := request(6, 1))
+    fleet.run()
+    assert after.sequences[0].output_token_ids.tolist() == expected_tokens(after)
+    assert len(fleet.asked) == before + 1
+    assert fleet.scheduler.kv.pool.num_in_use == 0
+
+
+def test_a_load_has_as_long_as_it_may_take_from_the_end_of_the_one_before() -> None:
+    slots = AdapterSlots(1, WaitingQueue())
+    for number in range(2):
+        slots.check(adapter(number), lambda error, *, lost=False: None)
+    first, second = slots.take_loads(1, 0.0)
+    slots.loaded(AdapterLoaded(1, first.number), 4.0)
+    slots.give_up_loads(8.0, 5.0)
+    assert slots.num_load_errors == 0
+    slots.give_up_loads(9.5, 5.0)
+    assert slots.num_load_errors == 1
+    slots.loaded(AdapterLoaded(1, second.number), 10.0)
+    assert slots.can_take(adapter(7))

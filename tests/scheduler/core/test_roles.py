@@ -9,7 +9,10 @@ from pagewise_scheduler.core.recovery import prefetch as prefetch_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_shared.protocol import Role
+from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
+from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_shared.block_hash import adapter_salt
+from pagewise_shared.protocol import Adapter, AdapterLoaded, Role
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, evict
@@ -70,6 +73,63 @@ def test_with_a_grammar_a_request_stays_if_some_executors_follow_none() -> None:
         served.add(request)
     served.run()
     assert [served.moved.get(request, 0) for request in requests] == [0, 1]
+
+
+def with_adapter(rank: int, max_tokens: int) -> Request:
+    request = create_request(prompt=40, max_tokens=max_tokens)
+    request.adapter = Adapter("one", "/adapters/one", b"1" * 32, 1000, rank)
+    request.cache_salt = adapter_salt(request.adapter.content, None)
+    return request
+
+
+def slots(max_loras: int, max_rank: int = 8) -> AdapterSlots:
+    return AdapterSlots(max_loras, WaitingQueue(), max_rank)
+
+
+def test_with_an_adapter_a_request_goes_on_where_adapters_of_its_rank_are_served() -> None:
+    served = Fleet(["prefill", "decode", "decode", "decode"])
+    for view, held in zip(served.views, (slots(1), slots(0), slots(1, 4), slots(1)), strict=True):
+        view.adapters = held
+    requests = [with_adapter(8, 20), with_adapter(4, 20)]
+    for request in requests:
+        served.add(request)
+    served.run()
+    assert [served.moved[request] for request in requests] == [1, 1]
+    assert served.node_of(requests[0]) == 3
+    assert served.node_of(requests[1]) in (2, 3)
+
+
+def test_who_can_go_nowhere_else_with_its_adapter_holds_up_nobody() -> None:
+    served = Fleet(["prefill", "decode", "decode"])
+    for view, held in zip(served.views, (slots(1), slots(1), slots(0)), strict=True):
+        view.adapters = held
+    stays, moves = with_adapter(8, 80), create_request(prompt=40, max_tokens=20)
+    served.add(stays)
+    served.kill(1)  # where it was to go on
+    served.add(moves)
+    served.run()
+    assert [served.moved.get(request, 0) for request in (stays, moves)] == [0, 1]
+    assert stays.sequences[0].output_token_ids.tolist() == expected_tokens(stays)
+
+
+def test_a_move_costs_the_load_of_an_adapter() -> None:
+    """The one that holds it is chosen, though the other one is otherwise as good and comes first."""
+    served = Fleet(["prefill", "decode", "decode"])
+    request = with_adapter(8, 20)
+    assert request.adapter is not None
+    for view in served.views:
+        view.adapters = slots(1)
+    held = served.views[2].adapters
+    assert held is not None
+    other = with_adapter(8, 20)
+    other.create_sequences()
+    held.admit(other)
+    held.advance(0.0, None)
+    (load,) = held.take_loads(1, 0.0)
+    held.loaded(AdapterLoaded(1, load.number), 0.0)
+    served.add(request)
+    served.run()
+    assert served.node_of(request) == 2
 
 
 def test_without_roles_nothing_moves() -> None:

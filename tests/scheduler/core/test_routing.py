@@ -409,7 +409,7 @@ def test_an_adapter_is_a_reason_to_go_where_it_is() -> None:
     wanting.adapter = adapter
     slots[1].admit(wanting)
     slots[1].advance(0.0, None)
-    (load,) = slots[1].take_loads(1)
+    (load,) = slots[1].take_loads(1, 0.0)
     slots[1].loaded(AdapterLoaded(1, load.number, 80_000), 0.1)
 
     def chosen(executors: list[ExecutorView], adapter: Adapter | None) -> Placement:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from pagewise_shared.adapters import check_shapes, content_hash, open_adapter
-from pagewise_shared.errors import AdapterError
+from pagewise_shared.adapters import check_shapes, content_hash, open_adapter, unusable
 from pagewise_shared.protocol import Adapter
 from safetensors.torch import load
 
@@ -61,11 +60,12 @@ class HostAdapters:
         try:
             weights = files.weights.read_bytes()
         except OSError as error:
-            raise AdapterError(f"the adapter {adapter.name!r} cannot be read: {error}") from error
+            raise unusable(adapter.name, f"it cannot be read: {error}") from error
         if content_hash(files.config, weights) != adapter.content:
-            raise AdapterError(
-                f"the files of the adapter {adapter.name!r} in {adapter.path} are not those that were registered: they "
-                "have changed since, or the executor sees others; load the adapter again"
+            raise unusable(
+                adapter.name,
+                "its files are not those that were registered: they have changed since, or the executor sees others; "
+                f"load the adapter again from {adapter.path}",
             )
         check_shapes(adapter.name, files.factors, shapes_of(self.layers))
         tensors = load(weights)
@@ -73,14 +73,15 @@ class HostAdapters:
         found: LayerFactors = {}
         for layer in self.layers:
             for number, part in enumerate(layer.parts):
-                if part.module in files.factors:
+                if (factor := files.factors.get(part.module)) is not None:
                     a, b = (tensors[f"{part.module}.lora_{name}.weight"] for name in "AB")
-                    b = (b.float() * files.scale(part.module)).to(self.dtype)
+                    if (a.shape, b.shape) != ((factor.rank, factor.ins), (factor.outs, factor.rank)):
+                        raise unusable(adapter.name, f"the weights of {part.module} have changed while they were read")
+                    b = (b.float() * factor.scale).to(self.dtype)
                     a = a.to(self.dtype)
                     if not (a.isfinite().all() and b.isfinite().all()):
                         # K and V that are no numbers would spoil what others have in the same blocks later.
-                        flaw = f"{part.module} has weights that are not finite"
-                        raise AdapterError(f"the adapter {adapter.name!r} cannot be served: {flaw}")
+                        raise unusable(adapter.name, f"{part.module} has weights that are not finite")
                     pair = PartFactors(number, self.prepare(a.clone()), self.prepare(b))
                     found.setdefault(layer.number, []).append(pair)
         return found, self._keep(adapter.content, found, keep)

@@ -15,6 +15,10 @@ log = logging.getLogger(__name__)
 _MOST_THREADS = 8
 """Threads that compute masks for a GPU, which waits for them. On the CPU one does: the cores have the model to compute,
 and 16 masks of a vocabulary of 113,000 tokens take half a millisecond."""
+_MOST_COMPILERS = 4
+"""Threads that compile grammars, likewise."""
+_MORE_GRAMMARS = 256
+"""Grammars that are kept compiled beside those of all rows: of sequences that are to join, or were preempted."""
 
 
 def load_grammars(config: ExecutorConfig, vocab_size: int, device: str) -> "tuple[Grammars | None, str]":
@@ -29,9 +33,11 @@ def load_grammars(config: ExecutorConfig, vocab_size: int, device: str) -> "tupl
         reason = "llguidance is not installed"
     else:
         path = resolve_model(config.model, config.revision, tokenizer_only=True)
-        threads = min(_MOST_THREADS, available_cores()) if device == "cuda" else 1
+        cores = available_cores() if device == "cuda" else 1
+        most = 2 * (config.max_num_seqs + _MORE_GRAMMARS)  # schedulers count on half of them
         try:
-            return Grammars(load_tokenizer(path, vocab_size), threads), ""
+            tokenizer = load_tokenizer(path, vocab_size)
+            return Grammars(tokenizer, min(_MOST_THREADS, cores), most, min(_MOST_COMPILERS, cores)), ""
         except NoGrammarsError as error:
             reason = str(error)
     log.warning("requests for structured output are refused: %s", reason)

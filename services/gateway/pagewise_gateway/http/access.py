@@ -8,14 +8,12 @@ from pagewise_shared.protocol import KeyLimits
 
 from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.http.clients import EVERYBODY, Keyring
-from pagewise_gateway.http.context import CLIENT
+from pagewise_gateway.http.context import CLIENT, is_messages
 from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError
 from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
 _SCHEME = "bearer"
-_MESSAGES = "/v1/messages"
-"""Clients of these endpoints may send their key as X-Api-Key, as Anthropic's do."""
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
@@ -48,14 +46,13 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
             request[CLIENT] = EVERYBODY
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if not scheme and request.path.startswith(_MESSAGES):
+        if not scheme and is_messages(request):  # whose clients send their key as Anthropic's do
             scheme, key = _SCHEME, request.headers.get("X-Api-Key", "")
         client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
         if client is None:
             metrics.unauthorized.inc()
-            sent = "Authorization" in request.headers
             raise InvalidKeyError(
-                "the API key is not valid" if sent else "an API key is needed: send Authorization: Bearer KEY"
+                "the API key is not valid" if key else "an API key is needed: send Authorization: Bearer KEY"
             )
         request[CLIENT] = client
         if isinstance(request.protocol, ClientConnection):

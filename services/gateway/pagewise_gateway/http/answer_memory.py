@@ -67,17 +67,17 @@ class AnswerSize:
             return self.share  # a stream is not kept: any number
         return max(1, (self.share - num_prompt_tokens * self.n * self.repeated) // (self.n * self.token))
 
-    def reserve(self, prompts: Sequence[Prompt], memory: Reservation) -> int:
-        """Take memory for what the answer repeats of its prompts, and for a large answer also for all its tokens.
+    def reserve(self, prompts: Sequence[Prompt], memory: Reservation, others: int = 0) -> int:
+        """Take memory for what the answer repeats of its request, and for a large answer also for all its tokens.
 
-        Returns the bytes for what the answer repeats of the prompts.
+        ``others``: bytes that it repeats besides prompts. Returns the bytes for all that it repeats.
 
         Raises:
             InvalidRequestError: the answer may take more than one key may use.
             OverloadedError: other answers have taken the memory.
         """
         copies = self.n if self.whole else 1
-        prompt_bytes = copies * self.repeated * sum(len(prompt.tokens) for prompt in prompts)
+        prompt_bytes = copies * self.repeated * sum(len(prompt.tokens) for prompt in prompts) + others
         most = prompt_bytes
         if self.whole:
             most += self.n * self.token * sum(prompt.max_tokens for prompt in prompts)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.protocol import Adapter
@@ -23,9 +23,19 @@ from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
-from pagewise_gateway.http.errors import APIError, InternalError, InvalidRequestError, failure, from_http_exception
+from pagewise_gateway.http.errors import (
+    APIError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnsupportedEndpointError,
+    failure,
+    from_http_exception,
+    shortened,
+)
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.http.messages_api.errors import error_response
 from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
@@ -62,6 +72,9 @@ from pagewise_gateway.text.turns import Turns
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
+
+_MAX_PATH = 128
+"""Longer paths are cut in the middle where errors quote them."""
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
 _OPENAPI = web.AppKey("openapi", bytes)
@@ -110,6 +123,7 @@ def create_app(link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig,
             web.post("/v1/responses", create_response),
             web.post("/v1/messages", create_message),
             web.post("/v1/messages/count_tokens", count_tokens),
+            web.post("/v1/embeddings", refuse_embeddings),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.post("/v1/load_lora_adapter", load_lora_adapter),
@@ -196,11 +210,11 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except (APIError, GenerationError) as error:
-        response = (error if isinstance(error, APIError) else failure(error)).response()
+        response = error_response(request, error if isinstance(error, APIError) else failure(error))
         # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
         error.__traceback__ = error.__context__ = None
     except web.HTTPException as error:
-        response = from_http_exception(error, f"{request.method} {request.path}").response()
+        response = error_response(request, _not_handled(request, error))
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         error.__traceback__ = None  # breaks a cycle: its frames refer to the error
@@ -208,8 +222,29 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
-        response = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}").response()
+        failed = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}")
+        response = error_response(request, failed)
     return response
+
+
+def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
+    """Return the error for a request that no handler took. If there is no such path, it lists those that there are."""
+    what = shortened(f"{request.method} {request.path}", _MAX_PATH)
+    if error.status != 404:
+        return from_http_exception(error, what)
+    endpoints = ", ".join(
+        f"{route.method} {route.resource.canonical}"
+        for route in request.app.router.routes()
+        if route.resource is not None and route.method != hdrs.METH_HEAD and route.handler is not refuse_embeddings
+    )
+    return NotFoundError(f"{what}: there is no such endpoint; there are {endpoints}")
+
+
+async def refuse_embeddings(_: web.Request) -> web.Response:
+    """Embeddings are not supported; clients that ask for them are told so, and not that the path is unknown."""
+    raise UnsupportedEndpointError(
+        "/v1/embeddings is not supported by Pagewise: it serves models that generate text, and has no pooling"
+    )
 
 
 async def health(request: web.Request) -> web.Response:

@@ -51,8 +51,12 @@ async def run_chat(
     body: ChatRequest,
     intake: Intake,
     respond: Callable[[ChatRun], Awaitable[web.StreamResponse]],
+    *,
+    repeated: int = 0,
 ) -> web.StreamResponse:
     """Submit a chat, and return what ``respond`` makes of it. ``intake``: what is held for the request.
+
+    ``repeated``: bytes of the request that are kept because the answer repeats them.
 
     Raises:
         APIError, GenerationError: as ``create_chat_completion``.
@@ -74,13 +78,18 @@ async def run_chat(
     start: Start = "main"
     if parsing is not None:
         start = parsing.format.start(encoded.text, _continued(body, parsing))
-    wanted_answer = answer_grammar(body, parsing, start, service.tokenizer.special_tokens)
+    grammar = await grammar_of(
+        service,
+        answer_grammar(body, parsing, start, service.tokenizer.special_tokens),  # it holds the tools: no name for it
+        capacity,
+        request[CLIENT].name,
+    )
     sampling = sampling_params(
         body,
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
-        grammar=await grammar_of(service, wanted_answer, capacity, request[CLIENT].name),
+        grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
@@ -92,7 +101,7 @@ async def run_chat(
     continues = bool(body.continue_final_message)
     strip(body)
     intake.memory.release()
-    prompt_bytes = size.reserve([prompt], intake.answer)
+    prompt_bytes = size.reserve([prompt], intake.answer, repeated)
     del encoded  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:

@@ -2,9 +2,10 @@
 
 import secrets
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagewise_gateway.generation import Prompt
+from pagewise_gateway.generation import Prompt, SequenceDelta
 from pagewise_gateway.http.chat_formats import Parsing
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.generate import Generation
@@ -12,6 +13,8 @@ from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
+_PIECE = 1024
+"""Characters of an output that are parsed at a time; other tasks may run in between."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,3 +46,24 @@ class ChatRun:
         if self.parsing is not None and (length := self.parsing.id_length) > 0:
             return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
         return f"call_{secrets.token_hex(12)}"
+
+    def quick(self) -> bool:
+        """Whether what has arrived may be parsed and told at once."""
+        return self.generation.few_unread and self.service.slices.room()
+
+
+def cut(text: str) -> Iterator[str]:
+    """Yield the pieces in which a text is parsed."""
+    for start in range(0, len(text), _PIECE):
+        yield text[start : start + _PIECE]
+
+
+def finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
+    """Return why an output has ended. One that was cut off in a call has not ended with tool calls.
+
+    ``delta``: the last one. ``parser``: of the output.
+    """
+    if delta.finish_reason != "stop" or not parser.num_calls:
+        return delta.finish_reason
+    cut_off = delta.stop_reason is not None and not parser.whole
+    return "stop" if cut_off else "tool_calls"

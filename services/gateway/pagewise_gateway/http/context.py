@@ -37,6 +37,14 @@ SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 
 
+_MESSAGES = "/v1/messages"
+
+
+def is_messages(request: web.Request) -> bool:
+    """Whether a request is for Anthropic's API: its clients send keys and read errors in their own way."""
+    return request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
+
+
 def client_request_id(request: web.Request) -> str:
     """Return the X-Request-Id that the client sent, or an empty string if it sent no valid one."""
     return "" if request[CLIENT_REQUEST_ID] == request[REQUEST_ID] else request[CLIENT_REQUEST_ID]
@@ -85,4 +93,7 @@ class Service:
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:
         """Headers of every answer."""
-        return {"X-Request-Id": request[CLIENT_REQUEST_ID]}
+        headers = {"X-Request-Id": request[CLIENT_REQUEST_ID]}
+        if is_messages(request):
+            headers["request-id"] = request[CLIENT_REQUEST_ID]
+        return headers

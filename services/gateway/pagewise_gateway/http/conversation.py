@@ -130,7 +130,7 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 def _arguments(text: str, place: str, dialect: Dialect) -> dict[str, Any] | str:
     arguments = check_arguments(text, place)
-    return text or "{}" if dialect.arguments_as_text else arguments
+    return (text.strip() or "{}") if dialect.arguments_as_text else arguments
 
 
 def check_arguments(text: str, place: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def check_arguments(text: str, place: str) -> dict[str, Any]:
         InvalidRequestError: they are no JSON object.
     """
     try:
-        arguments = msgspec.json.decode(text or "{}")
+        arguments = msgspec.json.decode(text.strip() or "{}")
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -3,6 +3,7 @@
 APIError
 ├── InvalidRequestError (400)
 │   ├── UnsupportedParameterError   a field of OpenAI's or vLLM's API that Pagewise does not support
+│   ├── UnsupportedEndpointError    an endpoint of OpenAI's API that Pagewise does not have
 │   ├── UnknownParameterError       a field that none of these APIs has
 │   └── ContextLengthError          prompt and output exceed the model's length
 ├── InvalidKeyError (401)
@@ -100,6 +101,12 @@ class UnsupportedParameterError(InvalidRequestError):
     """A field of OpenAI's or vLLM's API that Pagewise does not support, with a value that asks for something."""
 
     code = "unsupported_parameter"
+
+
+class UnsupportedEndpointError(InvalidRequestError):
+    """An endpoint of OpenAI's API that Pagewise does not have."""
+
+    code = "unsupported_endpoint"
 
 
 class UnknownParameterError(InvalidRequestError):

@@ -14,6 +14,9 @@ from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 
+_FEW = 32
+"""Events of up to so many tokens are made as the tokens arrive, even if they carry more than text."""
+
 
 class Generation:
     """The generation of one HTTP request. Entering the context submits it; leaving aborts what has not ended.
@@ -105,9 +108,9 @@ class Generation:
         return await self._live.outcome()
 
     @property
-    def num_unread(self) -> int:
-        """How many tokens have arrived that ``news`` has not returned, or a few more."""
-        return self._live.num_unread
+    def few_unread(self) -> bool:
+        """Whether so few tokens have arrived that ``news`` has not returned that their events may be made at once."""
+        return self._live.num_unread <= _FEW
 
     def prompt_logprobs(self, index: int) -> PackedLogprobs:
         """Return the log-probabilities of a choice's prompt, if requested. They are complete before its first delta."""

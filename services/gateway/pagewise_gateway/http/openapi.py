@@ -13,6 +13,7 @@ from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.messages_api.schema import (
     CountRequest,
     Message,
+    MessageError,
     MessageEvent,
     MessagesRequest,
     TokenCount,
@@ -112,7 +113,7 @@ def document(
         "repeated": REPEATED_BYTES,
     }
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind not in (None, str)}
-    _, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REF)
+    _, components = msgspec.json.schema_components([*types, ErrorResponse, MessageError], ref_template=_REF)
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
             components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
@@ -139,12 +140,17 @@ def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
     if path.endswith("_lora_adapter"):
         responses["403"] = _error(f"{_OPERATORS} Or adapters may not be loaded while the server runs.")
     if event is not None:
-        # As OpenAPI 3.2 describes streams of events; the last one's data is "[DONE]".
+        # As OpenAPI 3.2 describes streams of events. The last one's data is "[DONE]", unless they have names.
         chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
-        data = {"anyOf": [{"const": "[DONE]"}, chunk]}
-        item = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        item: dict[str, Any] = {"type": "object", "required": ["data"]}
+        if event in (MessageEvent, ResponseEvent):
+            item["required"].append("event")
+            item["properties"] = {"event": {"type": "string"}, "data": chunk}
+        else:
+            item["properties"] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    responses |= {str(status): _error(text.format_map(sizes)) for status, text in _ERRORS.items()}
+    shape = MessageError if path.startswith("/v1/messages") else ErrorResponse
+    responses |= {str(status): _error(text.format_map(sizes), shape) for status, text in _ERRORS.items()}
     body = {
         "required": True,
         "description": _BODY.format_map(sizes),
@@ -188,8 +194,8 @@ def _text() -> dict[str, Any]:
     return {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def _error(text: str) -> dict[str, Any]:
-    return {"description": text, "content": {"application/json": {"schema": _ref(ErrorResponse)}}}
+def _error(text: str, shape: type = ErrorResponse) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _ref(shape)}}}
 
 
 def _ref(kind: type) -> dict[str, str]:

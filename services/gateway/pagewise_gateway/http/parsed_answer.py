@@ -6,7 +6,7 @@ from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_answer import ChatAnswer
-from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.chat_run import ChatRun, cut, finish_reason
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -31,9 +31,18 @@ class ParsedAnswer(ChatAnswer):
         self._reasoning = run.parsing is None or run.parsing.reasoning
         self._outputs: dict[int, _Output] = {}
 
+    @property
+    def cheap(self) -> bool:
+        """Parsing takes too long for what a client has left unread for long."""
+        return False
+
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
         parser = self._run.parser()
-        parsed = joined([*parser.push(delta.text), *parser.finish()])
+        news: list[Delta] = []
+        for text in cut(delta.text):
+            news += parser.push(text)
+            yield b""
+        parsed = joined([*news, *parser.finish()])
         reasoning = parsed.reasoning or None if self._reasoning else UNSET
         message = AssistantMessage(
             parsed.content or (None if parsed.calls or parsed.reasoning else ""),
@@ -48,7 +57,7 @@ class ParsedAnswer(ChatAnswer):
             delta.index,
             message,
             (yield from self._logprobs(delta)),
-            _finish_reason(delta, parser),
+            finish_reason(delta, parser),
             delta.stop_reason,
             delta.token_ids if self._token_ids_wanted else UNSET,
         )
@@ -66,19 +75,19 @@ class ParsedAnswer(ChatAnswer):
         if (output := self._outputs.get(index)) is None:
             output = self._outputs[index] = _Output(self._run.parser())
             yield self._opening(index)
-        news = output.parser.push(delta.text)
-        if delta.finish_reason is not None:
-            news += output.parser.finish()
         logprobs = yield from self._logprobs(delta)
         token_ids = delta.token_ids if self._token_ids_wanted else UNSET
         if (
             logprobs is not None or token_ids
         ):  # they belong to no piece of the message, so they have a chunk of their own
             yield event(self._chunk([ChatChunkChoice(index, ChatDelta(), logprobs, token_ids=token_ids)]))
-        for new in news:
-            yield self._delta_event(index, output, new)
+        for text in cut(delta.text):
+            for new in output.parser.push(text):
+                yield self._delta_event(index, output, new)
         if delta.finish_reason is not None:
-            reason = _finish_reason(delta, output.parser)
+            for new in output.parser.finish():
+                yield self._delta_event(index, output, new)
+            reason = finish_reason(delta, output.parser)
             ending = ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
             yield event(self._chunk([ending]))
 
@@ -118,8 +127,3 @@ class _Output:
         self.parser = parser
         self.calls = 0
         self.templates: dict[str, EventTemplate] = {}
-
-
-def _finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
-    """A call that is cut off by the length ends as any other text does."""
-    return "tool_calls" if delta.finish_reason == "stop" and parser.num_calls else delta.finish_reason

@@ -34,7 +34,7 @@ BODY_SECONDS = 60.0
 _SMALL_BODY_BYTES = 65_536
 """Bodies of up to this size are parsed in turns with other short work; larger ones one after the other."""
 
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.context import CLIENT, Service
+from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse
 from pagewise_gateway.http.schema import GenerationFields
@@ -19,8 +20,6 @@ ChoiceT = TypeVar("ChoiceT")
 
 _NO_CHOICES = b'"choices":[]'
 """The place of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
-_FEW = 32
-"""Events of up to so many tokens are made as the tokens arrive, even if they carry more than text."""
 
 
 class Responder(ABC, Generic[ChunkT, ChoiceT]):
@@ -59,9 +58,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         if self._body.stream:
             return await stream_events(request, self._generation, self)
         pieces = self._answer_pieces(await self._generation.outcome())
-        body = bytearray()
-        while (piece := await self._service.slices.next(request[CLIENT].name, pieces)) is not None:
-            body += piece
+        body = await self._service.slices.all(request[CLIENT].name, pieces)
         return web.Response(body=body, content_type="application/json")
 
     # ---- for ``stream_events`` -----------------------------------------------------------------------
@@ -73,7 +70,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
 
     def quick(self) -> bool:
         """Whether the events of what has arrived may be made at once."""
-        return not self._repeating() and self._generation.num_unread <= _FEW and self._service.slices.room()
+        return not self._repeating() and self._generation.few_unread and self._service.slices.room()
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """Return the events for these deltas."""
@@ -93,6 +90,10 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         chunk = self._chunk([])
         chunk.usage = self._generation.usage()
         return event(chunk)
+
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed."""
+        return b"data: %b\n\n" % error.body()
 
     # ---- helpers --------------------------------------------------------------------------------------
 

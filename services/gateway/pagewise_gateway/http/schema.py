@@ -50,6 +50,14 @@ PromptType = Annotated[
         description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
     ),
 ]
+CacheRetention = Annotated[
+    str,
+    Meta(
+        pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$(?!\\n)",
+        description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
+        "in_memory, which leaves it to the server. A hint, not a promise.",
+    ),
+]
 _SEGMENT_TEXTS = (
     "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
     "conversations, parts of messages can be marked as segments instead."
@@ -249,17 +257,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
-    prompt_cache_retention: (
-        Annotated[
-            str,
-            Meta(
-                pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$",
-                description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
-                "in_memory, which leaves it to the server. A hint, not a promise.",
-            ),
-        ]
-        | None
-    ) = None
+    prompt_cache_retention: CacheRetention | None = None
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
@@ -282,7 +280,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of a conversation. Messages of the assistant may have tool calls instead of a content.
 
     ``tool_call_id``: of a message of role tool, the call that it answers. ``reasoning`` and ``reasoning_content``: of
-    the assistant; they mean the same, and the chat template decides what becomes of it.
+    the assistant; they mean the same, and the chat template decides what becomes of it. ``parsed``: what OpenAI's SDK
+    has made of the content, which has no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -292,6 +291,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

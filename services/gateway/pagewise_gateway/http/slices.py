@@ -51,5 +51,12 @@ class Slices:
         finally:
             self._turns.pass_on()
 
+    async def all(self, key: str, pieces: Iterator[bytes]) -> bytearray:
+        """Return all pieces, joined, which are made in as many slices as that takes."""
+        body = bytearray()
+        while (piece := await self.next(key, pieces)) is not None:
+            body += piece
+        return body
+
     def _next_iteration(self) -> None:
         self._spent = 0.0

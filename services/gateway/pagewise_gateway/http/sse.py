@@ -95,9 +95,9 @@ class EventWriter:
         await in_time(self._request, self.response.write_eof())
         return self.response
 
-    async def fail(self, error: APIError) -> web.StreamResponse:
+    async def fail(self, event: bytes) -> web.StreamResponse:
         """End the stream with an event that carries an error."""
-        await self.send(b"data: %b\n\n" % error.body())
+        await self.send(event)
         return await self.finish()
 
 
@@ -121,6 +121,9 @@ class EventSource(Protocol):
 
     def last(self) -> bytes:
         """Return the event that ends a stream before ``[DONE]``, or nothing."""
+
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed, in the shape of its API."""
 
 
 async def stream_events(request: web.Request, generation: Generation, source: EventSource) -> web.StreamResponse:
@@ -154,17 +157,17 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
     except GenerationError as error:
         if not writer.response.prepared:
             raise
-        return await writer.fail(failure(error))
+        return await writer.fail(source.error(failure(error)))
     except (ConnectionError, asyncio.CancelledError):
         raise
     except APIError as error:
         if not writer.response.prepared:
             raise
-        return await writer.fail(error)
+        return await writer.fail(source.error(error))
     except Exception:
         if not writer.response.prepared:
             raise
         log.exception("request %s failed", request[REQUEST_ID])
-        return await writer.fail(InternalError("internal error"))
+        return await writer.fail(source.error(InternalError("internal error")))
     await writer.send(source.last() + source.end)
     return await writer.finish()

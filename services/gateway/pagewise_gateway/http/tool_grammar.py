@@ -10,12 +10,8 @@ from pagewise_gateway.http.tool_schema import NamedToolChoice
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.schemas import check_schema
 from pagewise_gateway.text.output_parsing import Start
-from pagewise_gateway.text.output_parsing.grammar import (
-    Function,
-    UnsupportedSchemaError,
-    after_reasoning,
-    tool_call_grammar,
-)
+from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
+from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 
 def answer_grammar(

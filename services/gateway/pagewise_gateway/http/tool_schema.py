@@ -7,7 +7,8 @@ from msgspec import Meta, Struct
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024
 
-FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+# In Python "$" also matches before a line break at the end; "(?!\n)" says the same in all dialects of patterns.
+FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+$(?!\n)")]
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True, frozen=True):
@@ -40,10 +41,14 @@ class NamedToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it."""
+    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it.
+
+    ``parsed_arguments``: what OpenAI's SDK has made of them, which has no effect.
+    """
 
     name: FunctionName
     arguments: str
+    parsed_arguments: Any = None
 
 
 class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):

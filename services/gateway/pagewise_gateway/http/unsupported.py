@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs that Pagewise does not support.
+"""Fields of OpenAI's, Anthropic's and vLLM's APIs that Pagewise does not support.
 
 Such a field is refused by name, unless its value asks for nothing: SDKs and frontends send such values by default.
 """
@@ -24,18 +24,29 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_options": (),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    # Anthropic
+    "compaction": (),
+    "container": (),
+    "diagnostics": (),
+    "fallbacks": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
     # vLLM
     "chat_template": (),
     "documents": ([],),
+    "ec_transfer_params": (),
+    "echo": (False,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
@@ -43,14 +54,25 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "kv_transfer_params": (),
     "logits_processors": (),
+    "logprob_token_ids": (),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "repetition_detection": (),
     "request_id": (),
+    "return_mm_kwargs": (True, False),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 # The same for the fields of a message.

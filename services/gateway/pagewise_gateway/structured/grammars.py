@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
+from llguidance.gbnf_to_lark import is_lark_syntax
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 from pagewise_gateway.structured.errors import GrammarError
-from pagewise_gateway.structured.schemas import MAX_LEVELS, check_schema, without_additional_properties
+from pagewise_gateway.structured.schemas import MAX_LEVELS, MAX_TEXT, check_schema, without_additional_properties
 from pagewise_gateway.text.turns import Turns
 
 T = TypeVar("T")
@@ -28,11 +29,19 @@ _MAX_REASON = 400
 _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
 """Grammars that are known to be good, and characters of them together."""
-_MOST_GBNF_RULES = 512
-"""The converter looks at all of them once for each link of the longest chain."""
+MAX_GRAMMAR_CHARACTERS = 65_536
+"""Of a grammar in Lark's form or in GBNF, without the schemas in it. Each state of a lexeme takes as long to make as it
+is long: 5 ms for one of 30,000 characters."""
+MAX_GRAMMAR_SYMBOLS = 4096
+"""Symbols in the rules of a grammar. They may all be possible at once, and are then compared with each other."""
+MAX_REGEX_CHARACTERS = 32_768
+MAX_GBNF_RULES = 512
+_MOST_GBNF_WORK = 8 * 1024 * 1024
+"""Rules times characters: the converter looks at all rules once for each link of the longest chain."""
 _EMBEDDED = re.compile(r"%json\s*")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _LIMITS = LLParserLimits(verbose_errors=False)
+_FEW_SYMBOLS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_GRAMMAR_SYMBOLS)
 
 
 def json_schema_grammar(
@@ -51,8 +60,8 @@ def json_schema_grammar(
     Raises:
         GrammarError: it is no schema, or has a keyword that is not honoured.
     """
-    if isinstance(schema, str):
-        schema = _decoded(schema)
+    schema, size = _sized(schema)
+    _check_size(size)
     check_schema(schema)
     if schema is False:
         raise GrammarError("nothing matches the schema false")
@@ -76,7 +85,13 @@ def json_object_grammar(*, whitespace: bool = True, whitespace_pattern: str | No
 
 
 def regex_grammar(regex: str) -> str:
-    """Return the grammar of the texts that a regular expression matches as a whole."""
+    """Return the grammar of the texts that a regular expression matches as a whole.
+
+    Raises:
+        GrammarError: it is too long.
+    """
+    if len(regex) > MAX_REGEX_CHARACTERS:
+        raise GrammarError(f"a regular expression may have at most {MAX_REGEX_CHARACTERS} characters")
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -84,9 +99,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of these texts.
 
     Raises:
-        GrammarError: one of them is no text that can be written in UTF-8.
+        GrammarError: one of them is too long, or no text that can be written in UTF-8.
     """
     for choice in choices:
+        if len(choice) > MAX_TEXT:
+            raise GrammarError(f"a text has {len(choice)} characters, the limit is {MAX_TEXT}")
         if not _is_text(choice):
             raise GrammarError(f"{choice[:100]!r} is no valid Unicode text")
     texts = list(dict.fromkeys(choice for choice in choices if choice))
@@ -107,11 +124,11 @@ def context_free_grammar(text: str) -> str:
     """
     if text.lstrip().startswith("{"):
         raise GrammarError("it is in neither Lark's nor GBNF's form")
-    if text.count("::=") > _MOST_GBNF_RULES:
-        raise GrammarError(f"a grammar in GBNF may have at most {_MOST_GBNF_RULES} rules")
-    # To tell the forms apart, the converter searches with a regular expression that takes quadratic time for empty
+    # To tell the forms apart, the library searches with a regular expression that takes quadratic time for empty
     # lines, and holds the interpreter's lock meanwhile.
     text = "\n".join(line for line in text.split("\n") if line.strip())
+    if not is_lark_syntax(text):
+        _check_gbnf_size(text)
     try:
         lark = grammar_from("grammar", text)
     except Exception as error:  # a converter in Python, which raises whatever it stumbles over
@@ -119,6 +136,10 @@ def context_free_grammar(text: str) -> str:
     rest = _without_schemas(lark)
     if rest.count(":") > MAX_LEVELS:
         raise GrammarError(f"a grammar may have at most {MAX_LEVELS} rules")
+    if len(rest) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_CHARACTERS} characters beside schemas")
+    if flaw := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(rest), limits=_FEW_SYMBOLS):
+        raise GrammarError(_reason(flaw))
     return lark
 
 
@@ -130,16 +151,19 @@ def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers:
     Raises:
         GrammarError: no trigger begins a structure, or a schema is not honoured.
     """
-    tags = []
+    tags, taken = [], 0
     for begin, schema, end in structures:
         trigger = next((one for one in triggers if begin.startswith(one)), None)
         if not trigger:
             raise GrammarError(f"no trigger begins the structure {begin[:100]!r}")
         if not (_is_text(begin) and _is_text(end)):
             raise GrammarError(f"{begin[:100]!r} or {end[:100]!r} is no valid Unicode text")
-        decoded = _decoded(schema) if isinstance(schema, str) else schema
+        decoded, size = _sized(schema)
+        _check_size(taken := taken + size)  # before anything goes through all of it
         check_schema(decoded)
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=json.dumps(decoded), end=end))
+        if decoded is False:
+            raise GrammarError("nothing matches the schema false")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar={} if decoded is True else decoded, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 
 
@@ -149,8 +173,7 @@ def check_grammar(grammar: str) -> None:
     Raises:
         GrammarError: it is too large, or makes no sense.
     """
-    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"it takes {size} bytes as a grammar, the limit is {MAX_GRAMMAR_BYTES}")
+    _check_size(len(grammar.encode()))
     if flaw := LLMatcher.validate_grammar(grammar, limits=_LIMITS):
         raise GrammarError(_reason(flaw))
 
@@ -208,17 +231,41 @@ class Grammars:
         return grammar
 
 
+def _sized(schema: Any) -> tuple[Any, int]:
+    """A schema, decoded if it is a text, and the bytes that it takes."""
+    if isinstance(schema, str):
+        schema = _decoded(schema)
+    return schema, len(msgspec.json.encode(schema))
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it takes {size} bytes as a grammar, the limit is {MAX_GRAMMAR_BYTES}")
+
+
+def _check_gbnf_size(text: str) -> None:
+    """Check that converting a grammar from GBNF, which is done in Python, takes no more than a second or two."""
+    num_rules = text.count("::=")
+    if num_rules > MAX_GBNF_RULES:
+        raise GrammarError(f"a grammar in GBNF may have at most {MAX_GBNF_RULES} rules")
+    if len(text) > min(MAX_GRAMMAR_CHARACTERS, most := _MOST_GBNF_WORK // max(num_rules, 1)):
+        raise GrammarError(
+            f"a grammar in GBNF with {num_rules} rules may have at most {min(MAX_GRAMMAR_CHARACTERS, most)} characters"
+        )
+
+
 def _without_schemas(lark: str) -> str:
-    """Check the JSON schemas in a grammar, and return the rest of it."""
-    rest, at = [], 0
+    """Check the JSON schemas in a grammar; returns it with any text in the place of each."""
+    rest: list[str] = []
+    at = 0
     decoder = json.JSONDecoder()
     levels = 0
     while found := _EMBEDDED.search(lark, at):
-        rest.append(lark[at : found.start()])
+        rest += lark[at : found.start()], " /./ "
         try:
             schema, at = decoder.raw_decode(lark, found.end())
         except ValueError:  # in a comment or a string; else the library says what is wrong
-            at = found.end()
+            rest[-1], at = found[0], found.end()
             continue
         except RecursionError:
             raise GrammarError("a schema in it is nested too deeply") from None

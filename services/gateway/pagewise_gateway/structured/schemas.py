@@ -4,7 +4,9 @@ llguidance refuses most keywords that it does not implement. A few it accepts an
 here, wherever they stand as keywords. Source of what it implements: ``docs/json_schema.md`` of llguidance.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from math import lcm
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +16,16 @@ MAX_DEPTH = 64
 """Levels of arrays and objects in a schema."""
 MAX_LEVELS = 2048
 """Levels of a schema together with those of all that it refers to: what refers is compiled recursively."""
+MAX_TEXT = 8192
+"""Characters of a text in ``enum`` or ``const``: each state of a lexeme takes as long to make as it is long."""
+MAX_OPTIONAL = 480
+"""Properties of an object that are not required, or alternatives of ``anyOf``: executors follow 2,000 possibilities at
+a time, and these are up to four each."""
+MAX_AT_LEAST_ONE = 100
+"""Properties that are not required, of a schema with ``minProperties``: what is compiled for that grows with their
+cube."""
+MAX_MULTIPLE = 10_000
+"""What all numbers in ``multipleOf`` divide, apart from powers of ten: so many states a number then has."""
 
 _UNHONOURED = {
     "patternProperties": "properties can be named one by one in properties, or all be alike in additionalProperties",
@@ -54,6 +66,7 @@ def check_schema(schema: Any) -> int:
     _depth(schema, depths)
     # What is referred to may lie where no schema is looked for.
     levels, references, walked = 0, ["#"], set[int]()
+    everywhere: list[dict[str, Any]] = []
     found = {"#"}
     while references:
         target = _target(schema, references.pop())
@@ -62,9 +75,11 @@ def check_schema(schema: Any) -> int:
             raise GrammarError(f"the schema and what it refers to have more than {MAX_LEVELS} levels together")
         for keywords in subschemas(target, walked):
             _check_keywords(keywords, is_root=keywords is schema)
+            everywhere.append(keywords)
             if isinstance(reference := keywords.get("$ref"), str) and reference not in found:
                 found.add(reference)
                 references.append(reference)
+    _check_together(everywhere)
     return levels
 
 
@@ -105,8 +120,50 @@ def _check_keywords(keywords: dict[str, Any], *, is_root: bool) -> None:
         required = keywords.get("required")
         if not isinstance(required, list) or len(set(map(str, required))) < least:
             raise GrammarError("minProperties above 1 is not supported, unless required names so many properties")
+    if _num_optional(keywords) > MAX_OPTIONAL:
+        raise GrammarError(f"an object may have at most {MAX_OPTIONAL} properties that are not required")
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(alternatives := keywords.get(keyword), list) and len(alternatives) > MAX_OPTIONAL:
+            raise GrammarError(f"{keyword} may have at most {MAX_OPTIONAL} alternatives; an enum may have more texts")
+    values = keywords.get("enum")
+    values = [*values, keywords.get("const")] if isinstance(values, list) else [keywords.get("const")]
+    if any(isinstance(value, str) and len(value) > MAX_TEXT for value in values):
+        raise GrammarError(f"a text in enum or const may have at most {MAX_TEXT} characters")
+    if sum(isinstance(value, dict | list) for value in values) > MAX_OPTIONAL:
+        raise GrammarError(f"enum may have at most {MAX_OPTIONAL} arrays and objects")
     if "$id" in keywords and not is_root:
         raise GrammarError("$id is only supported at the top of a schema")
+
+
+def _check_together(everywhere: Iterable[dict[str, Any]]) -> None:
+    """Check what the schemas in a schema, which may be merged, amount to."""
+    num_optional, at_least_one, multiple = 0, False, 1
+    for keywords in everywhere:
+        num_optional += _num_optional(keywords)
+        least, step = keywords.get("minProperties"), keywords.get("multipleOf")
+        at_least_one |= isinstance(least, int | float) and least > 0
+        if isinstance(step, int | float) and step > 0:
+            multiple = lcm(multiple, int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
+            if multiple > MAX_MULTIPLE:
+                raise GrammarError(
+                    f"multipleOf is only supported if all its numbers divide one of at most {MAX_MULTIPLE}, "
+                    "apart from powers of ten"
+                )
+    if at_least_one and num_optional > MAX_AT_LEAST_ONE:
+        raise GrammarError(
+            f"minProperties is only supported if at most {MAX_AT_LEAST_ONE} properties are not required, in all objects"
+        )
+
+
+def _num_optional(keywords: dict[str, Any]) -> int:
+    properties, required = keywords.get("properties"), keywords.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    return (
+        len(properties.keys() - {name for name in required if isinstance(name, str)})
+        if (isinstance(required, list))
+        else len(properties)
+    )
 
 
 def _target(schema: Any, reference: str) -> Any:

@@ -1,10 +1,13 @@
 """Renders conversations, and the tools that they may use, with a model's chat template."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
+
+log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates name."""
@@ -42,6 +45,7 @@ class ChatTemplate:
 
     def __init__(self, template: str | None, of_tools: str | None, special_tokens: dict[str, str]) -> None:
         self._template, self._of_tools, self._special_tokens = template, of_tools, special_tokens
+        self._late_system: dict[str, bool] = {}
 
     def render(
         self,
@@ -55,7 +59,8 @@ class ChatTemplate:
         """Render a conversation.
 
         ``messages``: role and content, and what else the template knows; a content that is a list of text parts is
-        joined by line breaks. ``tools``: in OpenAI's shape, as the template gets them.
+        joined by line breaks. A template that takes system messages at the beginning only gets one of them, and later
+        ones as the user's. ``tools``: in OpenAI's shape, as the template gets them.
 
         Raises:
             NoChatTemplateError: the model has no chat template.
@@ -66,10 +71,13 @@ class ChatTemplate:
             raise NoChatTemplateError("the model has no chat template: use /v1/completions")
         if reserved := _RESERVED_NAMES & (template_kwargs or {}).keys():
             raise ChatTemplateError(f"chat_template_kwargs may not set {min(reserved)}")
+        flat = [_flatten(message, template) for message in messages]
+        if any(message.get("role") == "system" for message in flat[1:]) and not self._takes_late_system(template):
+            flat = _with_one_system(flat)
         try:
             rendered: list[str]
             rendered, _ = renderer()(
-                [[_flatten(message, template) for message in messages]],
+                [flat],
                 tools=list(tools) if tools else None,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
@@ -88,6 +96,19 @@ class ChatTemplate:
             if self._renders_calls(dialect):
                 return dialect
         return Dialect()
+
+    def _takes_late_system(self, template: str) -> bool:
+        """Whether a template writes system messages that are not the first message. It is tried once."""
+        if template not in self._late_system:
+            messages = [{"role": role, "content": f"probe_{role}"} for role in ("system", "user", "system", "user")]
+            try:
+                rendered, _ = renderer()([messages], chat_template=template, **self._special_tokens)
+                self._late_system[template] = rendered[0].count("probe_system") == 2
+            except Exception:  # whatever a template written by others may raise
+                self._late_system[template] = False
+            if not self._late_system[template]:
+                log.info("the chat template takes one system message: more are joined with it, or become the user's")
+        return self._late_system[template]
 
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
@@ -126,3 +147,20 @@ def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
     if "reasoning_content" in flat and ".thinking" in template:  # the name that gpt-oss has for it
         flat["thinking"] = flat["reasoning_content"]
     return flat
+
+
+def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
+    there are templates in which the user and the assistant have to alternate."""
+    made: list[dict[str, Any]] = []
+    begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
+    for message in messages:
+        is_system = message["role"] == "system"
+        begun = begun or not is_system
+        role = "user" if is_system and begun else message["role"]
+        if made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append({**message, "role": role})
+        joins = is_system
+    return made

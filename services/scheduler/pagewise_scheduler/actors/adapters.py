@@ -1,9 +1,10 @@
 """The registry: which LoRA adapters are served, by name.
 
 It is kept here and not in gateways, because a name has to mean the same at all of them, whichever was told to load it.
-Gateways are told whenever it changes, so one that joins knows all adapters. A scheduler that has just started takes the
-registry over from the gateway that was told the newest one. Nothing of it decides which KV a request may use: requests
-name the content of their adapter.
+Gateways are told whenever it changes, so one that joins knows all adapters. A scheduler that was restarted takes the
+registry over from the gateway that was told the newest one by the scheduler before. That gateway may join after others
+have asked for adapters: what was loaded or unloaded since the start counts more than what is taken over. Nothing of it
+decides which KV a request may use: requests name the content of their adapter.
 """
 
 import logging
@@ -31,6 +32,8 @@ _MAX_NAME, _MAX_PATH = 256, 1024
 _MAX_ERROR_TEXT = 1000
 _TOO_MANY = f"{MAX_ADAPTERS} adapters are the most that are served"
 _MOST_PENDING = 1024
+_MOST_UNLOADED = 4 * MAX_ADAPTERS
+"""Names that are remembered because they were unloaded, so that no gateway brings them back."""
 _MAX_INT63 = 2**63 - 1
 
 Answer = Callable[[AdapterAnswer], None]
@@ -69,6 +72,11 @@ class AdapterRegistry:
         self.version = 0
         self._engines = engines
         self._adapters: dict[str, Adapter] = {}
+        # Of this life: the version of its first change and of what was taken over; and what was changed by name.
+        self._first_version: int | None = None
+        self._adopted_version = 0
+        self._loaded: set[str] = set()
+        self._unloaded: dict[str, None] = {}
         self._pending: list[tuple[RegisterAdapter, Answer]] = []
 
     def state(self, epoch: int) -> AdapterState:
@@ -76,14 +84,29 @@ class AdapterRegistry:
         return AdapterState(epoch, self.version, tuple(self._adapters.values()))
 
     def adopt(self, version: int, adapters: Iterable[Adapter]) -> None:
-        """Take over what a gateway was told by the scheduler before, if that is newer than what is known here."""
-        if version <= self.version or version > _MAX_INT63:
+        """Take over what a gateway was told by the scheduler before, if nothing newer of that has been taken over."""
+        first = self._first_version
+        of_this_life = first is not None and first <= version <= self.version
+        if of_this_life or not self._adopted_version < version <= _MAX_INT63:
             return
-        sound = [adapter for adapter in adapters if flaw_of_adapter(adapter) is None]
-        self._adapters = {adapter.name: adapter for adapter in sound}
-        self.version = version
-        if sound:
-            log.info("%d adapters are taken over from a gateway", len(sound))
+        self._adopted_version = version
+        own = {name: adapter for name, adapter in self._adapters.items() if name in self._loaded}
+        found = {
+            adapter.name: adapter
+            for adapter in adapters
+            if flaw_of_adapter(adapter) is None and adapter.name not in own and adapter.name not in self._unloaded
+        }
+        for name in list(found)[MAX_ADAPTERS - len(own) :]:
+            log.warning("the adapter %s is not taken over: %s", printable(name), _TOO_MANY)
+            del found[name]
+        self._adapters = found | own
+        if first is None:
+            self.version = version
+        else:
+            self.version = max(self.version, version)
+            self._changed()
+        if found:
+            log.info("%d adapters are taken over from a gateway", len(found))
 
     def register(self, message: RegisterAdapter, answer: Answer) -> None:
         """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is told what became of it."""
@@ -100,15 +123,21 @@ class AdapterRegistry:
             answer(AdapterAnswer(message.number))
             return
         engines = self._engines()
-        able = [engine for engine in engines if engine.hello.max_loras]
-        if engines and not able:
-            text = "no executor serves adapters: start them with --enable-lora"
-            answer(AdapterAnswer(message.number, "refused", text))
-            return
+        able = [engine for engine in engines if engine.scheduler.adapters.serves(adapter)]
         if able:
             self._try(message, answer, able)
+            return
+        text = "no executor is ready to load the adapter"
+        if engines:
+            text = (
+                f"no executor serves adapters of rank {adapter.rank}: "
+                "start them with --enable-lora, and with --max-lora-rank"
+            )
+        if message.waits and len(self._pending) < _MOST_PENDING:
+            log.log(logging.WARNING if engines else logging.INFO, "the adapter %s waits: %s", adapter.name, text)
+            self._pending.append((message, answer))
         else:
-            self._wait(message, answer)
+            answer(AdapterAnswer(message.number, "refused" if engines else "unavailable", text))
 
     def unregister(self, message: UnregisterAdapter, answer: Answer) -> None:
         """Serve an adapter no more. Requests that run go on with it."""
@@ -116,6 +145,10 @@ class AdapterRegistry:
             answer(AdapterAnswer(message.number, "unknown", f"there is no adapter {printable(message.name)!r}"))
             return
         log.info("the adapter %s is not served any more", printable(message.name))
+        self._loaded.discard(message.name)
+        self._unloaded[message.name] = None
+        if len(self._unloaded) > _MOST_UNLOADED:
+            del self._unloaded[next(iter(self._unloaded))]
         self._changed()
         answer(AdapterAnswer(message.number))
 
@@ -126,12 +159,6 @@ class AdapterRegistry:
             self.register(message, answer)
 
     # ---- inside --------------------------------------------------------------------------------------
-
-    def _wait(self, message: RegisterAdapter, answer: Answer) -> None:
-        if message.waits and len(self._pending) < _MOST_PENDING:
-            self._pending.append((message, answer))
-        else:
-            answer(AdapterAnswer(message.number, "unavailable", "no executor is ready to load the adapter"))
 
     def _try(self, message: RegisterAdapter, answer: Answer, engines: Sequence[Engine]) -> None:
         trial = _Trial(message, answer, len(engines))
@@ -163,6 +190,8 @@ class AdapterRegistry:
             trial.answer(AdapterAnswer(message.number, "refused", _TOO_MANY))
         else:
             self._adapters[adapter.name] = adapter
+            self._loaded.add(adapter.name)
+            self._unloaded.pop(adapter.name, None)
             about = adapter.name, adapter.path, adapter.rank, adapter.content.hex()
             log.info("the adapter %s is served: %s, rank %d, %s", *about)
             self._changed()
@@ -171,3 +200,5 @@ class AdapterRegistry:
     def _changed(self) -> None:
         # Greater than the versions of an earlier scheduler, of which a gateway may tell later.
         self.version = max(self.version + 1, time.time_ns() // 1_000_000)
+        if self._first_version is None:
+            self._first_version = self.version

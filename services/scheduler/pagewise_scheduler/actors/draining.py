@@ -14,6 +14,7 @@ from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.actors.placement import could_serve
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.core.memory.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -83,12 +84,12 @@ class Draining:
 
     def _may_move(self, drain: _Drain, now: float) -> bool:
         """Whether the others have room for all work, or time is up for what would only wait there. What none of them
-        could ever hold stays to the end: elsewhere it could only fail."""
+        could ever serve stays to the end: elsewhere it could only fail."""
         if now >= drain.deadline:
             return True
-        others = [other.scheduler for other in self._others(drain.engine)]
+        others = self._others(drain.engine)
         for request in drain.engine.scheduler.requests if others else ():
-            if not any(one.fits(len(request.prompt_token_ids), request.max_tokens, request.segments) for one in others):
+            if not any(could_serve(other, request) for other in others):
                 return False
         return now >= drain.room_deadline or self._others_have_room(drain.engine)
 

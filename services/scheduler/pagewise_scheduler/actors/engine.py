@@ -29,10 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
 
-_RECENT = 512
-"""Sequences whose memory is remembered after their requests have ended."""
-_RECENT_LIMIT = 64
-"""Sequences that are remembered of each request, and events of each sequence."""
+_RECENT, _RECENT_LIMIT = 512, 64
+"""Sequences whose memory is remembered after their requests have ended; how many of a request, and events of each."""
 _MAX_ERROR_TEXT = 1000
 
 
@@ -163,12 +161,13 @@ class Engine:
                 self._send(load)
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
-                plan = self.scheduler.schedule(now)
-                if plan is None:
+                if (plan := self.scheduler.schedule(now)) is None:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
                 self._send(plan)
+            for question in self.scheduler.grammars.take_questions(self.scheduler.epoch):
+                self._send(question)
         self._cancel_fetches()
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
@@ -240,7 +239,7 @@ class Engine:
         """An adapter has been loaded, or could not be."""
         self.touch()
         for request in self.scheduler.adapter_loaded(message, clock()):
-            self._fail(request, printable(message.error, _MAX_ERROR_TEXT))
+            self.fail(request, printable(message.error, _MAX_ERROR_TEXT))
 
     def _answered(self, live: LiveRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""
@@ -282,10 +281,11 @@ class Engine:
         self.oldest_step_time = None
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
-            self._fail(request, f"the executor could not run it: {reason}")
+            self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
 
-    def _fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, message: str) -> None:
+        """A request has failed in the scheduler: tell its gateway why."""
         live = self._live[request.request_id]
         self._forget(live)
         live.fail("internal", message, clock())

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
     Drain,
     Found,
+    GrammarCompiled,
     Heartbeat,
     Hello,
     Leaving,
@@ -39,6 +41,8 @@ from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+_LOAD_STEPS = 2
+"""How many times as long as a step the load of an adapter may take."""
 _MOST_REFUSED = 1000
 """Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
 
@@ -63,7 +67,7 @@ class Executor:
     """An executor that has joined.
 
     ``refused``, ``closed``: how many connections to its block socket it has reported as refused, and as closed because
-    too much of what they had sent was not read. ``storage_errors``: how many it has reported.
+    too much of what they had sent was not read. ``storage_errors``, ``grammar_waits``: how many it has reported.
     """
 
     hello: Hello
@@ -71,6 +75,7 @@ class Executor:
     refused: int = 0
     closed: int = 0
     storage_errors: int = 0
+    grammar_waits: int = 0
 
 
 class _Guard:
@@ -164,6 +169,19 @@ class Fleet(Sessions[Executor]):
                     self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
                 else:
                     engine.cancel_late_fetches(now)
+            with self.guarded(engine):
+                self._give_up_loads(engine, now)
+
+    def _give_up_loads(self, engine: Engine, now: float) -> None:
+        """Adapters that are not loaded in time cost their requests, and not the executor: what hangs is their files."""
+        most = _LOAD_STEPS * self._options.step_timeout
+        if not (failed := engine.scheduler.give_up_loads(now, most)):
+            return
+        log.warning("%s: adapters are not loaded within %g s: %d requests fail", engine.executor_id, most, len(failed))
+        for request in failed:
+            name = request.adapter.name if request.adapter is not None else ""
+            why = f"the executor has not told of any load for more than {most:g} s"
+            engine.fail(request, f"the adapter {printable(name)!r} cannot be loaded: {why}")
 
     # ---- joining -------------------------------------------------------------------------------------
 
@@ -219,6 +237,8 @@ class Fleet(Sessions[Executor]):
             log.warning("%s is of a version that verifies no drafts: nothing is drafted for it", hello.executor_id)
         return AdapterScheduler(
             max_loras=hello.max_loras,
+            max_lora_rank=hello.max_lora_rank,
+            max_grammars=hello.max_grammars,
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
@@ -257,13 +277,19 @@ class Fleet(Sessions[Executor]):
                     check_loaded(message)
                     with self.guarded(engine):
                         engine.take_loaded(message)
+                case GrammarCompiled(number=number):
+                    engine.scheduler.grammars.compiled(number)
+                    engine.touch()
                 case Found():
                     self.router.look_ups.found(engine, message)
-                case Heartbeat(refused=refused, tasks=tasks, closed=closed, storage_errors=errors):
-                    self._count_refused(executor, refused)
+                case Heartbeat(tasks=tasks, closed=closed, storage_errors=errors, grammar_waits=waits):
+                    self._count_refused(executor, message.refused)
                     if errors > executor.storage_errors:
                         self.metrics.storage_errors.inc(min(errors - executor.storage_errors, _MOST_REFUSED))
                         executor.storage_errors = errors
+                    if waits > executor.grammar_waits:
+                        self.metrics.grammar_waits.inc(min(waits - executor.grammar_waits, _MOST_REFUSED))
+                        executor.grammar_waits = waits
                     engine.num_tasks = tasks
                     if closed > executor.closed:
                         self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))

@@ -46,6 +46,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
         or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.max_loras) < 0
+        or hello.max_grammars < 0
     ):
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
     for name, most in (
@@ -58,6 +59,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
         ("bytes_per_block", _MAX_INT64),
         ("max_loras", MAX_ADAPTERS),
         ("max_lora_rank", _MAX_BLOCK_SIZE),
+        ("max_grammars", _MAX_INT32),
     ):
         if getattr(hello, name) > most:
             return f"its {name} is {getattr(hello, name)}, the most is {most}"

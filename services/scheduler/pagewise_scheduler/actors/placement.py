@@ -11,6 +11,7 @@ from pagewise_shared.protocol import ROLES, Role
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.moves import Move, Moves
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place, place_decoding
@@ -102,6 +103,18 @@ class Placer:
             self._roles.ended(len(sequence.output_token_ids))
         moves = self._moves.get(engine)
         return moves.stepped(output, self._engines.keys(), clock()) if moves is not None else []
+
+
+def could_serve(engine: Engine, request: Request) -> bool:
+    """Whether an engine could serve a request if it had nothing else to do: it fits, and its segments, its grammar and
+    its adapter are of a kind that the executor has."""
+    hello, scheduler = engine.hello, engine.scheduler
+    return (
+        scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
+        and not (request.segments and hello.no_segments)
+        and not (request.sampling.grammar and hello.no_grammars)
+        and scheduler.adapters.serves(request.adapter)
+    )
 
 
 def _lacking(present: set[Role]) -> Role | None:

@@ -11,7 +11,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.look_ups import LookUps
-from pagewise_scheduler.actors.placement import Placer
+from pagewise_scheduler.actors.placement import Placer, could_serve
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.core.scheduling.step import StepOutput
@@ -237,7 +237,7 @@ class Router:
             AdmissionError: they serve none, or none of that rank.
         """
         engines = list(self._engines) if request.adapter is not None else []
-        if engines and not any(_serves_adapter(engine, request) for engine in engines):
+        if engines and not any(engine.scheduler.adapters.serves(request.adapter) for engine in engines):
             raise AdmissionError(
                 "never_fits", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
             )
@@ -250,16 +250,9 @@ class Router:
             live.fail("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
         request = live.request
-        size = len(request.prompt_token_ids), request.max_tokens, request.segments
-        able = [
-            engine
-            for engine in self._engines
-            if engine.life is Life.SERVING
-            and engine.scheduler.fits(*size)
-            and not (request.segments and engine.hello.no_segments)
-            and not (request.sampling.grammar and engine.hello.no_grammars)
-            and _serves_adapter(engine, request)
-        ]
+        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, request)]
+        # Where loads of adapters do not return, a request would only fail: so it goes there last.
+        able = [engine for engine in able if engine.scheduler.adapters.can_take(request.adapter)] or able
         if not able or self._expected_engines:
             live.engine = None
             self.unplaced.add(live, clock())
@@ -314,9 +307,3 @@ class Router:
         for live in self.unplaced.expired(self.timeout, now):
             self.unplaced.discard(live, now)
             live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)
-
-
-def _serves_adapter(engine: Engine, request: Request) -> bool:
-    """Whether an executor can compute with the adapter of a request, if it has one."""
-    adapter, hello = request.adapter, engine.hello
-    return adapter is None or (hello.max_loras > 0 and adapter.rank <= hello.max_lora_rank)

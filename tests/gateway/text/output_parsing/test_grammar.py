@@ -15,12 +15,8 @@ from pagewise_gateway.text.output_parsing import (
     make_format,
 )
 from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
-from pagewise_gateway.text.output_parsing.grammar import (
-    Function,
-    UnsupportedSchemaError,
-    after_reasoning,
-    tool_call_grammar,
-)
+from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
+from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 from tests.gateway.text.tokenizer_builders import byte_level_backend
 
@@ -226,11 +222,160 @@ def test_an_answer_that_follows_a_grammar_comes_behind_the_reasoning(special: bo
             assert not allows(made, f"{thought(name)}{final}x", special)
 
 
-def test_what_cannot_be_followed_is_refused_by_name() -> None:
-    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b+"}}}
-    with pytest.raises(UnsupportedSchemaError, match=r"pattern of the parameter 'a' of 'f' .* strings as they are"):
-        grammar("glm45", True, required=False, functions=[Function("f", pattern, True)])
-    assert grammar("hermes", True, required=False, functions=[Function("f", pattern, True)])
-    for name in ("glm45", "pythonic"):
-        with pytest.raises(UnsupportedSchemaError, match="not listed in properties"):
-            grammar(name, True, functions=[Function("f", {"anyOf": []})])
+TEXTS = {"a": {"type": "string"}}
+# The schema of the parameters of a function, and what the refusal names. Of both formats that write them one by one.
+REFUSED_OF_BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"properties": TEXTS, "not": {"required": ["a"]}}, "not in the parameters of 'f'"),
+    ({"properties": TEXTS, "dependentRequired": {"a": ["b"]}}, "dependentRequired in the parameters of 'f'"),
+    ({"properties": TEXTS, "minProperties": 1, "if": {}}, "if, minProperties in"),
+    ({"anyOf": []}, "anyOf in"),
+    ({"$ref": "#/$defs/p", "$defs": {"p": {}}}, r"\$ref in"),
+    ({"properties": TEXTS, "required": ["a", "b"]}, "require 'b', which is not listed"),
+    ({"properties": {"a": False}, "required": ["a"]}, "require 'a', which is not listed"),
+    ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, r"\$ref '#/properties/b'"),
+    ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, r"\$ref '#'"),
+    ({"type": "string"}, "are no object"),
+    ({"properties": {"a": 3}}, "the parameter 'a' of 'f' is no schema"),
+]
+REFUSED_OF_GLM: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, "pattern in the parameter 'a' of 'f'"),
+    ({"properties": {"a": {"type": "string", "format": "date", "minLength": 2}}}, "format, minLength in"),
+    ({"properties": {"a": {"type": ["string", "null"], "enum": ["b", None]}}}, "enum in"),
+    ({"properties": {"a": {"anyOf": [{"type": "string", "enum": ["b"]}, {"type": "null"}]}}}, "enum in"),
+    ({"properties": {"a": {"type": "string", "not": {"const": "b"}}}}, "not in the parameter"),
+    ({"properties": {" a": {}}}, "' a' of 'f' cannot be written"),
+]
+REFUSED_OF_PYTHON: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"from": {}}}, "'from' of 'f' cannot be written"),
+    ({"properties": {"a-b": {}}}, "'a-b' of 'f' cannot be written"),
+    ({"properties": {"\ufb01": {}}}, "cannot be written"),
+]
+REFUSED = [
+    *(("glm45", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_GLM)),
+    *(("pythonic", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_PYTHON)),
+]
+
+
+@pytest.mark.parametrize("required", [True, False], ids=["required", "strict"])
+@pytest.mark.parametrize(("name", "schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_followed_is_refused_by_name(
+    name: str, schema: dict[str, Any], reason: str, required: bool
+) -> None:
+    function = Function("f", schema, not required)
+    with pytest.raises(UnsupportedSchemaError, match=reason):
+        grammar(name, True, required=required, functions=[function])
+    # A function that need not be called, and is not strict, follows nothing.
+    assert grammar(name, True, required=False, functions=[function._replace(strict=False)])
+
+
+def test_functions_that_python_cannot_name_are_refused() -> None:
+    with pytest.raises(UnsupportedSchemaError, match="'a/b' cannot be called"):
+        grammar("pythonic", True, functions=[Function("a/b", None)])
+
+
+FOLLOWED = {
+    "title": "Arguments",
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {
+        "a": {"anyOf": [{"type": "string", "title": "A"}, {"type": "null"}], "default": None, "description": "b"},
+        "n": {"type": "integer", "minimum": 2},
+        "t": {"type": "string", "const": "x"},
+        "no": False,
+        "any": True,
+    },
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@BOTH
+def test_keywords_that_are_followed_or_say_nothing(special: bool) -> None:
+    for name, good, bad in [
+        (
+            "glm45",
+            "<arg_key>a</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n",
+            "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n",
+        ),
+        ("pythonic", 'a=null, n=3, t="x", any=[1]', "n=1"),
+    ]:
+        made = grammar(name, special, functions=[Function("get_weather", FOLLOWED)])
+        assert allows(made, call(name, special, "get_weather", arguments=good), special)
+        assert not allows(made, call(name, special, "get_weather", arguments=bad), special)
+        nothing = "<arg_key>no</arg_key>\n<arg_value>1</arg_value>\n" if name == "glm45" else "n=3, no=1"
+        assert not allows(made, call(name, special, "get_weather", arguments=nothing), special)
+
+
+@BOTH
+@EACH
+def test_functions_beside_strict_ones_have_any_arguments(name: str, special: bool) -> None:
+    if name == "openai":
+        pytest.skip("gpt-oss makes one call at a time")
+    functions = [Function("get_weather", SCHEMA), Function("get_time", None, True)]
+    wrong = {
+        "glm45": "<arg_key>unit</arg_key>\n<arg_value>K</arg_value>\n<arg_key>x y</arg_key>\n<arg_value></arg_value>\n",
+        "pythonic": 'unit="K", x=[1]',
+    }.get(name, '{"unit": "K", "x": 1}')
+    made = grammar(name, special, required=False, functions=functions)
+    text = call(name, special, "get_weather", arguments=wrong)
+    assert allows(made, text, special)
+    assert [each.name for each in parsed(name, text).calls] == ["get_weather"]
+
+
+@BOTH
+@EACH
+def test_one_call_where_there_may_be_one(name: str, special: bool) -> None:
+    if name == "openai":
+        pytest.skip("gpt-oss makes one call at a time")
+    strict = [Function("get_weather", SCHEMA, True), FUNCTIONS[1]]
+    one = grammar(name, special, required=False, functions=strict, parallel=False)
+    text = call(name, special, "get_weather")
+    assert allows(one, text, special)
+    assert allows(one, "Hello", special)
+    assert not allows(one, call(name, special, "get_weather", "get_time"), special)
+    if name not in ("llama3_json", "pythonic"):
+        assert not allows(one, f"{text}\n{text}", special)
+    if name not in ("llama3_json", "pythonic", "mistral"):
+        assert allows(one, f"Hello.\n{text}\nBye.", special)
+
+
+@BOTH
+def test_an_answer_of_strict_functions_has_no_calls_that_the_grammar_does_not_know(special: bool) -> None:
+    """The parser reads calls in blocks of code, and behind a delimiter, too."""
+    strict = [Function("get_weather", SCHEMA, True)]
+    python = grammar("pythonic", special, required=False, functions=strict)
+    for fence in ("```tool_code\n", "```python\n", "```", "\n ``` [", "```tool_code\n["):
+        text = f"{fence}get_weather(city=1)\n```"
+        assert [each.name for each in parsed("pythonic", text).calls] == ["get_weather"]
+        assert not allows(python, text, special)
+    for text in ("```json\n{}\n```", "`x` is [1]", "```python\nx = 1\n```", "```", "Hello get_weather(city=1)"):
+        assert parsed("pythonic", text).calls == []
+        assert allows(python, text, special)
+    llama = grammar("llama3_json", special, required=False, functions=strict)
+    for before in ("", "Hello "):
+        text = f'{before}<|python_tag|>{{"name": "get_weather", "parameters": {{}}}}'
+        assert parsed("llama3_json", text).calls
+        assert not allows(llama, text, special)
+    assert allows(llama, "Hello <|python", special)
+
+
+@BOTH
+@EACH
+def test_calls_may_have_delimiters_inside_of_strings(name: str, special: bool) -> None:
+    """What the grammar guarantees, the parser reads. Special tokens are in no string."""
+    if name in ("openai", "llama3_json", "pythonic"):
+        pytest.skip("nothing delimits these calls")
+    tools = output_format(name).tools
+    assert tools is not None
+    delimiters = [text for text in (*tools.opening, tools.closing or "") if text and text != "[TOOL_CALLS]"]
+    value = f"a {' '.join(delimiters)} b"
+    arguments = (
+        f"<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
+        if name == "glm45"
+        else json.dumps({"city": value, "unit": "C"}, ensure_ascii=False)
+    )
+    text = call(name, special, "get_weather", arguments=arguments)
+    if not special:
+        assert allows(grammar(name, special), text, special)
+    (found,) = parsed(name, text).calls
+    assert json.loads(found.arguments) == {"city": value, "unit": "C"}

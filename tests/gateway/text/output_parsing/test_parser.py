@@ -1,5 +1,6 @@
 """Golden transcripts of all formats, whole and cut everywhere, and texts that no model would write."""
 
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -113,3 +114,75 @@ def test_what_a_parser_keeps_does_not_grow_with_the_text(piece: str) -> None:
         assert len(regions._parser._buffer) <= 4096 + 100
         assert len(regions._held) <= len("</tool_call>")
     assert length <= 3000 * len(piece)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+def test_values_that_are_nested_too_deeply_are_text() -> None:
+    """Python's decoder raises for them what is no error of JSON."""
+    text = f"<tool_call>save\n<arg_key>a</arg_key>\n<arg_value>{DEEP}</arg_value>\n</tool_call>"
+    (call,) = parsed(("glm45", None), [text]).calls
+    assert json.loads(call.arguments) == {"a": DEEP}
+    message = parsed(("hermes", None), [f'<tool_call>{{"name": {DEEP}}}</tool_call>'])
+    assert (message.calls, message.content) == ([], f'{{"name": {DEEP}}}')
+    (call,) = parsed(("hermes", None), [f'<tool_call>{{"name": "save", "arguments": {DEEP}}}</tool_call>']).calls
+    assert call.arguments == DEEP
+
+
+@pytest.mark.timeout(30)  # with the square of the text, an hour
+def test_where_a_call_begins_is_found_in_the_beginning_only() -> None:
+    text = "```" + " " * 400_000 + "x"
+    assert parsed(("pythonic", None), [text]).content == text
+    assert parsed(("pythonic", None), ["[" + "a" * 300 + "()]"]).content == "[" + "a" * 300 + "()]"
+
+
+@pytest.mark.parametrize("given", [each for each in TRANSCRIPTS if each.calls], ids=lambda each: each.name)
+def test_whether_the_last_call_is_whole(given: Transcript) -> None:
+    found = make_format(given.tool_parser, given.reasoning_parser)
+    assert found is not None
+    for end in range(len(given.text) + 1):
+        parser = MessageParser(found, found.start(given.prompt, None), TOOLS)
+        calls = joined([*parser.push(given.text[:end]), *parser.finish()]).calls
+        if parser.whole and calls:
+            whole = given.message.calls[len(calls) - 1].arguments
+            # A number may go on, and what is no JSON has no end.
+            assert calls[-1].arguments == whole or not whole.startswith("{")
+        elif calls:
+            with pytest.raises(ValueError, match=r"."):
+                json.loads(calls[-1].arguments)
+
+
+PIECES = ["<", "</", "<t", "tool", "_call>", "think>", "<think>", "</tool_call>", "a", " ", "[", "<<", "<\uff5c"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(FORMATS))
+def test_only_what_may_begin_a_delimiter_is_held_back(pieces: list[str], names: tuple[str | None, str | None]) -> None:
+    found = make_format(*names)
+    assert found is not None
+    regions, text = Regions(found.template), ""
+    for piece in pieces:
+        text += piece
+        for _ in regions.push(piece):
+            pass
+        begun = [d[:n] for d in found.template.delimiters for n in range(1, len(d)) if text.endswith(d[:n])]
+        assert len(regions._held) <= max(map(len, begun), default=0)
+
+
+def test_text_is_passed_on_as_soon_as_it_is_no_delimiter() -> None:
+    found = make_format("hermes", "qwen3")
+    assert found is not None
+    parser, told = MessageParser(found, "main", TOOLS), ""
+    for piece, content in [
+        ("if a <", "if a"),
+        (" b <", "if a < b"),
+        ("t", "if a < b"),
+        ("d>", "if a < b <td>"),
+        ("</", "if a < b <td>"),
+        ("td><", "if a < b <td></td>"),
+        ("<", "if a < b <td></td><"),
+        ("x", "if a < b <td></td><<x"),
+    ]:
+        told += "".join(delta.text for delta in parser.push(piece))
+        assert told == content

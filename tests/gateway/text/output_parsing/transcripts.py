@@ -32,6 +32,11 @@ class Transcript(NamedTuple):
 
 
 NESTED = '{"city": "Köln \\"}</x>[\\\\", "days": 3, "tags": ["a", {"b": [1, 2]}], "emoji": "🙂\\u00e9"}'
+QUOTED = (
+    '{"text": "a </tool_call>\\\\", "more": "\\"<tool_call> <think> </think> </tool_call>", '
+    '"</tool_call>": ["</tool_call>"]}'
+)
+"""Arguments that have the delimiters of calls and reasoning inside of strings."""
 _BEGINS, _ENDS = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 _BEGIN, _SEP, _END = (
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -90,6 +95,37 @@ HERMES = [
     ),
     Transcript("no call", "hermes", None, "<tool_call>\nnonsense\n</tool_call>\nsorry", "nonsense\nsorry"),
     Transcript("a delimiter too many", "hermes", None, "a</tool_call>b", "a\nb"),
+    Transcript(
+        "delimiters inside of strings",
+        "hermes",
+        "qwen3",
+        f"<think>hm</think>{_hermes('save', QUOTED)}\n{_hermes('get_time', '{}')} Done.",
+        "Done.",
+        "hm",
+        (("save", QUOTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "a delimiter in a key before the name",
+        "hermes",
+        None,
+        '<tool_call>{"a</tool_call>": 1, "name": "save"}</tool_call>',
+        calls=(("save", "{}"),),
+    ),
+    Transcript(
+        "empty arguments",
+        "hermes",
+        None,
+        '<tool_call>{"name": "save", "arguments": ""}</tool_call>'
+        '<tool_call>{"arguments": "", "name": "save"}</tool_call>',
+        calls=(("save", "{}"), ("save", "{}")),
+    ),
+    Transcript(
+        "objects that are no calls",
+        "hermes",
+        None,
+        '<tool_call>[{"a": 1}, {"b": 2}]</tool_call>',
+        '[{"a": 1}, {"b": 2}]',
+    ),
 ]
 QWEN = [
     Transcript("reasoning", None, "qwen3", "<think>\na <b>\n</think>\n\nHello.\n", "Hello.", "a <b>"),
@@ -128,6 +164,13 @@ DEEPSEEK = [
         prompt="<\uff5cAssistant\uff5c></think>",
     ),
     Transcript(
+        "delimiters inside of strings",
+        "deepseek_v3",
+        None,
+        f"{_BEGINS}{_deepseek('save', QUOTED.replace('</tool_call>', _END))}\n{_deepseek('get_time', '{}')}{_ENDS}",
+        calls=(("save", QUOTED.replace("</tool_call>", _END)), ("get_time", "{}")),
+    ),
+    Transcript(
         "truncated",
         "deepseek_v3",
         None,
@@ -161,6 +204,21 @@ LLAMA = [
         calls=(("save", "{}"),),
     ),
     Transcript("an answer in JSON", "llama3_json", None, '{"answer": [1, {"b": 2}]}', '{"answer": [1, {"b": 2}]}'),
+    Transcript(
+        "an answer in JSON, to the last space",
+        "llama3_json",
+        None,
+        ' \n{"answer": 1} ;\n{"b": 2}, [] \n',
+        ' \n{"answer": 1} ;\n{"b": 2}, [] \n',
+    ),
+    Transcript(
+        "a call behind what is none",
+        "llama3_json",
+        None,
+        '{"type": "a"}; {"name": "save", "parameters": {}}\n',
+        '{"type": "a"}',
+        calls=(("save", "{}"),),
+    ),
     Transcript("no tool", "llama3_json", None, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
     Transcript(
         "truncated",
@@ -188,6 +246,13 @@ MISTRAL = [
         "",
         "a",
         (("get_weather", NESTED), ("get_time", "{}")),
+    ),
+    Transcript(
+        "delimiters inside of strings",
+        "mistral",
+        None,
+        '[TOOL_CALLS]save[ARGS]{"a": "[TOOL_CALLS]b[ARGS]"}[TOOL_CALLS]get_time[ARGS]{}',
+        calls=(("save", '{"a": "[TOOL_CALLS]b[ARGS]"}'), ("get_time", "{}")),
     ),
     Transcript("brackets", "mistral", None, "[1] [TOOL [TOOL_CALL]", "[1] [TOOL [TOOL_CALL]"),
     Transcript("truncated", "mistral", None, '[TOOL_CALLS]save[ARGS]{"a', calls=(("save", '{"a'),)),
@@ -217,6 +282,20 @@ GLM = [
         calls=(("save", '{"a": 1, "b": "x y", "c": {"d": "é"}}'),),
     ),
     Transcript(
+        "delimiters inside of values",
+        "glm45",
+        "glm45",
+        _glm("save", a="</tool_call> <tool_call><think>", b='"</tool_call>"') + _glm("get_time"),
+        calls=(("save", '{"a": "</tool_call> <tool_call><think>", "b": "</tool_call>"}'), ("get_time", "{}")),
+    ),
+    Transcript(
+        "numbers that JSON does not have",
+        "glm45",
+        None,
+        _glm("save", a="[1e999]", b="NaN", c="-1.5"),
+        calls=(("save", '{"a": "[1e999]", "b": "NaN", "c": -1.5}'),),
+    ),
+    Transcript(
         "truncated", "glm45", None, _glm("get_weather", city="Köln")[:-25], calls=(("get_weather", '{"city": "Köln'),)
     ),
 ]
@@ -233,6 +312,7 @@ PYTHONIC = [
     ),
     Transcript("fenced", "pythonic", None, "```tool_code\nget_time()\n```\nHi", "Hi", calls=(("get_time", "{}"),)),
     Transcript("no call", "pythonic", None, "[link](http://a)", "[link](http://a)"),
+    Transcript("no call, to the last space", "pythonic", None, "\n [1, 2] \n", "\n [1, 2] \n"),
     Transcript("no tool", "pythonic", None, "[print(1)]", "[print(1)]"),
     Transcript("no names", "pythonic", None, "[save(1, '\\d')]", calls=(("save", "1, '\\d'"),)),
     Transcript("truncated", "pythonic", None, "[get_time(), save(a='b", calls=(("get_time", "{}"), ("save", ""))),

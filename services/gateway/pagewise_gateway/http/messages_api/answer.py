@@ -1,81 +1,43 @@
 """The answer to a request for a message: its blocks, and the events that tell of them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
-from aiohttp import web
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.chat_run import ChatRun, finish_reason
+from pagewise_gateway.http.errors import APIError
+from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.messages_api.errors import error_detail
 from pagewise_gateway.http.messages_api.schema import BlockDelta, Message, MessageEvent, MessageUsage, OutputBlock
-from pagewise_gateway.http.sse import encode, stream_events
 from pagewise_gateway.text.output_parsing import Delta
 
-_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageAnswer:
+class MessageAnswer(EventAnswer):
     """Turns the output of a chat into a message: one JSON body, or events."""
 
-    cheap = True
-    end = b""
-
     def __init__(self, run: ChatRun, message_id: str) -> None:
-        self._run = run
-        self._parser = run.parser()
-        self._begun = False
+        super().__init__(run)
         self._text: list[str] = []  # of the block that is open
         self._open: OutputBlock | None = None
         self._message = Message(message_id, run.body.model or run.service.limits.model_name, [], MessageUsage(0, 0))
 
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
-        if self._run.body.stream:
-            return await stream_events(request, self._run.generation, self)
-        for delta in await self._run.generation.outcome():
-            for _ in self._events_of(delta):
-                pass
-        return web.Response(body=encode(self._message), content_type="application/json")
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed."""
+        return as_bytes(MessageEvent("error", error=error_detail(error)))
 
-    # ---- for ``stream_events`` -----------------------------------------------------------------------
+    def _begin(self) -> Iterator[MessageEvent]:
+        self._message.usage = self._usage()
+        yield MessageEvent("message_start", message=self._message)
 
-    def quick(self) -> bool:
-        """All events are made at once."""
-        return True
-
-    def events(self, news: list[SequenceDelta]) -> bytes:
-        """Return the events for these deltas."""
-        return b"".join(
-            b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
-            for delta in news
-            for event in self._events_of(delta)
-        )
-
-    def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
-        """Yield the same."""
-        yield self.events(list(news))
-
-    def last(self) -> bytes:
-        """The last event tells that the message is complete, so nothing is left."""
-        return b""
-
-    # ---- blocks --------------------------------------------------------------------------------------
-
-    def _events_of(self, delta: SequenceDelta) -> Iterator[MessageEvent]:
-        if not self._begun:
-            self._begun = True
-            self._message.usage = self._usage()
-            yield MessageEvent("message_start", message=self._message)
-        news = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            news += self._parser.finish()
-        for new in news:
-            if new.kind != "reasoning" or self._run.body.include_reasoning:
-                yield from self._take(new)
-        if delta.finish_reason is not None:
-            yield from self._finish(delta)
+    def _whole(self) -> Message:
+        return self._message
 
     def _take(self, new: Delta) -> Iterator[MessageEvent]:
+        if new.kind == "reasoning" and not self._run.body.include_reasoning:
+            return
         text = new.text
         kind = {"content": "text", "reasoning": "thinking"}.get(new.kind, "tool_use")
         if new.kind == "call" or self._open is None or self._open.type != kind:
@@ -114,14 +76,15 @@ class MessageAnswer:
         yield MessageEvent("content_block_stop", index=self._index)
 
     def _finish(self, delta: SequenceDelta) -> Iterator[MessageEvent]:
+        if delta.finish_reason == "abort":  # there is no such reason here, and the message is not complete
+            yield MessageEvent("error", error=error_detail(ended_early()))
+            return
         yield from self._close()
-        message, reason = self._message, _REASONS.get(delta.finish_reason or "", "end_turn")
-        if delta.finish_reason == "stop" and self._parser.num_calls:
-            reason = "tool_use"
-        elif isinstance(delta.stop_reason, str):
-            reason, message.stop_sequence = "stop_sequence", delta.stop_reason
-        message.stop_reason, message.usage = reason, self._usage()
-        ending = BlockDelta(stop_reason=reason, stop_sequence=message.stop_sequence)
+        message, reason = self._message, finish_reason(delta, self._parser) or ""
+        message.stop_reason, message.usage = _REASONS.get(reason, "end_turn"), self._usage()
+        if reason == "stop" and isinstance(delta.stop_reason, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", delta.stop_reason
+        ending = BlockDelta(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
         yield MessageEvent("message_delta", delta=ending, usage=message.usage)
         yield MessageEvent("message_stop")
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pagewise_gateway.http.schema import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, TemplateKwargs
+from pagewise_gateway.http.schema import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SCHEMAS, TemplateKwargs
 from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
 
 MAX_MESSAGES = 4096
@@ -64,14 +64,17 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThi
 
 
 class InputMessage(Struct, forbid_unknown_fields=True):
-    """A message. Results of tools are blocks of the user."""
+    """A message. Results of tools are blocks of the user; the system's are texts."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class MessageTool(Struct, forbid_unknown_fields=True):
-    """A tool that the model may use. ``input_schema``: the JSON schema of its input."""
+    """A tool that the model may use. ``input_schema``: the JSON schema of its input.
+
+    The last five fields have no effect: the model sees every tool, and its input is always streamed as it is written.
+    """
 
     name: FunctionName
     input_schema: dict[str, Any]
@@ -79,6 +82,10 @@ class MessageTool(Struct, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: Any = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[Any] | None = None
+    allowed_callers: list[str] | None = None
 
 
 class MessageToolChoice(Struct, forbid_unknown_fields=True):
@@ -97,6 +104,20 @@ class Thinking(Struct, forbid_unknown_fields=True):
     display: str | None = None
 
 
+class JSONOutput(Struct, forbid_unknown_fields=True):
+    """A JSON text that matches a schema."""
+
+    type: Literal["json_schema"]
+    schema: Annotated[dict[str, Any], Meta(description=SCHEMAS)]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """What the text of the answer has to match. ``effort``: the variable ``reasoning_effort`` of the chat template."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JSONOutput | None = None
+
+
 class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/messages/count_tokens``."""
 
@@ -107,6 +128,11 @@ class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    context_management: (
+        Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")] | None
+    ) = None
 
 
 class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
@@ -174,10 +200,29 @@ class BlockDelta(Struct):
     stop_sequence: str | UnsetType | None = UNSET
 
 
+class MessageErrorDetail(Struct):
+    """What went wrong. ``param`` and ``code`` are OpenAI's. ``details``: what clients can do about it."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageError(Struct):
+    """The body of error responses."""
+
+    error: MessageErrorDetail
+    request_id: str
+    type: Literal["error"] = "error"
+
+
 class MessageEvent(Struct):
     """An event of a stream; which fields it has depends on its type."""
 
     type: str
+    error: MessageErrorDetail | UnsetType = UNSET
     message: Message | UnsetType = UNSET
     index: int | UnsetType = UNSET
     content_block: OutputBlock | UnsetType = UNSET

@@ -4,6 +4,7 @@ import msgspec
 
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.messages_api.schema import (
+    Block,
     CountRequest,
     InputMessage,
     MessagesRequest,
@@ -12,7 +13,7 @@ from pagewise_gateway.http.messages_api.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
 from pagewise_gateway.http.tool_schema import (
     AssistantToolCall,
     CalledFunction,
@@ -26,6 +27,13 @@ from pagewise_gateway.http.tool_schema import (
 _BILLING = "x-anthropic-billing-header"
 """Begins a line that some clients put into the system text. It changes with every request, so no prefix would be found
 again from there on, and it says nothing to the model."""
+
+_ALLOWED: dict[str, tuple[type[Block], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
+    "system": (TextBlock,),
+}
+"""The blocks that a message of each role may have; others have ``redacted_thinking``, which is left out anyway."""
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
@@ -52,6 +60,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
         parallel_tool_calls=not choice.disable_parallel_tool_use if choice is not None else None,
         chat_template_kwargs=_template_kwargs(body),
         include_reasoning=body.thinking is None or body.thinking.type != "disabled",
+        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
     )
     # An answer goes on with a last message of the assistant.
     if messages[-1].role == "assistant" and not messages[-1].tool_calls:
@@ -60,6 +69,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
         chat.max_completion_tokens = body.max_tokens
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.stop, chat.stream, chat.cache_salt = body.stop_sequences, body.stream, body.cache_salt
+        if body.output_config is not None and body.output_config.format is not None:
+            chat.response_format = JSONSchemaFormat(JSONSchema("output", body.output_config.format.schema))
     return chat
 
 
@@ -82,8 +93,8 @@ def _messages(message: InputMessage, place: str) -> list[ChatMessage]:
     thoughts: list[str] = []
     calls: list[AssistantToolCall] = []
     results: list[ChatMessage] = []
+    allowed = _ALLOWED[message.role]
     for number, block in enumerate(message.content):
-        allowed = (TextBlock, ToolResultBlock) if message.role == "user" else (TextBlock, ToolUseBlock, ThinkingBlock)
         if isinstance(block, TextBlock):
             texts.append(ContentPart("text", block.text))
         elif not isinstance(block, allowed):

@@ -2,15 +2,16 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.errors import APIError
+from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.responses_api.schema import (
     IncompleteDetails,
     InputDetails,
@@ -18,93 +19,72 @@ from pagewise_gateway.http.responses_api.schema import (
     OutputItem,
     OutputText,
     Response,
+    ResponseError,
     ResponseEvent,
     ResponsesRequest,
     ResponseUsage,
 )
-from pagewise_gateway.http.sse import encode, stream_events
+from pagewise_gateway.http.sse import encode
 from pagewise_gateway.text.output_parsing import Delta
 
 _KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's codes of failed responses by the status that the error would have had; others are server_error."""
 
 
-class ResponseAnswer:
+def begun(response_id: str, model: str, body: ResponsesRequest) -> tuple[Response, int]:
+    """Return the response to a request before it has any output, and the bytes of what it repeats of the request.
+
+    That is kept as JSON, because it lives as long as the response, and as objects it would take ten times as much.
+    """
+    choice = encode(body.tool_choice) if body.tool_choice is not None else b'"auto"'
+    tools = encode(body.tools or [])
+    text = encode(body.text) if body.text and body.text.format else b'{"format":{"type":"text"}}'
+    instructions, metadata = encode(body.instructions), encode(body.metadata or {})
+    response = Response(
+        response_id,
+        int(time.time()),
+        model,
+        [],
+        "in_progress",
+        body.parallel_tool_calls is not False,
+        msgspec.Raw(choice),
+        msgspec.Raw(tools),
+        msgspec.Raw(text),
+        msgspec.Raw(encode(body.reasoning)),
+        msgspec.Raw(instructions),
+        msgspec.Raw(metadata),
+        max_output_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+    )
+    return response, sum(map(len, (choice, tools, text, instructions, metadata)))
+
+
+class ResponseAnswer(EventAnswer):
     """Turns the output of a chat into a response: one JSON body, or events."""
 
-    cheap = True
-    end = b""
-
-    def __init__(self, run: ChatRun, body: ResponsesRequest, response_id: str) -> None:
-        self._run, self._body = run, body
-        self._parser = run.parser()
+    def __init__(self, run: ChatRun, response: Response) -> None:
+        """``response``: as ``begun`` returns it."""
+        super().__init__(run)
         self._sequence = 0
-        self._begun = False
         self._text: list[str] = []  # of the item that is open
         self._open: OutputItem | None = None
-        self._response = Response(
-            response_id,
-            int(time.time()),
-            body.model or run.service.limits.model_name,
-            [],
-            "in_progress",
-            body.parallel_tool_calls is not False,
-            msgspec.to_builtins(body.tool_choice) if body.tool_choice is not None else "auto",
-            msgspec.to_builtins(body.tools or []),
-            msgspec.to_builtins(body.text) if body.text and body.text.format else {"format": {"type": "text"}},
-            msgspec.to_builtins(body.reasoning) if body.reasoning else None,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            temperature=body.temperature,
-            top_p=body.top_p,
-        )
+        self._response = response
 
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
-        if self._body.stream:
-            return await stream_events(request, self._run.generation, self)
-        for delta in await self._run.generation.outcome():
-            for _ in self._events_of(delta):
-                pass
-        return web.Response(body=encode(self._response), content_type="application/json")
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed."""
+        return as_bytes(self._failed(error))
 
-    # ---- for ``stream_events`` -----------------------------------------------------------------------
+    def _begin(self) -> Iterator[ResponseEvent]:
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
 
-    def quick(self) -> bool:
-        """All events are made at once."""
-        return True
-
-    def events(self, news: list[SequenceDelta]) -> bytes:
-        """Return the events for these deltas."""
-        return b"".join(
-            b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
-            for delta in news
-            for event in self._events_of(delta)
-        )
-
-    def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
-        """Yield the same."""
-        yield self.events(list(news))
-
-    def last(self) -> bytes:
-        """The last event tells that the response is complete, so nothing is left."""
-        return b""
+    def _whole(self) -> Response:
+        return self._response
 
     # ---- items ---------------------------------------------------------------------------------------
-
-    def _events_of(self, delta: SequenceDelta) -> Iterator[ResponseEvent]:
-        if not self._begun:
-            self._begun = True
-            yield self._event("response.created", response=self._response)
-            yield self._event("response.in_progress", response=self._response)
-        news = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            news += self._parser.finish()
-        for new in news:
-            yield from self._take(new)
-        if delta.finish_reason is not None:
-            yield from self._finish(delta.finish_reason)
 
     def _take(self, new: Delta) -> Iterator[ResponseEvent]:
         text, kind = new.text, _KINDS[new.kind]
@@ -112,7 +92,7 @@ class ResponseAnswer:
             yield from self._close("completed")
             if new.kind != "call":
                 text = text.removeprefix("\n") if self._response.output else text
-            yield from self._begin(kind, text)
+            yield from self._begin_item(kind, text)
         if new.kind == "call" or not text:
             return
         assert self._open is not None
@@ -123,7 +103,7 @@ class ResponseAnswer:
             fields["logprobs"] = []
         yield self._of_item(f"response.{names[kind]}.delta", delta=text, **fields)
 
-    def _begin(self, kind: str, name: str) -> Iterator[ResponseEvent]:
+    def _begin_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
         item = OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
         if kind == "function_call":
             item.call_id, item.name, item.arguments = self._run.new_id(), name, ""
@@ -141,35 +121,58 @@ class ResponseAnswer:
         item = self._open
         if item is None:
             return
-        text, item.status = "".join(self._text), status
+        text = self._settle(item, status)
         if item.type == "function_call":
-            item.arguments = text
             yield self._of_item("response.function_call_arguments.done", name=item.name, arguments=text)
         else:
-            part = self._part(text)
-            item.content = [part]
             name = "output_text" if item.type == "message" else "reasoning_text"
             fields: dict[str, Any] = {"logprobs": []} if item.type == "message" else {}
             yield self._of_item(f"response.{name}.done", content_index=0, text=text, **fields)
-            yield self._of_item("response.content_part.done", content_index=0, part=part)
+            yield self._of_item("response.content_part.done", content_index=0, part=self._part(text))
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None
 
-    def _finish(self, reason: str) -> Iterator[ResponseEvent]:
-        complete = reason == "stop"
+    def _settle(self, item: OutputItem, status: str) -> str:
+        """Give the open item its text, which is returned."""
+        text, item.status = "".join(self._text), status
+        if item.type == "function_call":
+            item.arguments = text
+        else:
+            item.content = [self._part(text)]
+        return text
+
+    def _finish(self, delta: SequenceDelta) -> Iterator[ResponseEvent]:
+        if delta.finish_reason == "abort":
+            yield self._failed(ended_early())
+            return
+        complete = delta.finish_reason == "stop"
         yield from self._close("completed" if complete else "incomplete")
-        response, usage = self._response, self._run.generation.usage()
+        response = self._response
         response.status = "completed" if complete else "incomplete"
         if not complete:
-            response.incomplete_details = IncompleteDetails("max_output_tokens" if reason == "length" else reason)
-        response.usage = ResponseUsage(
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        response.usage = self._usage()
+        yield self._event(f"response.{response.status}", response=response)
+
+    def _failed(self, error: APIError) -> ResponseEvent:
+        """The last event of a response that has failed. Nothing says that the item that is open is done: a client
+        might call a function with arguments that are not whole."""
+        response = self._response
+        if self._open is not None:
+            self._settle(self._open, "incomplete")
+        response.status, response.usage = "failed", self._usage()
+        response.error = ResponseError(_CODES.get(error.status, "server_error"), str(error))
+        return self._event("response.failed", response=response)
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._run.generation.usage()
+        return ResponseUsage(
             usage.prompt_tokens,
             InputDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
             OutputDetails(),
             usage.total_tokens,
         )
-        yield self._event(f"response.{response.status}", response=response)
 
     @property
     def _index(self) -> int:

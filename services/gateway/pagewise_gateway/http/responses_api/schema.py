@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewise_gateway.http.schema import SCHEMAS, Ignored, ReasoningEffort, TemplateKwargs
+from pagewise_gateway.http.schema import SCHEMAS, CacheRetention, Ignored, ReasoningEffort, TemplateKwargs
 from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
 
 MAX_ITEMS = 4096
@@ -12,6 +12,8 @@ _ITEMS = (
     "A text, or items of the types message, reasoning, function_call and function_call_output. An item without a type "
     f"is a message. At most {MAX_ITEMS}."
 )
+
+_TOOLS = "Functions. Tools of the other types are left out if there are functions beside them; alone, they are refused."
 
 
 class InputText(Struct, forbid_unknown_fields=True):
@@ -65,14 +67,42 @@ class FunctionOutputItem(Struct, forbid_unknown_fields=True):
     status: str | None = None
 
 
-class FunctionTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call. ``strict``: whether its arguments have to follow ``parameters``."""
+class FunctionTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A function that the model may call. ``strict``: whether its arguments have to follow ``parameters``.
 
-    type: Literal["function"]
+    The last three fields have no effect: the model sees every function, and calls it itself.
+    """
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class WebSearchTool(Struct, tag_field="type", tag="web_search"):
+    """A search that OpenAI's server runs. It is left out if there are functions, and so are the next four."""
+
+
+class ImageGenerationTool(Struct, tag_field="type", tag="image_generation"):
+    """Images that OpenAI's server makes."""
+
+
+class ToolSearchTool(Struct, tag_field="type", tag="tool_search"):
+    """A search for tools whose loading is deferred."""
+
+
+class NamespaceTool(Struct, tag_field="type", tag="namespace"):
+    """Functions below a common name."""
+
+
+class CustomTool(Struct, tag_field="type", tag="custom"):
+    """A tool whose input is free text."""
+
+
+ResponseTool = FunctionTool | WebSearchTool | ImageGenerationTool | ToolSearchTool | NamespaceTool | CustomTool
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True):
@@ -100,16 +130,25 @@ class JSONSchemaText(Struct, forbid_unknown_fields=True, tag_field="type", tag="
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    """What the text of the answer has to match."""
+    """What the text of the answer has to match. ``verbosity`` has no effect."""
 
     format: PlainText | JSONObject | JSONSchemaText | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """``effort``: a variable of the chat template. There are no summaries."""
+    """``effort``: a variable of the chat template. There are no summaries, and the template decides what is kept."""
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    """What a stream contains besides its text: nothing."""
+
+    include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -121,12 +160,13 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS, description=_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: Annotated[bool, Meta(description="Only false: nothing is stored.")] | None = None
     previous_response_id: Annotated[str, Meta(description="Not supported: nothing is stored.")] | None = None
     background: Annotated[bool, Meta(description="Only false.")] | None = None
@@ -134,12 +174,22 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[list[str], Meta(max_length=16, description="Accepted if empty or reasoning.encrypted_content.")]
         | None
     ) = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+            Meta(max_length=16, description="Returned as it is."),
+        ]
+        | None
+    ) = None
     chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    client_metadata: (
+        Annotated[dict[str, Any], Meta(max_length=64, description="Accepted, and without any effect.")] | None
+    ) = None
 
 
 class InputDetails(Struct):
@@ -193,8 +243,15 @@ class OutputItem(Struct):
     arguments: str | UnsetType = UNSET
 
 
+class ResponseError(Struct):
+    """Why a response has failed."""
+
+    code: str
+    message: str
+
+
 class Response(Struct):
-    """Answer of ``/v1/responses``."""
+    """Answer of ``/v1/responses``. What it repeats of the request is JSON already."""
 
     id: str
     created_at: int
@@ -202,17 +259,17 @@ class Response(Struct):
     output: list[OutputItem]
     status: str
     parallel_tool_calls: bool
-    tool_choice: Any
-    tools: list[Any]
-    text: Any
-    reasoning: Any
+    tool_choice: Raw
+    tools: Raw
+    text: Raw
+    reasoning: Raw
+    instructions: Raw
+    metadata: Raw
     object: Literal["response"] = "response"
     usage: ResponseUsage | None = None
     incomplete_details: IncompleteDetails | None = None
-    error: Any = None
-    instructions: str | None = None
+    error: ResponseError | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     store: bool = False

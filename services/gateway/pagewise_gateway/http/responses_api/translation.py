@@ -10,15 +10,22 @@ from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParamet
 from pagewise_gateway.http.parsing import explain
 from pagewise_gateway.http.responses_api.schema import (
     MAX_ITEMS,
+    CustomTool,
     FunctionCallItem,
     FunctionOutputItem,
+    FunctionTool,
+    ImageGenerationTool,
     InputText,
     JSONObject,
     JSONSchemaText,
     MessageItem,
     NamedFunction,
+    NamespaceTool,
     ReasoningItem,
     ResponsesRequest,
+    ResponseTool,
+    ToolSearchTool,
+    WebSearchTool,
 )
 from pagewise_gateway.http.schema import (
     ChatMessage,
@@ -38,6 +45,7 @@ from pagewise_gateway.http.tool_schema import (
     Tool,
     ToolChoice,
 )
+from pagewise_gateway.metrics import LeftOutTool
 
 _ITEMS: dict[str, type[Struct]] = {
     "message": MessageItem,
@@ -46,9 +54,17 @@ _ITEMS: dict[str, type[Struct]] = {
     "function_call_output": FunctionOutputItem,
 }
 
+_LEFT_OUT: dict[type[Struct], LeftOutTool] = {
+    WebSearchTool: "web_search",
+    ImageGenerationTool: "image_generation",
+    ToolSearchTool: "tool_search",
+    NamespaceTool: "namespace",
+    CustomTool: "custom",
+}
+
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request for a response is.
+    """Return the chat that a request for a response is. Its tools are functions (``leave_out_tools``).
 
     Raises:
         InvalidRequestError: an item is wrong, or the request asks for what would have to be stored.
@@ -63,6 +79,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         tools=[
             Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
             for tool in body.tools or ()
+            if isinstance(tool, FunctionTool)
         ]
         or None,
         tool_choice=_tool_choice(body),
@@ -72,7 +89,27 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         chat_template_kwargs=body.chat_template_kwargs,
         cache_salt=body.cache_salt,
+        prompt_cache_retention=body.prompt_cache_retention,
     )
+
+
+def leave_out_tools(body: ResponsesRequest) -> set[LeftOutTool]:
+    """Leave out the tools that are no functions, and return their types.
+
+    Agents offer such tools beside their functions to every server, and do without them if the model never calls one.
+
+    Raises:
+        UnsupportedParameterError: there are no functions, so the request is about such a tool.
+    """
+    tools = body.tools or []
+    functions: list[ResponseTool] = [tool for tool in tools if isinstance(tool, FunctionTool)]
+    others = [_LEFT_OUT[type(tool)] for tool in tools if not isinstance(tool, FunctionTool)]
+    if others and not functions:
+        raise UnsupportedParameterError(
+            f"tools: {others[0]} is not supported by Pagewise, only functions are", "tools[0].type"
+        )
+    body.tools = functions or None
+    return set(others)
 
 
 def _check_stateless(body: ResponsesRequest) -> None:

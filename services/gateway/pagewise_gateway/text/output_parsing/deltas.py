@@ -71,6 +71,10 @@ class Tools:
 class CallReader(Protocol):
     """Reads the text of a region that holds tool calls."""
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string, where a delimiter is a part of that."""
+
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
 

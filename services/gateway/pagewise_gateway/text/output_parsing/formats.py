@@ -160,7 +160,7 @@ def make_format(tool_parser: str | None, reasoning_parser: str | None) -> Output
         if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
             _made[key] = OutputFormat(HARMONY, tools, None, True)
         else:
-            _made[key] = OutputFormat(RegionTemplate(_regions(tools, reasoning)), tools, reasoning)
+            _made[key] = OutputFormat(RegionTemplate(_regions(tools, reasoning), CALL), tools, reasoning)
     return _made[key]
 
 

@@ -52,6 +52,11 @@ class GlmCall:
         self._state: _State = GlmCall._in_name
         self._until = _Until(_KEY)
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a value."""
+        return self._state is GlmCall._in_value
+
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
         deltas: list[Delta] = []

@@ -12,10 +12,19 @@ from typing import Any, Literal, NamedTuple
 
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
+from pagewise_gateway.text.output_parsing.parameters import (
+    UnsupportedSchemaError,
+    listed_parameters,
+    python_parameters,
+    string_choices,
+)
 
 _ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_SPACE = r"[\s\x1c-\x1f]*"  # as Python sees it
+_PYTHON_BLOCK = rf"/{_SPACE}```(tool_code|python)?{_SPACE}\[?{_SPACE}[A-Za-z_][A-Za-z0-9_.\-]*\((?s:.*)/"
+"""A block of code that begins with a call. The parser reads it as calls, so an answer must not begin with it."""
 
 
 class Function(NamedTuple):
@@ -28,10 +37,6 @@ class Function(NamedTuple):
     name: str
     parameters: Mapping[str, Any] | None
     strict: bool = False
-
-
-class UnsupportedSchemaError(ValueError):
-    """A schema says something that cannot be followed in the format of the model; the text names the function."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -121,7 +126,7 @@ def tool_call_grammar(
             group = f"{grammar.text(shape.opening)} {one}{more} {grammar.text(shape.closing)}"
             grammar.rule("start", f"{thinking} {group}" if required else f"{thinking} ({group} | @answer)")
         else:
-            grammar.rule("start", f"{thinking} {grammar.free(shape, one, parallel)}")
+            grammar.rule("start", f"{thinking} {grammar.free(shape, one, output, parallel)}")
     return str(grammar) if answer is None else _with_answer(grammar, answer)
 
 
@@ -182,16 +187,22 @@ class _Grammar:
             return thought
         return f"({opening})? {thought}" if start == "implied" else f"({space}? {opening} {thought})?"
 
-    def free(self, shape: _Shape, call: str, parallel: bool) -> str:
+    def free(self, shape: _Shape, call: str, output: OutputFormat, parallel: bool) -> str:
         """Return the expression of text and calls; calls of a trigger that is no special token are without it."""
+        opening = output.tools.opening if output.tools is not None else ()
+        written = [text for text in opening if text not in self._special]
         more = f"({self.text(shape.between)} {call})*" if parallel and (shape.closing or not shape.trigger) else ""
         group = f"{self.text(shape.opening)} {call} {more} {self.text(shape.closing)}"
         if not shape.trigger:
-            other = self.rule("OTHER", rf"/\s*[^\s{re.escape(shape.begins)}](?s:.*)/")
+            other = rf"/\s*[^\s\x00-\x1f{re.escape(shape.begins)}](?s:.*)/{_without(written)}"
+            other = self.rule("OTHER", f"{other} & ~{_PYTHON_BLOCK}" if shape.arguments == "python" else other)
             return f'({group} | {other} | "")'
         any_text = self.rule("ANY", "/(?s:.+)/")
         before = f"{any_text}?" if shape.trigger in self._special else self.until(shape.trigger)
-        return f"({before} {group}){'*' if parallel else '?'} {any_text}?"
+        if parallel:
+            return f"({before} {group})* {any_text}?"
+        behind = self.rule("BEHIND", f"/(?s:.+)/{_without(written)}")
+        return f"({before} {group} {behind}? | {any_text}?)"
 
     def harmony(self, calls: str | None, required: bool, answer: str | None = None) -> None:
         """Add the rules of gpt-oss: messages on other channels, and then calls or an answer."""
@@ -208,50 +219,64 @@ class _Grammar:
     def call(self, shape: _Shape, function: Function, required: bool) -> str:
         """Return the expression of a call of a function."""
         schema: Mapping[str, Any] = function.parameters if function.parameters is not None else _NO_PARAMETERS
-        if not (required or function.strict):
+        follows = required or function.strict
+        if not follows:
             schema = _ANY_OBJECT
         before = self.text(shape.before.replace("NAME", function.name))
         if shape.arguments == "json":
             arguments = f"%json {json.dumps(schema)}"
         elif shape.arguments == "python":
-            arguments = self._keywords(function, schema)
+            if _PYTHON_NAME.fullmatch(function.name) is None:
+                raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: no name in Python")
+            arguments = self._keywords(function, schema) if follows else self._any_keywords()
         else:
-            arguments = self._tags(function, schema)
+            arguments = self._tags(function, schema) if follows else self._any_tags()
         return f"{before} {arguments} {self.text(shape.after)}"
 
     def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of a call in Python, whose values JSON and Python write alike."""
-        properties = _properties(function, schema)
         # From the last property to the first: what may follow if something stands before it, or nothing does.
         some = none = '""'
-        for name, (value, needed) in reversed(properties.items()):
+        for name, value, needed in reversed(python_parameters(function.name, schema)):
             item = self.rule("argument", f"{_quoted(name + '=')} %json {json.dumps(value)}")
             after = self.rule("some", some)
             some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
             none = f"{item} {after}" if needed else f"{item} {after} | {self.rule('none', none)}"
         return self.rule("arguments", none)
 
+    def _any_keywords(self) -> str:
+        """Any arguments of a call in Python."""
+        name = self.rule("NAME", "/[A-Za-z_][A-Za-z0-9_]*=/")
+        one = self.rule("argument", f"{name} %json {{}}")
+        return f'({one} (", " {one})*)?'
+
     def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of GLM, of which strings are written as they are."""
         parts = []
-        for name, (value, needed) in _properties(function, schema).items():
+        for parameter in listed_parameters(function.name, schema):
+            name, value, needed = parameter
+            if not name or name != name.strip() or "<" in name:
+                raise UnsupportedSchemaError(
+                    f"the parameter {name!r} of {function.name!r} cannot be written: this model writes names in tags"
+                )
             key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
             closing = "</arg_value>"
-            choices = value.get("enum") if "const" not in value else [value["const"]]
             if "string" not in schema_types(value):
                 written = f"%json {json.dumps(value)} {self.text(closing)}"
-            elif isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+            elif (choices := string_choices(function.name, parameter)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
-            elif function.strict and (unmet := [each for each in _OF_STRINGS if each in value]):
-                raise UnsupportedSchemaError(
-                    f"{unmet[0]} of the parameter {name!r} of {function.name!r} cannot be followed: this model writes "
-                    "strings as they are"
-                )
             else:
                 written = self.until(closing)
             pair = self.rule("pair", f"{key} {written} {_quoted(chr(10))}")
             parts.append(pair if needed else f"{pair}?")
         return " ".join(parts)
+
+    def _any_tags(self) -> str:
+        """Any arguments of GLM."""
+        name = self.rule("NAME", r"/[^\s<]([^<\n]*[^\s<])?/")
+        key = f"{self.text('<arg_key>')} {name} {self.text('</arg_key>' + chr(10) + '<arg_value>')}"
+        pair = self.rule("pair", f"{key} {self.until('</arg_value>')} {_quoted(chr(10))}")
+        return f"{pair}*"
 
 
 def _with_answer(grammar: _Grammar, answer: str) -> str:
@@ -260,21 +285,13 @@ def _with_answer(grammar: _Grammar, answer: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": str(grammar)}, parts[0] | {"name": "answer"}, *parts[1:]]})
 
 
-def _properties(function: Function, schema: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], bool]]:
-    """The schema of each parameter, and whether it is required.
+def _without(texts: Sequence[str]) -> str:
+    """What makes a terminal one that does not contain these texts."""
+    return "".join(f" & ~/(?s:.*){_escaped(text)}(?s:.*)/" for text in texts)
 
-    Raises:
-        UnsupportedSchemaError: the schema does not list them.
-    """
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    others = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
-    if others or not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UnsupportedSchemaError(f"the parameters of {function.name!r} are not listed in properties")
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return {
-        name: ({**value, **shared} if isinstance(value, Mapping) else {}, name in required)
-        for name, value in properties.items()
-    }
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _quoted(text: str) -> str:

@@ -23,6 +23,11 @@ class HeaderCall:
         self._called = self._ended = False
         self._value = JsonValue()
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._value.quoting
+
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
         if self._ended:
@@ -61,6 +66,11 @@ class MistralCalls:
 
     def __init__(self) -> None:
         self._reader: CallReader | None = None
+
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._reader is not None and self._reader.quoting
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""

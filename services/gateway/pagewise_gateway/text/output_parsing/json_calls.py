@@ -12,6 +12,7 @@ _MEMBERS = frozenset({"name", "arguments", "parameters", "type", "id"})
 _BETWEEN = re.compile(r"[\s,;\[\]]*")
 _SPACE = re.compile(r"[\s,]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
+_OPEN_KEY = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.DOTALL)
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
 
@@ -28,6 +29,11 @@ class JsonValue:
     def __init__(self) -> None:
         self._depth = 0
         self._begun = self._string = self._escaped = False
+
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._string
 
     def end(self, text: str, at: int) -> int:
         """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
@@ -98,6 +104,11 @@ class JsonCalls:
         self._early: list[str] = []  # arguments that came before the name
         self._arguments = self._called = self._found = False
 
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._value.quoting or _OPEN_KEY.fullmatch(self._rest) is not None
+
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
         text, self._rest = self._rest + text, ""
@@ -111,7 +122,7 @@ class JsonCalls:
         """Return what is left: content, if it is no call, or nothing of a call that is cut off before its name."""
         rest = "".join(self._raw) + self._rest
         is_content = not self._called and (closed or self._known is not None)
-        return [Delta("content", rest)] if rest.strip() and is_content else []
+        return [Delta("content", rest)] if rest and is_content else []
 
     # ---- states: each reads text from ``at`` on, and returns where the next one goes on; -1: more text is needed ----
 
@@ -145,7 +156,6 @@ class JsonCalls:
             if not self._called:
                 deltas.append(Delta("content", "".join(self._raw)))
                 self._raw = []
-                self._called = True
             elif not self._arguments:
                 deltas.append(Delta("arguments", "{}"))
             return start + 1
@@ -177,8 +187,8 @@ class JsonCalls:
         if self._key == "name" and not self._called:
             self._name(value, deltas)
         elif self._key in ("arguments", "parameters") and not self._arguments:
-            decoded = as_text(_decoded(value))  # some models write them as a string
-            self._pass_on("{}" if value == "null" else decoded or value, deltas)
+            written = as_text(_decoded(value)) or value  # some models write them as a string
+            self._pass_on("{}" if value in ("null", '""') else written, deltas)
             self._arguments = True
         return end
 

@@ -23,6 +23,7 @@ class MessageParser:
     """
 
     __slots__ = (
+        "_arguments",
         "_content",
         "_format",
         "_header",
@@ -34,6 +35,7 @@ class MessageParser:
         "_regions",
         "_tools",
         "num_calls",
+        "whole",
     )
 
     def __init__(
@@ -47,6 +49,9 @@ class MessageParser:
     ) -> None:
         self.num_calls = 0
         """How many tool calls have begun."""
+        self.whole = True
+        """Whether the arguments of the last call that counts are there to their end."""
+        self._arguments = JsonValue()
         self._format = output_format
         self._tools = tools or Tools({})
         self._parallel = parallel
@@ -64,7 +69,7 @@ class MessageParser:
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new in the message."""
         deltas: list[Delta] = []
-        for event in self._regions.push(text):
+        for event in self._regions.push(text, self._quoted):
             self._take(event, deltas)
         return deltas
 
@@ -81,6 +86,9 @@ class MessageParser:
             self._content.push(header, deltas)
         self._content.finish(deltas)
         return deltas
+
+    def _quoted(self) -> bool:
+        return self._reader is not None and self._reader.quoting
 
     def _take(self, event: RegionEvent, deltas: list[Delta]) -> None:
         region, text = event.region, event.text
@@ -129,7 +137,7 @@ class MessageParser:
         if tools is None or self._content.begun or not begin or begin[0] not in tools.bare:
             self._content.push(text, deltas)
             return
-        self._content.border()
+        self._content.push(text[: len(text) - len(begin)], deltas)  # a part of it, if it turns out to be no call
         self._reader = tools.reader(self._tools)
         self._add(self._reader.push(begin), deltas)
 
@@ -164,7 +172,15 @@ class MessageParser:
                 self.num_calls += 1
                 self._content.border()
             if delta.text and (self._parallel or self.num_calls == 1):
+                self._follow(delta)
                 deltas.append(delta)
+
+    def _follow(self, delta: Delta) -> None:
+        """Notice whether the last call is whole."""
+        if delta.kind == "call":
+            self._arguments, self.whole = JsonValue(), False
+        elif not self.whole:
+            self.whole = self._arguments.end(delta.text, 0) >= 0
 
 
 _PLAIN = OutputFormat(RegionTemplate({}))
@@ -183,6 +199,11 @@ class _Arguments:
     def __init__(self) -> None:
         self._some = self._ended = False
         self._value = JsonValue()
+
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._value.quoting
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""

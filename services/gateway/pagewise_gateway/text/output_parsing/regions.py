@@ -5,9 +5,13 @@ region comes only with the region's end, it raises if that is not what the templ
 that was cut off), and its buffers grow with the text, and are copied with every piece. So templates here declare every
 region as text, call readers interpret it, and this layer bounds what a parser is fed: text in which no delimiter can
 begin passes by it, and a new parser goes on from time to time.
+
+``ResponseParser`` also ends a region with the first text that looks like its delimiter. A call may have that inside of
+a string, so what is in a region with calls passes by it up to the delimiter that ends the region.
 """
 
 import re
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -35,9 +39,10 @@ class RegionTemplate:
 
     ``regions``: of each region, the texts that open it, and the text that closes it. None: the region ends before the
     next text that opens it; an empty text: at once. Text outside of all regions is in ``MAIN``.
+    ``quoting``: the region whose text may have delimiters inside of strings.
     """
 
-    def __init__(self, regions: dict[str, tuple[tuple[str, ...], str | None]]) -> None:
+    def __init__(self, regions: dict[str, tuple[tuple[str, ...], str | None]], quoting: str = "") -> None:
         fields: dict[str, Any] = {MAIN: _field()}
         for name, (opening, closing) in regions.items():
             close = {"close": closing} if closing else {"close_pattern": "" if closing == "" else _before_any(opening)}
@@ -48,6 +53,10 @@ class RegionTemplate:
         self.delimiters = tuple(dict.fromkeys(delimiters))
         first = "".join(sorted({re.escape(text[0]) for text in delimiters}))
         self.begins_delimiter = re.compile(f"[{first}]" if first else "(?!)")
+        self.quoting = quoting
+        opening, closing = regions.get(quoting, ((), None))
+        self.opens_quoting = opening
+        self.ends_quoting = (closing,) if closing else opening
 
 
 class Regions:
@@ -62,21 +71,35 @@ class Regions:
     def __init__(self, template: RegionTemplate, region: str = MAIN) -> None:
         self._template = template
         self.region = region
-        self._held = ""  # what the parser holds back
+        self._held = ""  # what the parser holds back, or in the quoting region this object
         self._fed = 0
         self._parser = self._new_parser()
 
-    def push(self, text: str) -> list[RegionEvent]:
-        """Take text; return what is known of it now."""
-        if self._settled() and self._template.begins_delimiter.search(text) is None:
-            return [RegionEvent("text", self.region, text)] if text else []
-        events: list[RegionEvent] = []
-        for start in range(0, len(text), _MOST_FED):  # each search of the parser goes through all that it was fed
-            self._feed(text[start : start + _MOST_FED], events)
-        return events
+    def push(self, text: str, quoted: Callable[[], bool] = lambda: False) -> Iterator[RegionEvent]:
+        """Take text; yield what is known of it now.
+
+        ``quoted``: whether the text that was yielded so far ends inside of a string. It is called where a delimiter
+        would end the quoting region.
+        """
+        while text:
+            if self._settled() and self._template.begins_delimiter.search(text) is None:
+                yield RegionEvent("text", self.region, text)
+                return
+            if self.region == self._template.quoting:
+                text = yield from self._quoting(text, quoted)
+            else:
+                # Each search of the parser goes through all that it was fed. It is not fed what follows the beginning
+                # of the quoting region.
+                most = text[:_MOST_FED]
+                opened = _first(self._held + most, self._template.opens_quoting)
+                fed = max(1, opened[1] - len(self._held)) if opened is not None else len(most)
+                yield from self._feed(text[:fed])
+                text = text[fed:]
 
     def finish(self) -> list[RegionEvent]:
         """Return what was held back. No more text comes; the region that is open ends without a close."""
+        if self.region == self._template.quoting:
+            return [RegionEvent("text", self.region, self._held)] if self._held else []
         _, told = self._parser.finalize()
         events: list[RegionEvent] = []
         self._add(told, self._held, events)
@@ -86,11 +109,34 @@ class Regions:
         """Whether the parser holds nothing back, and is not about to leave a region that ends at once."""
         return not self._held and self._template.regions.get(self.region, ((), None))[1] != ""
 
-    def _feed(self, text: str, events: list[RegionEvent]) -> None:
+    def _quoting(self, text: str, quoted: Callable[[], bool]) -> Generator[RegionEvent, None, str]:
+        """Yield what is known of text in the quoting region; return the text behind its end.
+
+        The parser sees the delimiter that ends the region, and nothing that is before it.
+        """
+        text, self._held = self._held + text, ""
+        while (found := _first(text, self._template.ends_quoting)) is not None:
+            start, end = found
+            if start:
+                yield RegionEvent("text", self.region, text[:start])
+            delimiter, text = text[start:end], text[end:]
+            if not quoted():
+                yield from self._feed(delimiter)
+                return text
+            yield RegionEvent("text", self.region, delimiter)
+        held = _begun(text, self._template.ends_quoting)
+        text, self._held = text[: len(text) - held], text[len(text) - held :]
+        if text:
+            yield RegionEvent("text", self.region, text)
+        return ""
+
+    def _feed(self, text: str) -> list[RegionEvent]:
         if self._fed > _MOST_FED and self._settled():
             self._fed, self._parser = 0, self._new_parser()
         self._fed += len(text)
+        events: list[RegionEvent] = []
         self._add(self._parser.feed(text), self._held + text, events)
+        return events
 
     def _add(self, told: list[dict[str, Any]], text: str, events: list[RegionEvent]) -> None:
         """Add events of the parser, which are about the beginning of ``text``; the rest is held back."""
@@ -117,6 +163,25 @@ class Regions:
         """A parser that is in the region where the text is."""
         opening = self._template.regions[self.region][0][0] if self.region != MAIN else ""
         return ResponseParser(self._template.response_template, prefix=_ANCHOR + opening)
+
+
+def _first(text: str, delimiters: Sequence[str]) -> tuple[int, int] | None:
+    """Where the first of these delimiters begins and ends in a text, if one is in it."""
+    found = [(text.find(each), each) for each in delimiters]
+    start, delimiter = min(((at, each) for at, each in found if at >= 0), default=(-1, ""))
+    return (start, start + len(delimiter)) if start >= 0 else None
+
+
+def _begun(text: str, delimiters: Sequence[str]) -> int:
+    """How many characters at the end of a text may begin one of these delimiters."""
+    most = 0
+    for delimiter in delimiters:
+        tail = text[1 - len(delimiter) :]
+        at = tail.find(delimiter[0])
+        while at >= 0 and not delimiter.startswith(tail[at:]):
+            at = tail.find(delimiter[0], at + 1)
+        most = max(most, len(tail) - at if at >= 0 else 0)
+    return most
 
 
 def _field() -> dict[str, Any]:

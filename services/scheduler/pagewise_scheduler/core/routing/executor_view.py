@@ -155,7 +155,7 @@ class ExecutorView:
     def __init__(
         self, scheduler: Scheduler, role: Role = "both", adapters: AdapterSlots | None = None, *, grammars: bool = True
     ) -> None:
-        self.scheduler, self.role, self.grammars, self._adapters = scheduler, role, grammars, adapters
+        self.scheduler, self.role, self.grammars, self.adapters = scheduler, role, grammars, adapters
         self.costs: CostModel = scheduler.costs
         self.load = self.num_expected = 0
         self.num_decoding = 0
@@ -170,6 +170,12 @@ class ExecutorView:
         self._ended = _Lately()
 
     # ---- what is there -------------------------------------------------------------------------------
+
+    def serves(self, request: Request) -> bool:
+        """Whether the outputs of a request can match its grammar here, and be computed with its adapter."""
+        if request.sampling.grammar and not self.grammars:
+            return False
+        return request.adapter is None or (self.adapters is not None and self.adapters.can_take(request.adapter))
 
     def find(self, query: PrefixQuery) -> Match:
         """How much of a prompt is cached. O(blocks found).
@@ -266,9 +272,9 @@ class ExecutorView:
 
     def adapter_seconds(self, query: PrefixQuery) -> float:
         """Until the adapter of a prompt is there, if it has one."""
-        if query.adapter is None or self._adapters is None:
+        if query.adapter is None or self.adapters is None:
             return 0.0
-        return self._adapters.seconds(query.adapter)
+        return self.adapters.seconds(query.adapter)
 
     def busy(self, seconds: float, now: float) -> float:
         """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.

@@ -80,7 +80,7 @@ class Moves:
         """Those that came first go first."""
         for request in list(self._staying):
             first = request.sequences[0]
-            movable = may_move(request) and (not request.sampling.grammar or all(one.grammars for one in executors))
+            movable = may_move(request) and any(one.serves(request) for one in executors if one is not self._source)
             if first.status is not SequenceStatus.DECODE or not first.prefilled or not movable:
                 del self._staying[request]  # if it lost its blocks, it is noted again when they are computed
             elif (decoder := self._with_room(request, executors, now)) is not None:

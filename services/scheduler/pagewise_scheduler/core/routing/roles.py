@@ -47,9 +47,9 @@ class Roles:
     def after(
         self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float
     ) -> "AfterPrompt":
-        """What may come after the prompt of a request, at those of ``executors`` that could hold it."""
+        """What may come after the prompt of a request, at those of ``executors`` that could hold and serve it."""
         size = len(request.prompt_token_ids), request.max_tokens
-        able = [executor for executor in executors if executor.scheduler.fits(*size)]
+        able = [executor for executor in executors if executor.scheduler.fits(*size) and executor.serves(request)]
         return AfterPrompt(query, able, self.output_tokens, now, moves=may_move(request))
 
 
@@ -99,7 +99,7 @@ class AfterPrompt:
         return kv.blocks_for(self._query.num_tokens) - self._decoders[decoder].device // kv.block_size
 
     def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
-        """Until the KV is there, from when the prompt is computed; infinite if it cannot come."""
+        """Until the KV and the adapter are there, from when the prompt is computed; infinite if KV cannot come."""
         peer = executor.scheduler.recoveries.endpoint
         if not decoder.scheduler.recoveries.can_fetch_from(peer):
             return inf
@@ -108,7 +108,7 @@ class AfterPrompt:
         last = min(num_blocks, kv.blocks_for(executor.scheduler.limits.max_num_batched_tokens))
         fetching = max(link.seconds(last, link.num_loading), link.seconds(num_blocks, link.num_loading) - computing)
         room = decoder.room_seconds(self._query, num_blocks, self._now)
-        return fetching + room + decoder.eviction_seconds(num_blocks)
+        return fetching + room + decoder.eviction_seconds(num_blocks) + decoder.adapter_seconds(self._query)
 
     def _decode_seconds(self, executor: ExecutorView) -> float:
         return self._output_tokens * executor.costs.token_seconds(executor.load + executor.num_expected + 1)

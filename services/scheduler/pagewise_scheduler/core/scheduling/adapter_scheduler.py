@@ -5,21 +5,27 @@ from typing import Any
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
+from pagewise_scheduler.core.scheduling.adapter_slots import MAX_RANK, AdapterSlots
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
 class AdapterScheduler(Scheduler):
     """A scheduler that takes requests on when their adapters are in slots. What has none goes past all of this.
 
-    ``max_loras``: slots of the executor, 0: it serves no adapters. ``adapters``: what is in them, and who waits.
+    ``max_loras``: slots of the executor, 0: it serves no adapters. ``max_lora_rank``: the greatest that adapters may
+    have. ``adapters``: what is in the slots, and who waits. ``max_grammars``: those that the executor keeps compiled
+    (see ``Hello``). ``grammars``: which these are.
     """
 
-    def __init__(self, *, max_loras: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *, max_loras: int = 0, max_lora_rank: int = MAX_RANK, max_grammars: int = 0, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.adapters = AdapterSlots(max_loras, self.waiting)
-        self.segments.computing = self.adapters.pin
-        self.segments.computed = lambda request: self.adapters.drop(request, self.last_step)
+        self.grammars = self._prefilling.grammars
+        self.grammars.num_kept = max_grammars
+        self.adapters = AdapterSlots(max_loras, self.waiting, max_lora_rank)
+        # Of the slots and not of this object: a cycle would keep its memory until a garbage collection.
+        self.segments.computing, self.segments.computed = self.adapters.pin, self.adapters.unpin
 
     @property
     def num_waiting(self) -> int:
@@ -35,17 +41,22 @@ class AdapterScheduler(Scheduler):
         """See ``Scheduler``. A request whose adapter is not there waits for it.
 
         Raises:
-            ValueError: it could never fit, its id is taken, or the executor serves no adapters.
+            ValueError: it could never fit, its id is taken, or the executor does not serve adapters like its own.
         """
-        if request.adapter is None or self.adapters.admit(request):
+        if request.adapter is None:
             super().add(request)
             return
-        if not self.adapters.num_slots:
-            self.adapters.drop(request, self.last_step)
-            raise ValueError(f"{request.request_id} needs an adapter, and the executor serves none")
+        if not self.adapters.serves(request.adapter):
+            raise ValueError(
+                f"{request.request_id} needs an adapter of rank {request.adapter.rank}, and the executor serves none"
+            )
         if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
-            self.adapters.drop(request, self.last_step)
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id} is here already")
+        if self.adapters.admit(request):  # from here on it has a slot until it ends, so nothing may fail
+            super().add(request)
+            return
         request.create_sequences()
         for sequence in request.sequences:
             if not sequence.finished:  # it may have run elsewhere, or before a reset
@@ -62,16 +73,17 @@ class AdapterScheduler(Scheduler):
             super().forget(request)
         for request in admitted:
             super().add(request)
-        return self.adapters.take_loads(self.epoch)
+        return self.adapters.take_loads(self.epoch, now)
 
     def adapter_loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
         """The executor has loaded an adapter, or could not: the requests that waited for it then fail."""
         if message.epoch != self.epoch:
             return []
-        failed = self.adapters.loaded(message, now)
-        for request in failed:
-            request.fail()
-        return failed
+        return _fail(self.adapters.loaded(message, now))
+
+    def give_up_loads(self, now: float, most: float) -> list[Request]:
+        """Give up loads that have not returned within ``most`` seconds: the requests that waited for them fail."""
+        return _fail(self.adapters.give_up_loads(now, most))
 
     def abort(self, request_id: str) -> list[Sequence]:
         """See ``Scheduler``."""
@@ -108,3 +120,9 @@ class AdapterScheduler(Scheduler):
         requests = super().release_all()
         self.adapters.clear()
         return requests
+
+
+def _fail(requests: list[Request]) -> list[Request]:
+    for request in requests:
+        request.fail()
+    return requests

@@ -9,8 +9,12 @@ If all slots are needed, the request that is next claims the one that has been r
 nobody who comes after it is admitted to that adapter, so the slot becomes free when those who run there have ended:
 each adapter gets its turn. A slot is not claimed before its adapter has been there for ``STAY_LOADS`` times as long as
 loading takes, so that adapters are not exchanged all the time.
+
+An executor loads one adapter after the other. If a load does not return, it and all behind it are given up, and nothing
+more is asked for until the executor tells of them after all: only what is in slots is served meanwhile.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf, isnan
@@ -22,6 +26,7 @@ from pagewise_scheduler.core.memory.copy_costs import OnlineLine
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time_of
 
+MAX_RANK = 2**31 - 1
 STAY_LOADS = 8
 """How many times as long as its load takes an adapter stays before its slot is claimed for another one."""
 _SCALES = (1.0, 1e8)
@@ -66,21 +71,25 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Load:
+    """``asked``: when the executor was asked for it, infinite until it is."""
+
     adapter: Adapter
     slot: _Slot | None
     checked: Checked | None = None
+    asked: float = inf
 
 
 class AdapterSlots:
-    """The adapters of one executor. ``num_slots``: of its device; 0: it serves none.
+    """The adapters of one executor. ``num_slots``: of its device; 0: it serves none. ``max_rank``: the greatest that
+    they may have.
 
     ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
     ``num_evictions``: so far.
     ``queue``: where they wait to run afterwards.
     """
 
-    def __init__(self, num_slots: int, queue: WaitingQueue) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, queue: WaitingQueue, max_rank: int = MAX_RANK) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
         self.num_loads = self.num_load_errors = self.num_evictions = 0
         self.waiting: dict[Request, ParkedLoad] = {}
         self._of_keys: dict[str, ParkedLoad] = {}
@@ -96,6 +105,8 @@ class AdapterSlots:
         self._slots: dict[bytes, _Slot] = {}  # the least recently used first
         self._pinned: dict[Request, _Slot] = {}
         self._loads: dict[int, _Load] = {}
+        self._late: set[int] = set()  # loads that were given up
+        self._told = -inf  # when the executor told of a load last
         self._outbox: list[tuple[int, Adapter, int]] = []
         self._on_host: set[bytes] = set()
         self._changed, self._look_at = False, inf
@@ -112,6 +123,18 @@ class AdapterSlots:
     def num_resident(self) -> int:
         """Adapters in slots."""
         return sum(slot.loaded for slot in self._slots.values())
+
+    def serves(self, adapter: Adapter | None) -> bool:
+        """Whether the executor can compute with an adapter; None: with the model alone."""
+        return adapter is None or (self.num_slots > 0 and adapter.rank <= self.max_rank)
+
+    def can_take(self, adapter: Adapter | None) -> bool:
+        """Whether a request with that adapter may come now: the executor serves it, and loads or holds it."""
+        return adapter is None or (self.serves(adapter) and (not self._late or self._holds(adapter)))
+
+    def _holds(self, adapter: Adapter) -> bool:
+        slot = self._slots.get(adapter.content)
+        return slot is not None and slot.loaded
 
     def parked(self, key: str | None = None) -> ParkedLoad:
         """What waits for adapters, of one API key or of all."""
@@ -137,9 +160,10 @@ class AdapterSlots:
 
     def seconds(self, adapter: Adapter) -> float:
         """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
-        if (slot := self._slots.get(adapter.content)) is not None and slot.loaded:
+        if self._holds(adapter):
             return 0.0
-        ahead = sum(self._seconds(load.adapter) for load in self._loads.values() if load.adapter != adapter)
+        others = (load.adapter for load in self._loads.values() if load.adapter.content != adapter.content)
+        ahead = sum(map(self._seconds, others))
         return ahead + self._seconds(adapter)
 
     def _seconds(self, adapter: Adapter) -> float:
@@ -160,9 +184,13 @@ class AdapterSlots:
         return False
 
     def pin(self, request: Request) -> None:
-        """A request that computes an original of a segment needs the slot of its owner, until it is dropped itself."""
+        """A request that computes an original of a segment needs the slot of its owner, until it is unpinned."""
         if request.adapter is not None:
             self._pin(request, self._slots[request.adapter.content])
+
+    def unpin(self, request: Request) -> None:
+        """Such a request has ended: its one sequence knows the last step that runs it."""
+        self.drop(request, max((sequence.last_step for sequence in request.sequences), default=0))
 
     def drop(self, request: Request, last_step: int) -> None:
         """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
@@ -195,7 +223,7 @@ class AdapterSlots:
                     self._pin(request, slot)
                     self._unpark(request)
                     admitted.append(request)
-            elif content not in claimed:
+            elif content not in claimed and not self._late:
                 claimed.add(content)
                 taken_back += self._make_slot(request, request.adapter, now, oldest_step)
         return admitted, taken_back
@@ -262,9 +290,11 @@ class AdapterSlots:
             if check.checked is not None:
                 check.checked(None, lost=True)
 
-    def take_loads(self, epoch: int) -> list[LoadAdapter]:
-        """The loads that the executor has not been asked for."""
+    def take_loads(self, epoch: int, now: float) -> list[LoadAdapter]:
+        """The loads that the executor is asked for now (seconds)."""
         asked, self._outbox = self._outbox, []
+        for number, _, _ in asked:
+            self._loads[number].asked = now
         return [LoadAdapter(epoch, number, adapter, slot) for number, adapter, slot in asked]
 
     @property
@@ -274,23 +304,20 @@ class AdapterSlots:
 
     def loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
         """A load has ended; returns the requests that waited for an adapter that could not be loaded."""
+        self._told, self._changed = now, True
+        self._late.discard(message.number)
         if (load := self._loads.pop(message.number, None)) is None:
             return []
         adapter, slot, content = load.adapter, load.slot, load.adapter.content
-        self._changed = True
-        if load.checked is not None:
-            self._checks.remove(load)
-            load.checked(message.error or None)
         if message.error:
-            self.num_load_errors += 1
+            self._failed(load, message.error)
             if slot is None:
                 return []
-            del self._slots[content]
-            self._free.append(slot.index)
-            failed = [one for one in self.waiting if one.adapter is not None and one.adapter.content == content]
-            for request in failed:
-                self._unpark(request)
-            return failed
+            # Equal files may lie under another path, too: who named that one has it tried.
+            return self._unpark_all(lambda one: (one.content, one.path) == (content, adapter.path))
+        if load.checked is not None:
+            self._checks.remove(load)
+            load.checked(None)
         self.num_loads += 1
         line = self._host if message.from_host else self._disk
         line.observe(message.elapsed_us * 1e-6, 1, adapter.num_bytes)
@@ -299,6 +326,40 @@ class AdapterSlots:
         if slot is not None:
             slot.since = now
         return []
+
+    def give_up_loads(self, now: float, most: float) -> list[Request]:
+        """Give up all loads if the executor has not told of any for more than ``most`` seconds.
+
+        Returns the requests that waited for adapters, which cannot be loaded.
+        """
+        oldest = next(iter(self._loads.values()), None)
+        if oldest is not None and now - max(oldest.asked, self._told) > most:
+            for number, load in list(self._loads.items()):
+                if load.asked < inf:
+                    self._late.add(number)
+                self._failed(load, f"the adapter {load.adapter.name!r} has not been loaded within {most:g} s")
+            self._loads.clear()
+            self._outbox.clear()
+        return self._unpark_all(lambda one: not self._holds(one)) if self._late else []
+
+    def _failed(self, load: _Load, error: str) -> None:
+        """A load has failed, or was given up: its slot is free. Loads follow one another, so what comes to a slot
+        late never comes over what was loaded into it afterwards."""
+        self.num_load_errors += 1
+        self._changed = True
+        if load.slot is not None:
+            del self._slots[load.adapter.content]
+            self._free.append(load.slot.index)
+        if load.checked is not None:
+            self._checks.remove(load)
+            load.checked(error)
+
+    def _unpark_all(self, concerned: Callable[[Adapter], bool]) -> list[Request]:
+        """Let requests wait no more whose adapters these are."""
+        failed = [one for one in self.waiting if one.adapter is not None and concerned(one.adapter)]
+        for request in failed:
+            self._unpark(request)
+        return failed
 
     def _load(self, adapter: Adapter, index: int, checked: Checked | None = None) -> None:
         slot = None

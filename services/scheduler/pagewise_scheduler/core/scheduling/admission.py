@@ -1,7 +1,8 @@
 """Who starts next, and with what: the cache, or another output of its own request.
 
 Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there;
-and one whose next block is being computed by somebody else waits for it instead of computing it twice.
+and one whose next block is being computed by somebody else waits for it instead of computing it twice. One also waits
+for its grammar to be compiled.
 """
 
 from collections.abc import Hashable, Iterable
@@ -10,6 +11,7 @@ from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
 from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
@@ -20,12 +22,15 @@ _MOST_PASSED = 32
 
 class Admission:
     """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and what waits
-    to compute segments."""
+    to compute segments. ``grammars``: of the executor, which is asked for those that are lacking."""
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments) -> None:
+    def __init__(
+        self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments, grammars: CompiledGrammars
+    ) -> None:
         self._kv = kv
         self._waiting = waiting
         self._segments = segments
+        self._grammars = grammars
         self._busy: set[tuple[Hashable, bytes]] = set()
 
     def computing(self, sequences: Iterable[Sequence]) -> None:
@@ -77,7 +82,7 @@ class Admission:
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
-        if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
+        if _is_in_flight(sequence, oldest_step) or not self._may_start(sequence):
             return None
         found = self._find(sequence)
         if self._is_computed_elsewhere(sequence, found) or not self._has_segments(sequence, found):
@@ -91,7 +96,7 @@ class Admission:
         if _is_in_flight(head, oldest_step):
             return None
         for sequence in self._candidates(head):
-            if _is_in_flight(sequence, oldest_step) or not _may_start(sequence):
+            if _is_in_flight(sequence, oldest_step) or not self._may_start(sequence):
                 continue
             if sequence.status is not SequenceStatus.WAITING:
                 continue  # it was to compute a segment, which somebody else has computed meanwhile
@@ -110,14 +115,18 @@ class Admission:
         if prefix is None and best is not head:
             best = head
             found = self._find(head)
-            ready = head.status is SequenceStatus.WAITING and _may_start(head) and self._has_segments(head, found)
-            if ready and not self._is_computed_elsewhere(head, found):
+            ready = head.status is SequenceStatus.WAITING and self._may_start(head)
+            if ready and self._has_segments(head, found) and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
             return None
-        if best is not head:
+        if best is not head and self._grammars.is_ready(head.sampling.grammar):
             head.num_passed += 1
         return best, prefix
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether it is worth while to start now, and the executor has its grammar."""
+        return _first_has_begun(sequence) and self._grammars.is_ready(sequence.sampling.grammar)
 
     def _has_segments(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
         """Whether it could be computed behind the blocks ``found`` of its prefix, with all segments that it needs."""
@@ -202,8 +211,8 @@ def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
     return oldest_step is not None and sequence.last_step >= oldest_step
 
 
-def _may_start(sequence: Sequence) -> bool:
-    """Whether it is worth while to start now: later outputs of a request wait for the first one's prefill.
+def _first_has_begun(sequence: Sequence) -> bool:
+    """Whether it need not wait for another one: later outputs of a request wait for the first one's prefill.
 
     The first output may have lost its row in the middle of that. Log-probabilities of the prompt are told with it
     alone, before any token, so that the others then wait until it has begun again.

@@ -14,6 +14,7 @@ from pagewise_scheduler.core.recovery.remote_tier import PeerTiers
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.admission import Admission
+from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
@@ -26,7 +27,8 @@ _WATERMARK = 0.01
 
 class PrefillSet:
     """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
-    shares of rows and blocks that keys have. ``segments``: of those that wait and of members.
+    shares of rows and blocks that keys have. ``segments``: of those that wait and of members. ``grammars``: which of
+    them the executor has compiled.
 
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
@@ -49,7 +51,8 @@ class PrefillSet:
         self._plan = plan
         self.shares = FairShares(kv, waiting, limits, recoveries.costs)
         self.segments = Segments(kv, waiting, self.shares, plan)
-        self._admission = Admission(kv, waiting, self.segments)
+        self.grammars = CompiledGrammars()
+        self._admission = Admission(kv, waiting, self.segments, self.grammars)
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -64,6 +67,7 @@ class PrefillSet:
         """All requests leave; those on rows have left them."""
         self.segments.clear()
         self.shares.clear()
+        self.grammars.clear()
 
     def arrive(self, sequence: Sequence) -> None:
         """A sequence waits from now on.
@@ -98,9 +102,13 @@ class PrefillSet:
         self._take_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
         sequence.request.account.served += OUTPUT_WEIGHT
-        self._members[sequence] = None
-        self._plan.join(sequence, sequence.num_tokens - 1, self._root(sequence))
+        self._join(sequence, sequence.num_tokens - 1)
         return True
+
+    def _join(self, sequence: Sequence, num_computed: int) -> None:
+        self._members[sequence] = None
+        self._plan.join(sequence, num_computed, self._root(sequence))
+        self.grammars.joined(sequence.sampling.grammar)
 
     def _take_row(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
@@ -244,8 +252,7 @@ class PrefillSet:
         self._plan.copy(kv.grow(table, num_tokens)[1])
         self._take_row(sequence)
         sequence.num_scheduled_tokens += size
-        self._members[sequence] = None
-        self._plan.join(sequence, prefix.num_tokens, self._root(sequence))
+        self._join(sequence, prefix.num_tokens)
         self._note(sequence, prefix, now)
         return size
 

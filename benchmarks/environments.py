@@ -1,4 +1,4 @@
-"""Environments of peers that cannot be installed beside Pagewise, and models in their formats. All of it is kept.
+"""Environments of what cannot be installed beside Pagewise, and models in other formats. All of it is kept.
 
 An environment is a folder below ``~/.cache/pagewise-benchmarks`` (``XDG_CACHE_HOME`` is respected), made anew when its
 list of packages changes.
@@ -10,27 +10,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-_LISTS = Path(__file__).parent / "peers"
-_CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 def _kept() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewise-benchmarks"
 
 
-def python(name: str) -> Path:
-    """The interpreter of the environment whose packages are listed in ``peers/NAME.txt``, made if it is not there."""
-    packages = _LISTS / f"{name}.txt"
+def python(packages: Path, torch: bool = False) -> Path:
+    """The interpreter of the environment with the packages that a file lists, made if it is not there.
+
+    ``torch``: whether the version that is tested goes in first.
+
+    Raises:
+        subprocess.CalledProcessError: a package cannot be installed.
+    """
+    name = packages.stem
     folder = _kept() / f"{name}-{hashlib.sha256(packages.read_bytes()).hexdigest()[:12]}"
     found = folder / "bin" / "python"
     done = folder / "installed"
     if not done.exists():
         print(f"making an environment for {name}", file=sys.stderr)
-        torch = next(line for line in _CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         install = [str(found), "-m", "pip", "install", "--quiet"]
-        # torch by itself, as in the Makefile: whoever installs chooses its build by pip's settings.
-        subprocess.run([*install, torch], check=True)
+        if torch:  # by itself, as in the Makefile: whoever installs chooses its build by pip's settings
+            build = next(line for line in _CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
+            subprocess.run([*install, build], check=True)
         # The list is complete, and pip would add what it leaves out.
         subprocess.run([*install, "--no-deps", "-r", str(packages)], check=True)
         done.touch()

@@ -1,0 +1,140 @@
+"""Compiled grammars: how many are kept, and that steps of others do not wait while one is compiled."""
+
+import random
+import time
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.structured.grammars import Grammars
+from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_gateway.structured.grammars import (
+    choice_grammar,
+    context_free_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_shared.protocol import GrammarCompiled, Welcome
+
+from tests.executor.driver import drive, request, run_requests
+from tests.executor.runners import build_runner
+from tests.structured import EOS, VOCAB_SIZE, build_structured_model, text_of
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_structured_model(path, seed=5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(model_path: Path) -> ModelRunner:
+    return build_runner(model_path, max_num_seqs=24)
+
+
+def test_as_many_are_kept_as_sequences_may_need(model_path: Path, runner: ModelRunner) -> None:
+    assert runner.info.max_grammars >= 2 * 24
+    grammars = Grammars(load_tokenizer(model_path, VOCAB_SIZE), 1, most=300, num_compilers=2)
+    texts = [regex_grammar(f"a{{{number}}}") for number in range(1, 302)]
+    first = [grammars.prepare(text) for text in texts[:300]]
+    assert [grammars.prepare(text) for text in texts[:300]] == first
+    grammars.prepare(texts[0])  # it is used again, so the second one is the oldest
+    grammars.prepare(texts[300])
+    assert grammars.prepare(texts[0]) is first[0]
+    assert grammars.prepare(texts[1]) is not first[1]
+    grammars.close()
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path: Path) -> None:
+    assert runner._grammars is not None
+    waits = runner.num_grammar_waits
+    compiling = Event()
+    runner._grammars._compiler.submit(compiling.wait)  # as a grammar that takes long
+    scheduler = AdapterScheduler(
+        max_grammars=runner.info.max_grammars,
+        num_blocks=runner.info.num_blocks,
+        block_size=runner.info.block_size,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+    )
+    runner.reset(Welcome(1, 16, 64))
+    bound = request([5, 6], 9, "bound", grammar=choice_grammar(["12 <3"]), temperature=1.0, stop_token_ids=(EOS,))
+    plain = request([7, 8], 30, "plain", temperature=1.0)
+    scheduler.add(bound)
+    scheduler.add(plain)
+    answered: list[object] = []
+    runner.report_copies(answered.append)
+    while not plain.finished:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(runner.execute(plan).result())
+        for question in scheduler.grammars.take_questions(1):
+            runner.compile_grammar(question)
+    assert bound.sequences[0].output_token_ids.tolist() == []
+    assert answered == []
+    told = Event()
+    runner.report_copies(lambda message: (answered.append(message), told.set()))  # type: ignore[func-returns-value]
+    compiling.set()
+    assert told.wait(30)
+    assert answered == [GrammarCompiled(1, 1)]
+    scheduler.grammars.compiled(1)
+    drive(runner, scheduler, [])
+    assert text_of(model_path, bound.sequences[0].output_token_ids.tolist()) == "12 <3"
+    assert runner.num_grammar_waits == waits
+
+
+def test_no_step_waits_for_large_grammars(runner: ModelRunner, model_path: Path) -> None:
+    """Ten of them, which join in one step."""
+    waits = runner.num_grammar_waits
+    requests = [
+        request(
+            [5, 6, number],
+            9,
+            f"r{number}",
+            grammar=choice_grammar([f"{number}{other:04}" for other in range(3000)]),
+            temperature=1.0,
+            stop_token_ids=(EOS,),
+        )
+        for number in range(10, 20)
+    ]
+    run_requests(runner, requests, max_num_seqs=24)
+    assert runner.num_grammar_waits == waits
+    for number, one in enumerate(requests, 10):
+        assert text_of(model_path, one.sequences[0].output_token_ids.tolist()).startswith(str(number))
+
+
+def test_a_grammar_may_not_make_others_wait_for_long(model_path: Path) -> None:
+    """Ambiguous rules take longer with each token, until the limit; what schemas need stays below it. Time is that of
+    the thread alone."""
+    grammars = Grammars(load_tokenizer(model_path, VOCAB_SIZE), 1)
+    names = [f"p{number}" for number in range(480)]
+    large = {"type": "object", "properties": {name: {"type": ["string", "integer", "null"]} for name in names}}
+    for text, fails in (
+        (context_free_grammar('start: s\ns: s s s | s s | "a" | "b"'), True),
+        (context_free_grammar("start: s\ns: s s | /[a-z ]/"), True),
+        (context_free_grammar("start: " + " ".join(["a?"] * 1300) + '\na: "x"'), True),
+        (context_free_grammar('start: e\ne: e "+" t | t\nt: t "*" f | f\nf: "(" e ")" | /[0-9]/'), False),
+        (json_schema_grammar(large, whitespace=False), False),
+        (json_schema_grammar(large), False),
+        (json_schema_grammar(large | {"additionalProperties": False}), False),
+    ):
+        matcher, rng, failed = grammars.matcher(text), random.Random(1), False
+        for _ in range(400 if fails else 150):
+            began = time.thread_time()
+            (mask,) = grammars.masks([matcher])
+            assert time.thread_time() - began < 0.25  # some 20 ms; without the limits some of these reach seconds
+            if failed := matcher.is_error():
+                break
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            going_on = [int(token) for token in allowed if token != EOS]
+            if not going_on:
+                break
+            if failed := not matcher.consume_token(rng.choice(going_on)):
+                break
+        assert failed == fails, text[:60]
+        assert not failed or "Too many items" in matcher.get_error()
+    grammars.close()
