@@ -235,14 +235,16 @@ def test_after_drafts_that_were_wrong_a_sequence_pauses() -> None:
     assert gaps[-1] > 16
 
 
-def test_a_step_that_fails_takes_its_drafts_along() -> None:
-    scheduler = create_scheduler(speculative=NGRAM)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_step_that_fails_takes_its_drafts_along(block_size: int) -> None:
+    # Without the draft that step has one token: it is no larger than others of the same sequence.
+    scheduler = create_scheduler(block_size=block_size, speculative=NGRAM)
     scheduler.add(request := create_request(prompt=REPEATING, max_tokens=20))
     drawn = dict(enumerate([9, 7, 8] * 9, len(REPEATING)))
     plans = answers(scheduler, drawn)
     while not next(plans).drafts:
         pass
     assert not scheduler.fail(epoch=2)
-    list(answers(scheduler, drawn))
+    assert not any(plan.drafts for plan in answers(scheduler, drawn))
     assert request.sequences[0].output_token_ids.tolist() == list(drawn.values())[:20]
     assert_all_free(scheduler)

@@ -340,14 +340,15 @@ class Scheduler:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
 
         ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
-        Returns the requests that failed for good: those of a step of one sequence that could not be made smaller.
+        Returns requests that failed for good: those of a step of one sequence and no draft that cannot be made smaller.
         """
         step = self.steps_in_flight[0] if self.steps_in_flight and blame_step else None
         failed: list[Request] = []
         if step is not None and step.num_tokens:
-            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
+            step.give_up_drafts()
+            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size) and not step.drafts:
                 failed.append(step.owner.request.owner)
-            self.limits.step_failed(step.num_seqs, step.num_tokens)
+            self.limits.step_failed(step.num_seqs, step.num_tokens - step.num_draft_tokens)
         requests = self.release_all()
         self.kv.forget()
         self._plan.copies.clear()

@@ -84,7 +84,7 @@ class Speculation:
         whoever gets one of them."""
         if not step.drafts:
             return tokens
-        offset = len(step.sampled) - len(step.completed) - step.num_drafted
+        offset = len(step.sampled) - len(step.completed) - step.num_draft_tokens - len(step.drafts)
         sampled, kept = step.sampled[:offset], list(tokens[:offset])
         for sequence, draft in step.drafts.items():
             drawn = tokens[offset : offset + len(draft) + 1]

@@ -102,9 +102,17 @@ class StepInFlight:
             costs.decoded(num_decoding, seconds)
 
     @property
-    def num_drafted(self) -> int:
-        """Tokens that are drawn for its drafts, before it is known which of them are kept."""
-        return sum(len(draft) + 1 for draft in self.drafts.values())
+    def num_draft_tokens(self) -> int:
+        """Tokens of its drafts; behind each draft one token more is drawn."""
+        return sum(map(len, self.drafts.values()))
+
+    def give_up_drafts(self) -> None:
+        """It has failed, or its executor has died in it, and its drafts may be why: no more of them for these sequences.
+
+        Otherwise the same drafts would be made again, and end requests that run without.
+        """
+        for sequence in self.drafts:
+            sequence.draft_after = sequence.max_num_tokens
 
     @property
     def begun(self) -> list[Sequence]:
