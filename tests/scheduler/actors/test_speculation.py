@@ -54,14 +54,14 @@ async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
 
 
 async def test_requests_that_drafts_break_go_on_without(tmp_path: Path) -> None:
-    async with running(tmp_path, speculative_config="ngram:4") as stack:
-        async with executor(tmp_path, runner=BreakingRunner(ExecutorConfig(num_blocks=64, block_size=16))):
-            await stack.ready(1)
-            requests = [await stack.gateway.submit(WORDS * 2, max_tokens=40) for _ in range(2)]
-            for request in requests:
-                assert await request.result() == [WORDS * 8]
-            assert 1 <= stack.metric("step_errors_total") <= 2
-            assert stack.metric("spec_decode_num_drafts_total") == 0
+    runner = BreakingRunner(ExecutorConfig(num_blocks=64, block_size=16))
+    async with running(tmp_path, speculative_config="ngram:4") as stack, executor(tmp_path, runner=runner):
+        await stack.ready(1)
+        requests = [await stack.gateway.submit(WORDS * 2, max_tokens=40) for _ in range(2)]
+        for request in requests:
+            assert await request.result() == [WORDS * 8]
+        assert 1 <= stack.metric("step_errors_total") <= 2
+        assert stack.metric("spec_decode_num_drafts_total") == 0
 
 
 async def test_after_an_executor_has_died_in_a_draft_there_are_no_more_of_them(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ class Scheduler:
         self.num_preemptions, self.last_step, self._now = 0, 0, 0.0
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
-        self.speculation = Speculation(speculative, self.kv, self._decoding, self._plan)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
+        self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
@@ -204,7 +204,7 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self._now = now
-        if self.speculation.waits(self.steps_in_flight, len(self._prefilling)):
+        if self.speculation.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
         for sequence in self._decoding.length_due(step):
@@ -218,7 +218,7 @@ class Scheduler:
         decoding = self._decoding.order()
         loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        drafts, budget = self.speculation.draft(self.steps_in_flight, len(self._prefilling), budget)
+        drafts, budget = self.speculation.draft(self.steps_in_flight, budget, self._cache_full_blocks)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self._writers:

@@ -107,7 +107,7 @@ class StepInFlight:
         return sum(map(len, self.drafts.values()))
 
     def give_up_drafts(self) -> None:
-        """It has failed, or its executor has died in it, and its drafts may be why: no more of them for these sequences.
+        """It has failed, or its executor has died in it, maybe because of its drafts: these sequences get no more.
 
         Otherwise the same drafts would be made again, and end requests that run without.
         """
@@ -198,6 +198,8 @@ class PlanBuilder:
             self._computed = [told for told in self._computed if told[0] != row]
         if self._moves:
             self._moves = [move for move in self._moves if move.row != row]
+        if self._drafts:
+            self._drafts = [draft for draft in self._drafts if draft[0] != row]
 
     def copy(self, copies: Copies) -> None:
         """Make these copies before anything is written that they read."""
