@@ -226,8 +226,10 @@ class InputBatch:
 
     def sampled_positions(self, work: StepWork) -> Int64s:
         """Return the positions of the tokens that a step samples, in the order of the sampled rows."""
-        ends = [np.arange(c.start + c.size - c.num_sampled, c.start + c.size) + 1 for c in work.chunks]
-        return np.concatenate([self.num_computed[work.decoding] + 1, *ends])
+        drafted, others = work.chunks[: len(work.drafts)], work.chunks[len(work.drafts) :]
+        sampled = [position for c in drafted for position in range(c.start + 1, c.start + c.size + 1)]
+        sampled += [c.start + c.size for c in others if c.completes]
+        return np.concatenate([self.num_computed[work.decoding] + 1, np.array(sampled, np.int64)])
 
     def chunk_tokens(self, work: StepWork) -> Int64s:
         """Return the tokens of the chunks of a step [tokens of all chunks]."""
