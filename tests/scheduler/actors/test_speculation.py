@@ -100,6 +100,8 @@ async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, di
                     stack.fleet._leave(stack.engines[0], 20.0)
                 for request in requests:
                     assert await request.result() == [WORDS * 30]
+                if dies:  # with a draft of each in flight, perhaps, so that they get no more of them
+                    assert await (await stack.gateway.submit(WORDS * 2, max_tokens=40)).result() == [WORDS * 8]
                 (engine,) = stack.engines
                 assert engine.executor_id == "second"
                 assert engine.scheduler.speculation.num_accepted_tokens > before
