@@ -143,6 +143,7 @@ def test_every_token_behind_a_draft_is_returned_and_the_row_goes_on_behind_what_
         (0, [199], "vocabulary"),
         (0, [-1], "vocabulary"),
         (0, [5] * 12, "no slots"),
+        (0, [5] * 65, "at most 64 tokens"),
     ],
 )
 def test_impossible_drafts_are_refused(runner: ModelRunner, row: int, draft: list[int], why: str) -> None:

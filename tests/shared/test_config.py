@@ -68,6 +68,9 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
             {},
             "prompt_lookup_min is greater than prompt_lookup_max",
         ),
+        (["--speculative", '{"num_speculative_tokens": 3, "prompt_lookup_max": 33}'], {}, "Expected `int` <= 32"),
+        (["--speculative", '{"num_speculative_tokens": 3, "disable_by_batch_size": 33}'], {}, "Expected `int` <= 32"),
+        (["--speculative", "[4]"], {}, "--speculative-config: Expected `object`"),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE"),
     ],
 )
@@ -90,6 +93,9 @@ def test_speculation_is_asked_for_as_in_vllm_or_in_short() -> None:
     assert short is not None
     assert parse_speculative(short) == SpeculativeConfig(num_speculative_tokens=6)
     assert parse().scheduler.speculative_config is None
+    for bound, value in (("prompt_lookup_max", 2), ("prompt_lookup_min", 6)):  # the other one is the same then
+        parsed = parse_speculative(f'{{"num_speculative_tokens": 4, "{bound}": {value}}}')
+        assert (parsed.prompt_lookup_max, parsed.prompt_lookup_min) == (value, value)
 
 
 def test_the_number_of_threads_may_be_auto() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
 from pagewise_shared.speculation import num_accepted
 
 from pagewise_executor.plan_checks import InvalidPlanError
@@ -42,9 +43,12 @@ def checked_drafts(drafts: Sequence[Draft], slots: Sequence[int], vocab_size: in
     """Return the drafts of a plan. ``slots``: how many tokens each of their rows has room for.
 
     Raises:
-        InvalidPlanError: a row has two of them or no slots for one, or a draft has no tokens, or impossible ones.
+        InvalidPlanError: a row has two of them or no slots for one, or a draft has no tokens, too many, or impossible
+            ones.
     """
     for draft, room in zip(drafts, slots, strict=True):
+        if len(draft.tokens) > MAX_SPECULATIVE_TOKENS:
+            raise InvalidPlanError(f"row {draft.row}: a draft has at most {MAX_SPECULATIVE_TOKENS} tokens")
         if not len(draft.tokens) or draft.tokens.min() < 0 or draft.tokens.max() >= vocab_size:
             raise InvalidPlanError(f"row {draft.row}: a draft of no tokens, or with one outside the vocabulary")
         if draft.start + 1 + len(draft.tokens) > room:

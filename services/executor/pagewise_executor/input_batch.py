@@ -104,7 +104,13 @@ class StepWork:
     def sampled_rows(self) -> list[int]:
         """The rows for which this step samples a token, in the order of ``StepResult.tokens``; one with a draft several
         times."""
-        return [*self.decoding.tolist(), *(chunk.row for chunk in self.chunks for _ in range(chunk.num_sampled))]
+        rows = [*self.decoding.tolist(), *(chunk.row for chunk in self.drafted for _ in range(chunk.size))]
+        return rows + [chunk.row for chunk in self.chunks[len(self.drafts) :] if chunk.completes]
+
+    @property
+    def drafted(self) -> list[Chunk]:
+        """The chunks of drafts, in their order."""
+        return self.chunks[: len(self.drafts)]
 
     @property
     def num_tokens(self) -> int:
@@ -226,8 +232,9 @@ class InputBatch:
 
     def sampled_positions(self, work: StepWork) -> Int64s:
         """Return the positions of the tokens that a step samples, in the order of the sampled rows."""
-        ends = [np.arange(c.start + c.size - c.num_sampled, c.start + c.size) + 1 for c in work.chunks]
-        return np.concatenate([self.num_computed[work.decoding] + 1, *ends])
+        sampled = [position for c in work.drafted for position in range(c.start + 1, c.start + c.size + 1)]
+        sampled += [c.start + c.size for c in work.chunks[len(work.drafts) :] if c.completes]
+        return np.concatenate([self.num_computed[work.decoding] + 1, np.array(sampled, np.int64)])
 
     def chunk_tokens(self, work: StepWork) -> Int64s:
         """Return the tokens of the chunks of a step [tokens of all chunks]."""

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from pagewise_executor.runner import FinishedStep
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import StepPlan, StepResult
@@ -19,6 +20,15 @@ class RepeatingRunner(SimulatedRunner):
 
     def _token(self, row: int, position: int) -> int:
         return WORDS[position % len(WORDS)]
+
+
+class BreakingRunner(RepeatingRunner):
+    """Fails in every step with drafts."""
+
+    def execute(self, plan: StepPlan) -> FinishedStep:
+        if plan.drafts:
+            raise RuntimeError("drafts break it")
+        return super().execute(plan)
 
 
 async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
@@ -43,6 +53,33 @@ async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
             await stack.all_free()
 
 
+async def test_requests_that_drafts_break_go_on_without(tmp_path: Path) -> None:
+    runner = BreakingRunner(ExecutorConfig(num_blocks=64, block_size=16))
+    async with running(tmp_path, speculative_config="ngram:4") as stack, executor(tmp_path, runner=runner):
+        await stack.ready(1)
+        requests = [await stack.gateway.submit(WORDS * 2, max_tokens=40) for _ in range(2)]
+        for request in requests:
+            assert await request.result() == [WORDS * 8]
+        assert 1 <= stack.metric("step_errors_total") <= 2
+        assert stack.metric("spec_decode_num_drafts_total") == 0
+
+
+async def test_after_an_executor_has_died_in_a_draft_there_are_no_more_of_them(tmp_path: Path) -> None:
+    async with running(tmp_path, speculative_config="ngram:4", executor_timeout=1.0) as stack:
+        raw, welcome = await joined(tmp_path, protocol_minor=1)
+        request = await stack.gateway.submit(WORDS * 2, max_tokens=40)
+        given = 0
+        while isinstance(plan := await raw.receive(), StepPlan) and not plan.drafts:
+            await raw.send(StepResult(welcome.epoch, plan.step, int32s(WORDS[given])))
+            given += 1
+        async with executor(tmp_path, runner=RepeatingRunner(ExecutorConfig(num_blocks=64, block_size=4))):
+            assert await request.result() == [WORDS * 8]
+            assert stack.metric("spec_decode_num_drafts_total") == 0
+            assert await (await stack.gateway.submit(WORDS * 2, max_tokens=40)).result() == [WORDS * 8]
+            assert stack.metric("spec_decode_num_drafts_total") > 0
+        raw.close()
+
+
 @pytest.mark.parametrize("dies", [False, True])
 async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, dies: bool) -> None:
     async with running(tmp_path, speculative_config="ngram:4", executor_timeout=1.0) as stack:
@@ -63,6 +100,8 @@ async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, di
                     stack.fleet._leave(stack.engines[0], 20.0)
                 for request in requests:
                     assert await request.result() == [WORDS * 30]
+                if dies:  # with a draft of each in flight, perhaps, so that they get no more of them
+                    assert await (await stack.gateway.submit(WORDS * 2, max_tokens=40)).result() == [WORDS * 8]
                 (engine,) = stack.engines
                 assert engine.executor_id == "second"
                 assert engine.scheduler.speculation.num_accepted_tokens > before

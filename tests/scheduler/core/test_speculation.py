@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling import speculation
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.speculation import look_up
+from pagewise_scheduler.core.scheduling.step import PlanBuilder
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import BeamParams, token_constraints
@@ -23,6 +25,7 @@ from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens, run
 
 NGRAM = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1, disable_by_batch_size=4)
+WIDE = SpeculativeConfig(num_speculative_tokens=48, prompt_lookup_max=1, prompt_lookup_min=1, disable_by_batch_size=4)
 REPEATING = [7, 8, 9, 7, 8, 9, 7, 8]
 
 
@@ -53,6 +56,11 @@ def looked_up(tokens: list[int], shortest: int, longest: int, count: int) -> lis
 def test_what_followed_the_last_tokens_is_found(tokens: list[int], shortest: int, more: int, count: int) -> None:
     found = look_up(pack_int32s(tokens), shortest, shortest + more, count)
     assert found.tolist() == looked_up(tokens, shortest, shortest + more, count)
+
+
+def test_prompts_that_are_found_between_tokens_only_are_not_searched_to_their_end() -> None:
+    assert look_up(pack_int32s([1, 1, 1, 5, *[256] * 20, 1, 1, 1]), 3, 3, 1).tolist() == [5]
+    assert look_up(pack_int32s([1, 1, 1, 5, *[256] * 200, 1, 1, 1]), 3, 3, 1).tolist() == []
 
 
 def test_a_draft_is_accepted_up_to_the_first_other_token() -> None:
@@ -149,6 +157,84 @@ def test_the_end_of_a_small_pool_is_not_given_to_drafts() -> None:
     assert [one.sequences[0].output_token_ids.tolist() for one in requests] == [*map(expected_tokens, requests)]
 
 
+@pytest.mark.parametrize("speculative", [None, WIDE])
+def test_blocks_that_a_prefill_has_yet_to_take_are_not_given_to_drafts(speculative: SpeculativeConfig | None) -> None:
+    scheduler = create_scheduler(
+        num_blocks=20, block_size=16, max_num_batched_tokens=48, max_num_seqs=2, speculative=speculative
+    )
+    # Of each draft one token is right: 100 + i is followed by 200 + i, but then by 101 + i.
+    prompt = [token for i in range(16) for token in (100 + i, 200 + i, 300 + i)]
+    drawn = {48: 1, 49: 2} | {50 + 2 * i + j: 100 * (1 + j) + i for i in range(16) for j in range(2)}
+    scheduler.add(create_request(prompt=prompt, max_tokens=60))
+    plans = answers(scheduler, drawn)
+    next(plans)
+    scheduler.add(create_request(prompt=[*range(1000, 1240)], max_tokens=2))
+    list(plans)
+    assert scheduler.num_preemptions == 0
+    assert (scheduler.speculation.num_accepted_tokens > 4) == (speculative is not None)
+
+
+def test_blocks_that_drafts_have_filled_are_shared_soon() -> None:
+    scheduler = create_scheduler(num_blocks=64, block_size=4, speculative=NGRAM)
+    scheduler.add(request := create_request(prompt=REPEATING, max_tokens=60))
+    (sequence,) = request.sequences
+    for _ in answers(scheduler, dict(enumerate([9, 7, 8] * 40, len(REPEATING)))):
+        # The blocks of the step in flight, and one more, may be unknown to others yet.
+        assert len(sequence.table.blocks) - (sequence.table.tip.depth if sequence.table.tip else 0) <= 4
+
+
+@pytest.mark.parametrize(("max_num_seqs", "most"), [(4, 64), (80, 80)])
+def test_a_step_draws_no_more_tokens_than_there_is_memory_for(max_num_seqs: int, most: int) -> None:
+    many = msgspec.structs.replace(WIDE, disable_by_batch_size=32, prompt_lookup_max=2)
+    scheduler = create_scheduler(
+        num_blocks=400, max_num_seqs=max_num_seqs, max_num_batched_tokens=1000, speculative=many
+    )
+    for number in range(4):
+        scheduler.add(create_request(prompt=[number, *REPEATING], max_tokens=100))
+    drawn = dict(enumerate([9, 7, 8] * 40, 9))
+    assert max(len(scheduler.steps_in_flight[0].sampled) for _ in answers(scheduler, drawn)) == most
+
+
+def test_what_was_not_found_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(tokens: bytes, *rest: int) -> "array[int]":
+        looked.append(len(tokens) // 4)
+        return look_up(tokens, *rest)
+
+    monkeypatch.setattr(speculation, "look_up", counted)
+    scheduler = create_scheduler(speculative=NGRAM, max_num_seqs=1)
+    scheduler.add(create_request(prompt=9, max_tokens=20))
+    executor = executor_for(scheduler)
+    results = [executor.execute(plan) for _ in range(2) if (plan := scheduler.schedule(0.0)) is not None]
+    for result in results:
+        scheduler.update(result)
+        scheduler.schedule(0.0)
+        scheduler.schedule(0.0)
+    assert looked == sorted(set(looked))
+
+
+def test_accepted_tokens_of_an_aborted_request_are_neither_counted_nor_charged() -> None:
+    scheduler = create_scheduler(speculative=NGRAM)
+    scheduler.add(request := create_request(prompt=REPEATING, max_tokens=20))
+    plans = answers(scheduler, dict(enumerate([9, 7, 8] * 9, len(REPEATING))))
+    while not next(plans).drafts:
+        pass
+    served = request.account.served
+    scheduler.abort(request.request_id)
+    list(plans)
+    assert (scheduler.speculation.num_accepted_tokens, request.account.served) == (0, served)
+    assert_all_free(scheduler)
+
+
+def test_a_row_that_leaves_takes_its_draft_along() -> None:
+    plan = PlanBuilder()
+    plan.draft(0, array("i", [5]))
+    plan.draft(1, array("i", [6]))
+    plan.leave(0)
+    assert [row for row, _ in plan.build(1, 1, [], []).drafts] == [1]
+
+
 def drafted(request: Request) -> int:
     """How many tokens are drafted for a request that runs alone."""
     scheduler = create_scheduler(num_blocks=200, speculative=NGRAM)
@@ -210,9 +296,25 @@ def play(scheduler: Scheduler, executor: CheckingExecutor, count: int) -> list[i
 
 
 def test_steps_overlap_where_nothing_repeats() -> None:
-    scheduler = create_scheduler(speculative=NGRAM)
-    scheduler.add(create_request(prompt=9, max_tokens=40))
+    scheduler = create_scheduler(speculative=msgspec.structs.replace(NGRAM, prompt_lookup_min=2))
+    scheduler.add(create_request(prompt=[*range(9)], max_tokens=40))
     assert play(scheduler, executor_for(scheduler), 20) == [2] * 20
+
+
+def test_waiting_for_drafts_that_do_not_come_is_given_up() -> None:
+    scheduler = create_scheduler(num_blocks=200, speculative=NGRAM)
+    scheduler.add(request := create_request(prompt=REPEATING, max_tokens=200))
+    depths: list[int] = []
+    plans: list[StepPlan] = []
+    while not request.finished:
+        while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(0.0)) is not None:
+            plans.append(plan)
+        depths.append(scheduler.num_in_flight)
+        # Every other token is one of the prompt, but none comes after it that came before.
+        token = 7 if request.sequences[0].num_tokens % 2 else 1000 + len(depths)
+        step = scheduler.steps_in_flight[0]
+        scheduler.update(StepResult(plans[0].epoch, plans.pop(0).step, pack_int32s([token] * len(step.sampled))))
+    assert depths[-40:].count(1) <= 3
 
 
 @pytest.mark.usefixtures("repeats")
@@ -235,14 +337,16 @@ def test_after_drafts_that_were_wrong_a_sequence_pauses() -> None:
     assert gaps[-1] > 16
 
 
-def test_a_step_that_fails_takes_its_drafts_along() -> None:
-    scheduler = create_scheduler(speculative=NGRAM)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_step_that_fails_takes_its_drafts_along(block_size: int) -> None:
+    # Without the draft that step has one token: it is no larger than others of the same sequence.
+    scheduler = create_scheduler(block_size=block_size, speculative=NGRAM)
     scheduler.add(request := create_request(prompt=REPEATING, max_tokens=20))
     drawn = dict(enumerate([9, 7, 8] * 9, len(REPEATING)))
     plans = answers(scheduler, drawn)
     while not next(plans).drafts:
         pass
     assert not scheduler.fail(epoch=2)
-    list(answers(scheduler, drawn))
+    assert not any(plan.drafts for plan in answers(scheduler, drawn))
     assert request.sequences[0].output_token_ids.tolist() == list(drawn.values())[:20]
     assert_all_free(scheduler)

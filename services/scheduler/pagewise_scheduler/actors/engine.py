@@ -364,13 +364,14 @@ class Engine:
         return moved
 
     def _blame(self, loss: Loss) -> None:
-        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side."""
-        suspects: set[Request] = set()
-        if loss is Loss.FAILED:
-            suspects.update(self.scheduler.requests)
-        elif loss is Loss.DIED:
-            for step in self.scheduler.steps_in_flight:
-                suspects |= step.requests
+        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side; and
+        the drafts in these steps."""
+        if loss is Loss.LEFT:
+            return
+        suspects = set[Request](self.scheduler.requests if loss is Loss.FAILED else ())
+        for step in self.scheduler.steps_in_flight:
+            step.give_up_drafts()
+            suspects |= step.requests
         for live in self._live.values():
             if live.request in suspects:
                 live.blame()

@@ -129,7 +129,7 @@ class PrefillSet:
         lacks_row = not self._free_rows or running >= self._limits.max_num_seqs
         # Decoding sequences go on taking blocks until those that are freed now have returned from the steps in flight.
         coming = 1 + (1 + len(in_flight)) * len(decoding) // self._kv.block_size
-        missing = needed + self._blocks_owed() + coming - self._kv.num_available - self._kv.num_retiring
+        missing = needed + self.blocks_owed() + coming - self._kv.num_available - self._kv.num_retiring
         on_rows = [*self._members, *decoding]
         return self.shares.victims(head, step, on_rows, rows=int(lacks_row), needed=needed, missing=missing)
 
@@ -180,7 +180,7 @@ class PrefillSet:
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
             return chunks
-        owed = self._blocks_owed()
+        owed = self.blocks_owed()
         self._tell_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
         share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
@@ -215,12 +215,12 @@ class PrefillSet:
         loads: dict[TransferKey, Load] = {}
         if self._recoveries.prefetches:
             # What those who run have yet to take, and what stays free beside them.
-            reserved = self._blocks_owed() + self._watermark(num_decoding + len(self._members))
+            reserved = self.blocks_owed() + self._watermark(num_decoding + len(self._members))
             copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
             self._plan.copy(copies)
         return loads
 
-    def _blocks_owed(self) -> int:
+    def blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
 

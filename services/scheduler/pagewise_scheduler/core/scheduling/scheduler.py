@@ -72,10 +72,10 @@ class Scheduler:
         self.num_preemptions, self.last_step, self._now = 0, 0, 0.0
         self._plan = PlanBuilder()
         self._decoding = DecodeSet(block_size)
-        self.speculation = Speculation(speculative, self.kv, self._decoding, self._plan)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
+        self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
@@ -204,7 +204,7 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self._now = now
-        if self.speculation.waits(self.steps_in_flight, len(self._prefilling)):
+        if self.speculation.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
         for sequence in self._decoding.length_due(step):
@@ -218,7 +218,7 @@ class Scheduler:
         decoding = self._decoding.order()
         loads = self._prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        drafts, budget = self.speculation.draft(self.steps_in_flight, len(self._prefilling), budget)
+        drafts, budget = self.speculation.draft(self.steps_in_flight, budget, self._cache_full_blocks)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self._writers:
@@ -340,14 +340,15 @@ class Scheduler:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
 
         ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
-        Returns the requests that failed for good: those of a step of one sequence that could not be made smaller.
+        Returns requests that failed for good: those of a step of one sequence and no draft that cannot be made smaller.
         """
         step = self.steps_in_flight[0] if self.steps_in_flight and blame_step else None
         failed: list[Request] = []
         if step is not None and step.num_tokens:
-            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size):
+            step.give_up_drafts()
+            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size) and not step.drafts:
                 failed.append(step.owner.request.owner)
-            self.limits.step_failed(step.num_seqs, step.num_tokens)
+            self.limits.step_failed(step.num_seqs, step.num_tokens - step.num_draft_tokens)
         requests = self.release_all()
         self.kv.forget()
         self._plan.copies.clear()

@@ -19,22 +19,31 @@ kept lie behind the last known token, where the next step writes, and blocks are
 """
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.config.speculative import SpeculativeConfig
+from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from pagewise_shared.segments import TOKEN_ID
 from pagewise_shared.speculation import num_accepted
 
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import Drafts, PlanBuilder, StepInFlight
+from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
 
 _WINDOW = 16_384
 """Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""
 _LONGEST_PAUSE = 64
 _TOKEN_BYTES = 4
+_MOST_UNALIGNED = 64
+"""How often what is looked up may be found between two tokens: a prompt could be made of nothing else."""
+_TOKEN_IDS = int.from_bytes(TOKEN_ID.to_bytes(_TOKEN_BYTES, "little") * _WINDOW, "little")
+
+CacheFullBlocks = Callable[[Sequence, int], None]
+"""Lets others share the full blocks of a sequence among so many of its first tokens."""
 
 
 class Speculation:
@@ -44,47 +53,70 @@ class Speculation:
     """
 
     def __init__(
-        self, config: SpeculativeConfig | None, kv: KVCacheManager, decoding: DecodeSet, plan: PlanBuilder
+        self,
+        config: SpeculativeConfig | None,
+        kv: KVCacheManager,
+        decoding: DecodeSet,
+        prefilling: PrefillSet,
+        limits: StepLimits,
+        plan: PlanBuilder,
     ) -> None:
         self._config = config
-        self._most_running = config.disable_by_batch_size if config is not None else 0
         self._kv = kv
         self._decoding = decoding
+        self._prefilling = prefilling
+        self._limits = limits
         self._plan = plan
+        self._awaited: Sequence | None = None
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
-    def waits(self, in_flight: ReadOnlyList[StepInFlight], num_prefilling: int) -> bool:
+    def waits(self, in_flight: ReadOnlyList[StepInFlight]) -> bool:
         """Whether the next step is planned when those in flight have come back, because of drafts in them or in
-        sight. ``num_prefilling``: sequences that run beside those that decode."""
+        sight."""
         if self._config is None or not in_flight:
             return False
         if in_flight[-1].drafts:
             return True
-        if num_prefilling + len(self._decoding) > self._most_running:
+        if self._num_running > self._config.disable_by_batch_size:
             return False
-        return any(self._found(sequence, self._most(sequence)) for sequence in self._decoding.order())
+        in_sight = (sequence for sequence in self._decoding.order() if self._found(sequence, self._most(sequence)))
+        self._awaited = next(in_sight, None)
+        return self._awaited is not None
 
-    def draft(self, in_flight: ReadOnlyList[StepInFlight], num_prefilling: int, budget: int) -> tuple[Drafts, int]:
+    def draft(
+        self, in_flight: ReadOnlyList[StepInFlight], budget: int, cache_full_blocks: CacheFullBlocks
+    ) -> tuple[Drafts, int]:
         """Put drafts, and the blocks that they need, into the next plan; returns them, and what is left of ``budget``:
         at least half of it, so that prefills go on."""
         drafts: Drafts = {}
-        if self._config is None or in_flight or num_prefilling + len(self._decoding) > self._most_running:
+        if self._config is None or in_flight:
             return drafts, budget
-        reserved = (budget + 1) // 2
+        awaited, self._awaited = self._awaited, None
+        if (running := self._num_running) > self._config.disable_by_batch_size:
+            return drafts, budget
+        # Executors reserve memory for the logits of max_num_seqs tokens. With few of them that much is not missed.
+        most = max(MAX_SPECULATIVE_TOKENS, self._limits.max_num_seqs) - running
+        reserved = max((budget + 1) // 2, budget - most)
         for sequence in self._decoding.order():
             found = self._found(sequence, min(self._most(sequence), budget - reserved))
-            if found and (draft := self._fitting(sequence, found)):
+            if found and (draft := self._fitting(sequence, found, cache_full_blocks)):
                 drafts[sequence] = draft
                 self._plan.draft(sequence.row, draft)
                 budget -= len(draft)
+        if awaited is not None and awaited not in drafts:
+            _pause(awaited)  # two steps could have been in flight
         return drafts, budget
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
 
     def take(self, step: StepInFlight, tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
         """A step has come back with these tokens, of which those that are kept are returned; ``step`` then samples for
         whoever gets one of them."""
         if not step.drafts:
             return tokens
-        offset = len(step.sampled) - len(step.completed) - step.num_drafted
+        offset = len(step.sampled) - len(step.completed) - step.num_draft_tokens - len(step.drafts)
         sampled, kept = step.sampled[:offset], list(tokens[:offset])
         for sequence, draft in step.drafts.items():
             drawn = tokens[offset : offset + len(draft) + 1]
@@ -92,6 +124,8 @@ class Speculation:
             offset += len(drawn)
             sampled += [sequence] * (accepted + 1)
             kept += drawn[: accepted + 1]
+            if sequence.finished:
+                continue
             self._count(sequence, len(draft), accepted)
             produced = len(sequence.output_token_ids) + accepted + 1
             if produced == sequence.request.max_tokens:
@@ -107,8 +141,10 @@ class Speculation:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         sequence.request.account.served += OUTPUT_WEIGHT * accepted  # the decode set has charged the other token
-        sequence.draft_pause = 0 if accepted else min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
-        sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
+        if accepted:
+            sequence.draft_pause = 0
+        else:
+            _pause(sequence)
 
     def _most(self, sequence: Sequence) -> int:
         """The most tokens of a draft for this sequence, without regard to its blocks."""
@@ -125,24 +161,36 @@ class Speculation:
         if most <= 0:
             return array("i")
         tokens = sequence.tokens_between(max(0, stop - _WINDOW), stop)
-        if sequence.request.segments:
-            tokens = array("i", map(TOKEN_ID.__and__, array("i", tokens))).tobytes()
+        if sequence.request.segments:  # without their marks; as one number, which takes a tenth of a millisecond
+            tokens = (int.from_bytes(tokens, "little") & _TOKEN_IDS).to_bytes(len(tokens), "little")
         found = look_up(tokens, config.prompt_lookup_min, config.prompt_lookup_max, most)
         if not sequence.stop_ids.isdisjoint(found):
             del found[next(index for index, token in enumerate(found) if token in sequence.stop_ids) :]
+        if not found:
+            sequence.draft_after = stop + 1  # nor is there anything when it is asked for again
         return found
 
-    def _fitting(self, sequence: Sequence, draft: "array[int]") -> "array[int]":
-        """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence."""
+    def _fitting(self, sequence: Sequence, draft: "array[int]", cache_full_blocks: CacheFullBlocks) -> "array[int]":
+        """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence, and
+        those that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
-        if (missing := table.blocks_missing(num_tokens + len(draft))) + len(self._decoding) > kv.num_available:
+        missing = table.blocks_missing(num_tokens + len(draft))
+        if missing and missing + len(self._decoding) + self._prefilling.blocks_owed() > kv.num_available:
             draft = draft[: table.num_slots - num_tokens]
         elif missing:
+            # Else a sequence whose drafts always bring it blocks would never come to the end of one.
+            cache_full_blocks(sequence, num_tokens - 1)
             held = len(table.blocks)
             added, copies = kv.grow(table, num_tokens + len(draft))
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
         return draft
+
+
+def _pause(sequence: Sequence) -> None:
+    """Let it take more and more tokens before anything is drafted for it again; the next one is on its way."""
+    sequence.draft_pause = min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
+    sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
 
 
 def is_draftable(sequence: Sequence) -> bool:
@@ -174,17 +222,26 @@ def look_up(tokens: bytes, shortest: int, longest: int, count: int) -> "array[in
     Where that place reaches into the end, the tokens between the two repeat.
     """
     end = len(tokens)
-    for size in range(_TOKEN_BYTES * longest, _TOKEN_BYTES * (shortest - 1), -_TOKEN_BYTES):
-        if size >= end:
-            continue
-        tail = tokens[end - size :]
-        place = tokens.rfind(tail, 0, end - 1)
-        while place > 0 and place % _TOKEN_BYTES:  # between two tokens
-            place = tokens.rfind(tail, 0, place + size - 1)
-        if place >= 0:
-            followed = array("i", tokens[place + size : place + size + _TOKEN_BYTES * count])
-            period = (end - size - place) // _TOKEN_BYTES
-            while len(followed) < count:
-                followed.append(followed[len(followed) - period])
-            return followed
-    return array("i")
+    after, stop = 0, end - 1
+    for size in range(_TOKEN_BYTES * shortest, min(_TOKEN_BYTES * longest, end - 1) + 1, _TOKEN_BYTES):
+        if (place := _last_place(tokens, size, stop)) < 0:
+            break
+        after = stop = place + size  # where more of the end stood ends there or before
+    if not after:
+        return array("i")
+    followed = array("i", tokens[after : after + _TOKEN_BYTES * count])
+    period = (end - after) // _TOKEN_BYTES
+    while len(followed) < count:
+        followed.append(followed[len(followed) - period])
+    return followed
+
+
+def _last_place(tokens: bytes, size: int, stop: int) -> int:
+    """Return where the last ``size`` of ``tokens``, in bytes, stood last before ``stop``; -1 if nowhere."""
+    tail = tokens[len(tokens) - size :]
+    for _ in range(_MOST_UNALIGNED):
+        place = tokens.rfind(tail, 0, stop)
+        if place < 0 or not place % _TOKEN_BYTES:
+            return place
+        stop = place + size - 1  # it was found between two tokens
+    return -1

@@ -102,9 +102,17 @@ class StepInFlight:
             costs.decoded(num_decoding, seconds)
 
     @property
-    def num_drafted(self) -> int:
-        """Tokens that are drawn for its drafts, before it is known which of them are kept."""
-        return sum(len(draft) + 1 for draft in self.drafts.values())
+    def num_draft_tokens(self) -> int:
+        """Tokens of its drafts; behind each draft one token more is drawn."""
+        return sum(map(len, self.drafts.values()))
+
+    def give_up_drafts(self) -> None:
+        """It has failed, or its executor has died in it, maybe because of its drafts: these sequences get no more.
+
+        Otherwise the same drafts would be made again, and end requests that run without.
+        """
+        for sequence in self.drafts:
+            sequence.draft_after = sequence.max_num_tokens
 
     @property
     def begun(self) -> list[Sequence]:
@@ -190,6 +198,8 @@ class PlanBuilder:
             self._computed = [told for told in self._computed if told[0] != row]
         if self._moves:
             self._moves = [move for move in self._moves if move.row != row]
+        if self._drafts:
+            self._drafts = [draft for draft in self._drafts if draft[0] != row]
 
     def copy(self, copies: Copies) -> None:
         """Make these copies before anything is written that they read."""
