@@ -87,8 +87,8 @@ class MessageParser:
         self._content.finish(deltas)
         return deltas
 
-    def _quoted(self) -> bool:
-        return self._reader is not None and self._reader.quoting
+    def _quoted(self) -> bool | None:
+        return self._reader.quoting if self._reader is not None else None
 
     def _take(self, event: RegionEvent, deltas: list[Delta]) -> None:
         region, text = event.region, event.text
