@@ -35,14 +35,14 @@ PRINTS = template("call.function.arguments | tojson", condition="message.tool_ca
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (OBJECT, Dialect(False, False)),
+        (OBJECT, Dialect(False, False, True)),
         (ITEMS, Dialect(False, False)),
-        (EITHER, Dialect(False, False)),
-        (TEXT, Dialect(True, False)),
-        (WITHOUT_FILTER, Dialect(True, False)),
-        (NULL, Dialect(False, False)),
-        (STRING, Dialect(False, True)),
-        (PRINTS, Dialect(False, True)),
+        (EITHER, Dialect(False, False, True)),
+        (TEXT, Dialect(True, False, True)),
+        (WITHOUT_FILTER, Dialect(True, False, True)),
+        (NULL, Dialect(False, False, True)),
+        (STRING, Dialect(False, True, True)),
+        (PRINTS, Dialect(False, True, True)),
         ("{{ raise_exception('no tools') }}", Dialect()),
     ],
 )

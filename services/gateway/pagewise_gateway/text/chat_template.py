@@ -31,10 +31,12 @@ class Dialect(NamedTuple):
         arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
             would write it as Python does.
         empty_content: a message without content has an empty one, and not null.
+        broken_as_text: where arguments are an object, the template takes a text, too, for those that are no JSON.
     """
 
     arguments_as_text: bool = False
     empty_content: bool = False
+    broken_as_text: bool = False
 
 
 _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
@@ -94,7 +96,10 @@ class ChatTemplate:
         """How the template wants messages that call tools. It is tried with a conversation that has one."""
         for dialect in _DIALECTS:
             if self._renders_calls(dialect):
-                return dialect
+                takes_text = "probe_broken" in self._render_call(dialect, "probe_broken")
+                if not takes_text:
+                    log.info("the chat template takes arguments as objects only: those that are no JSON are left out")
+                return dialect._replace(broken_as_text=takes_text)
         return Dialect()
 
     def _takes_late_system(self, template: str) -> bool:
@@ -112,7 +117,12 @@ class ChatTemplate:
 
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
-        arguments = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
+        text = self._render_call(dialect, '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1})
+        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
+        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+
+    def _render_call(self, dialect: Dialect, arguments: dict[str, Any] | str) -> str:
+        """Return a conversation with a call; an empty text: the template refuses it."""
         function = {"name": "probe_name", "arguments": arguments}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         content = "" if dialect.empty_content else None
@@ -124,11 +134,9 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": {}}
         described = {"name": "probe", "description": "", "parameters": parameters}
         try:
-            text = self.render(messages, tools=[{"type": "function", "function": described}])
+            return self.render(messages, tools=[{"type": "function", "function": described}])
         except ChatTemplateError:
-            return False
-        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
-        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+            return ""
 
 
 def renderer() -> Callable[..., Any]:

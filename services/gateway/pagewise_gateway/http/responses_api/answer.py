@@ -146,7 +146,8 @@ class ResponseAnswer(EventAnswer):
             yield self._failed(ended_early())
             return
         complete = delta.finish_reason == "stop"
-        yield from self._close("completed" if complete else "incomplete")
+        cut_off = self._open is not None and self._open.type == "function_call" and not self._parser.whole
+        yield from self._close("completed" if complete and not cut_off else "incomplete")
         response = self._response
         response.status = "completed" if complete else "incomplete"
         if not complete:
