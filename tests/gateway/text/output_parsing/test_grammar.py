@@ -243,10 +243,13 @@ REFUSED_OF_GLM: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"type": ["string", "null"], "enum": ["b", None]}}}, "enum in"),
     ({"properties": {"a": {"anyOf": [{"type": "string", "enum": ["b"]}, {"type": "null"}]}}}, "enum in"),
     ({"properties": {"a": {"type": "string", "not": {"const": "b"}}}}, "not in the parameter"),
+    (
+        {"properties": {"a": {"type": "string", "enum": ["b</arg_value>c"]}}},
+        "'a' of 'f' may be a text with '</arg_value>'",
+    ),
     ({"properties": {" a": {}}}, "' a' of 'f' cannot be written"),
 ]
 REFUSED_OF_PYTHON: list[tuple[dict[str, Any], str]] = [
-    ({"properties": {"from": {}}}, "'from' of 'f' cannot be written"),
     ({"properties": {"a-b": {}}}, "'a-b' of 'f' cannot be written"),
     ({"properties": {"\ufb01": {}}}, "cannot be written"),
 ]
@@ -363,19 +366,17 @@ def test_an_answer_of_strict_functions_has_no_calls_that_the_grammar_does_not_kn
 @EACH
 def test_calls_may_have_delimiters_inside_of_strings(name: str, special: bool) -> None:
     """What the grammar guarantees, the parser reads. Special tokens are in no string."""
-    if name in ("openai", "llama3_json", "pythonic"):
-        pytest.skip("nothing delimits these calls")
-    tools = output_format(name).tools
-    assert tools is not None
-    delimiters = [text for text in (*tools.opening, tools.closing or "") if text and text != "[TOOL_CALLS]"]
+    delimiters = [text for text in output_format(name).delimiters if text != "</arg_value>"]
     value = f"a {' '.join(delimiters)} b"
     arguments = (
         f"<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
         if name == "glm45"
+        else f'city="{value}", unit="C"'
+        if name == "pythonic"
         else json.dumps({"city": value, "unit": "C"}, ensure_ascii=False)
     )
     text = call(name, special, "get_weather", arguments=arguments)
-    if not special:
+    if not special_tokens(special).keys() & delimiters:
         assert allows(grammar(name, special), text, special)
     (found,) = parsed(name, text).calls
     assert json.loads(found.arguments) == {"city": value, "unit": "C"}

@@ -289,11 +289,11 @@ GLM = [
         calls=(("save", '{"a": "</tool_call> <tool_call><think>", "b": "</tool_call>"}'), ("get_time", "{}")),
     ),
     Transcript(
-        "numbers that JSON does not have",
+        "numbers that Python or JSON does not have",
         "glm45",
         None,
         _glm("save", a="[1e999]", b="NaN", c="-1.5"),
-        calls=(("save", '{"a": "[1e999]", "b": "NaN", "c": -1.5}'),),
+        calls=(("save", '{"a": [1e999], "b": "NaN", "c": -1.5}'),),
     ),
     Transcript(
         "truncated", "glm45", None, _glm("get_weather", city="Köln")[:-25], calls=(("get_weather", '{"city": "Köln'),)

@@ -4,7 +4,6 @@ The grammar of such a call is made parameter by parameter. So what a schema says
 followed, and it is refused by name: only the keywords that are listed here are honoured, or say nothing.
 """
 
-import keyword
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,7 +77,7 @@ def listed_parameters(function: str, schema: Mapping[str, Any]) -> list[Paramete
 
 
 def python_parameters(function: str, schema: Mapping[str, Any]) -> list[Parameter]:
-    """The same for calls in Python, whose parameters have names that Python knows.
+    """The same for calls in Python, whose parameters have names as Python has them. Words such as ``from`` are some.
 
     Raises:
         UnsupportedSchemaError: as ``listed_parameters``, or a name is none in Python.
@@ -86,7 +85,7 @@ def python_parameters(function: str, schema: Mapping[str, Any]) -> list[Paramete
     found = listed_parameters(function, schema)
     for each in found:
         name = each.name
-        if not name.isidentifier() or keyword.iskeyword(name) or not unicodedata.is_normalized("NFKC", name):
+        if not name.isidentifier() or not unicodedata.is_normalized("NFKC", name):
             raise UnsupportedSchemaError(
                 f"the parameter {name!r} of {function!r} cannot be written: this model calls functions in Python"
             )
@@ -103,6 +102,11 @@ def string_choices(function: str, parameter: Parameter) -> Sequence[str] | None:
     choices = schema.get("enum") if "const" not in schema else [schema["const"]]
     if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
         _check_keywords(_of(function, parameter), schema, _OF_STRINGS | {"enum", "const"})
+        if any("</arg_value>" in each for each in choices):
+            raise UnsupportedSchemaError(
+                f"{_of(function, parameter)} may be a text with '</arg_value>', which ends values in the format of "
+                "this model"
+            )
         return choices
     _check_string(_of(function, parameter), schema)
     return None

@@ -18,11 +18,11 @@ _MOST_SOURCE = 16_384
 _MOST_DEPTH = 200
 """Brackets inside of each other; Python has the same limit."""
 _MOST_WORD = 4096
-"""Characters of the longest number."""
+"""Characters of the longest number that JSON writes in another way."""
 _TOKEN = re.compile(r"""[()\[\]{},:=]|["'#]|[^()\[\]{},:="'#]+""")
 _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _PAIRS = {")": "(", "]": "[", "}": "{"}
-_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
 
@@ -240,10 +240,10 @@ class PythonArguments:
         """Add the number or the word that ends here, if there is one."""
         if word := self._taken_word():
             if (known := _WORDS.get(word)) is None:
-                if len(word) > _MOST_WORD:
-                    raise ValueError("a number that is too long")
                 known = word
-                if _INTEGER.fullmatch(word) is None:
+                if _NUMBER.fullmatch(word) is None:
+                    if len(word) > _MOST_WORD:
+                        raise ValueError("a number that is too long")
                     value = ast.literal_eval(word)
                     if not isinstance(value, int | float):
                         raise ValueError("a value that JSON does not have")
