@@ -209,6 +209,36 @@ async def test_what_a_response_repeats_takes_memory_until_it_is_written() -> Non
         await scheduler.until(lambda: f"{gauge} 0.0" in server.shown())
 
 
+async def test_a_stream_takes_memory_for_the_text_with_which_it_ends() -> None:
+    text = "abcdefghi\n" * 20_000
+    scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=1000, step_seconds=0.02)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+
+        def taken() -> float:
+            name = f'pagewise_http_answer_bytes{{model_name="{MODEL}"}}'
+            (line,) = [line for line in server.shown().splitlines() if line.startswith(name)]
+            return float(line.split()[-1])
+
+        stream: Any = await server.openai.responses.create(model=MODEL, input="a", stream=True)
+        told = 0
+        async for event in stream:
+            told += len(event.delta) if event.type == "response.output_text.delta" else 0
+            if told >= 100_000 and not scheduler.paused:
+                scheduler.paused = True  # what has arrived is written and read, but is kept
+                await scheduler.until(lambda: 60_000 < taken() < 250_000)
+                scheduler.paused, scheduler.step_seconds, told = False, 0, -(10**9)
+        assert event.response.output_text == text
+        await scheduler.until(lambda: taken() == 0)
+
+
+async def test_a_stream_that_finds_no_memory_fails() -> None:
+    text = "abcdefghi\n" * 20_000
+    scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=100)
+    async with serving(scheduler, tokenizer=TOKENIZER, max_answer_memory=100_000, **HERMES) as server:
+        events = await read_failed(server, input="a")
+    assert "--max-answer-memory" in events[-1].response.error.message
+
+
 async def test_the_answer_names_the_adapter(tmp_path: Path) -> None:
     options = {"enable_lora": True, "allow_runtime_lora_updating": True, **HERMES}
     async with serving(FakeScheduler(replies=[reply("a")] * 2), tokenizer=TOKENIZER, **options) as server:

@@ -11,8 +11,9 @@ from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.memory_budget import SHARE, MemoryBudget, Reservation
 from pagewise_gateway.metrics import Metrics
 
-_UNCOUNTED_BYTES = 65_536
-"""What an answer repeats of its prompts takes no memory of the budget up to this size."""
+UNCOUNTED_BYTES = 65_536
+"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
+size."""
 _LARGE = 4
 """The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
 runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
@@ -21,7 +22,8 @@ runs. For smaller answers it is taken as tokens arrive, because most end long be
 class AnswerMemory(MemoryBudget):
     """Counts the bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
 
-    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read.
+    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read, and of a
+    response's stream the text, with which it ends.
     """
 
     def __init__(self, total: int, metrics: Metrics) -> None:
@@ -90,6 +92,6 @@ class AnswerSize:
                 f"time{', or stream' if self.whole and self.token * outputs * 16 > prompt_bytes else ''}",
                 "n" if self.n > 1 else "max_tokens",
             )
-        if prompt_bytes > _UNCOUNTED_BYTES or most > self.share // _LARGE:
+        if prompt_bytes > UNCOUNTED_BYTES or most > self.share // _LARGE:
             memory.grow_to(most if most > self.share // _LARGE else prompt_bytes)
         return prompt_bytes
