@@ -237,7 +237,7 @@ class _Grammar:
         """Arguments of a call in Python, whose values JSON and Python write alike."""
         # From the last property to the first: what may follow if something stands before it, or nothing does.
         some = none = '""'
-        for name, value, needed in reversed(python_parameters(function.name, schema)):
+        for name, value, needed in reversed(python_parameters(function.name, schema, function.strict)):
             item = self.rule("argument", f"{_quoted(name + '=')} %json {json.dumps(value)}")
             after = self.rule("some", some)
             some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
@@ -253,7 +253,7 @@ class _Grammar:
     def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of GLM, of which strings are written as they are."""
         parts = []
-        for parameter in listed_parameters(function.name, schema):
+        for parameter in listed_parameters(function.name, schema, function.strict):
             name, value, needed = parameter
             if not name or name != name.strip() or "<" in name:
                 raise UnsupportedSchemaError(
@@ -263,7 +263,7 @@ class _Grammar:
             closing = "</arg_value>"
             if "string" not in schema_types(value):
                 written = f"%json {json.dumps(value)} {self.text(closing)}"
-            elif (choices := string_choices(function.name, parameter)) is not None:
+            elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
             else:
                 written = self.until(closing)
