@@ -173,7 +173,11 @@ async def test_the_key_is_sent_as_clients_send_it() -> None:
         assert (await whole(client, messages=ASKED)).content
         with pytest.raises(anthropic.AuthenticationError):
             await whole(client.with_options(api_key="wrong"), messages=ASKED)
-        async with server.http.get(server.url + "/v1/models", headers={"X-Api-Key": "secret"}) as answer:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        async with server.http.get(server.url + "/metrics", headers={"X-Api-Key": "secret"}) as answer:
             assert answer.status == 401
 
 

@@ -209,6 +209,15 @@ async def test_what_a_response_repeats_takes_memory_until_it_is_written() -> Non
         await scheduler.until(lambda: f"{gauge} 0.0" in server.shown())
 
 
+async def test_what_a_response_repeats_leaves_less_for_its_output() -> None:
+    scheduler = FakeScheduler(replies=[reply("eins")], max_model_len=400_000)
+    options = {"instructions": "x" * 100_000, "input": "Wetter?"}
+    async with serving(scheduler, tokenizer=TOKENIZER, max_answer_memory=4_000_000, **HERMES) as server:
+        assert (await whole(server, **options)).output_text == "eins"
+        (prompt,) = scheduler.last.prompts
+        assert 36_000 < prompt.max_tokens < 37_500  # of 24 bytes each, in a quarter of that memory
+
+
 async def test_a_stream_takes_memory_for_the_text_with_which_it_ends() -> None:
     text = "abcdefghi\n" * 20_000
     scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=1000, step_seconds=0.02)
@@ -235,7 +244,7 @@ async def test_a_stream_that_finds_no_memory_fails() -> None:
     text = "abcdefghi\n" * 20_000
     scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=100)
     async with serving(scheduler, tokenizer=TOKENIZER, max_answer_memory=100_000, **HERMES) as server:
-        events = await read_failed(server, input="a")
+        events = await read_failed(server, input="a", max_output_tokens=250_000)
     assert "--max-answer-memory" in events[-1].response.error.message
 
 

@@ -91,3 +91,9 @@ def test_templates_that_take_one_system_message_get_one(text: str, expected: str
     assert made.render(messages, add_generation_prompt=False) == expected
     assert made.render(messages[:1]) == "[system]a"
     assert made.render([*messages[2:3], *messages[8:]]) == "[user]c[user]i[user]j"
+
+
+def test_a_template_that_writes_its_one_system_message_twice() -> None:
+    made = ChatTemplate("{{ messages[0].content }}" + IGNORED, None, {})
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "system", "user")]
+    assert made.render(messages, add_generation_prompt=False) == "s[system]s[user]u\n\ns\n\nu"

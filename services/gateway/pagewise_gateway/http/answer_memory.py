@@ -63,11 +63,13 @@ class AnswerSize:
             repeated += token_bytes(logprobs) - TOKEN_BYTES
         return cls(n, not stream, token_bytes(logprobs), repeated, memory.share)
 
-    def default_tokens(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens each choice of one prompt may have if the request does not say."""
+    def default_tokens(self, num_prompt_tokens: int, others: int) -> int:
+        """Return how many tokens each choice of one prompt may have if the request does not say. ``others``: bytes that
+        the answer repeats besides prompts."""
         if not self.whole:
             return self.share  # a stream is not kept: any number
-        return max(1, (self.share - num_prompt_tokens * self.n * self.repeated) // (self.n * self.token))
+        repeated = num_prompt_tokens * self.n * self.repeated + others
+        return max(1, (self.share - repeated) // (self.n * self.token))
 
     def reserve(self, prompts: Sequence[Prompt], memory: Reservation, others: int = 0) -> int:
         """Take memory for what the answer repeats of its request, and for a large answer also for all its tokens.

@@ -105,10 +105,11 @@ class ChatTemplate:
     def _takes_late_system(self, template: str) -> bool:
         """Whether a template writes system messages that are not the first message. It is tried once."""
         if template not in self._late_system:
-            messages = [{"role": role, "content": f"probe_{role}"} for role in ("system", "user", "system", "user")]
+            roles = ("system", "user", "system", "user")
+            messages = [{"role": role, "content": f"probe_{number}"} for number, role in enumerate(roles)]
             try:
                 rendered, _ = renderer()([messages], chat_template=template, **self._special_tokens)
-                self._late_system[template] = rendered[0].count("probe_system") == 2
+                self._late_system[template] = "probe_0" in rendered[0] and "probe_2" in rendered[0]
             except Exception:  # whatever a template written by others may raise
                 self._late_system[template] = False
             if not self._late_system[template]:
