@@ -160,14 +160,18 @@ def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
 
 def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
-    there are templates in which the user and the assistant have to alternate."""
+    there are templates in which the user and the assistant have to alternate. Behind the result of a tool they join
+    that, because in such templates it is the assistant's turn there."""
     made: list[dict[str, Any]] = []
     begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
     for message in messages:
         is_system = message["role"] == "system"
         begun = begun or not is_system
         role = "user" if is_system and begun else message["role"]
-        if made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
+        if is_system and made and made[-1]["role"] == "tool":
+            role, is_system = "tool", False
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        elif made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
             made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
         else:
             made.append({**message, "role": role})
