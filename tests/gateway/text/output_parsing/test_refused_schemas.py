@@ -65,5 +65,12 @@ def test_what_cannot_be_followed_is_refused_by_name(
 
 
 def test_functions_that_python_cannot_name_are_refused() -> None:
-    with pytest.raises(UnsupportedSchemaError, match="'a/b' cannot be called"):
-        grammar("pythonic", functions=[Function("a/b", None)])
+    for functions, required in (
+        ([Function("a/b", None), Function("f", None)], True),
+        ([Function("a/b", None, True), Function("f", None)], False),
+        ([Function("a/b", None)], False),
+    ):
+        with pytest.raises(UnsupportedSchemaError, match="'a/b' cannot be called"):
+            grammar("pythonic", functions=functions, required=required)
+    made = grammar("pythonic", functions=[Function("a:b", None), Function("f", None, True)], required=False)
+    assert made == grammar("pythonic", functions=[Function("f", None, True)], required=False)

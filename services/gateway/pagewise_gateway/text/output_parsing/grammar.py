@@ -111,6 +111,8 @@ def tool_call_grammar(
     """
     grammar = _Grammar(special_tokens)
     shape = _SHAPES[parser]
+    if shape.arguments == "python" and not required:  # what the model cannot call does not keep it from the others
+        functions = [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
     if parser == "mistral" and "[ARGS]" not in special_tokens:
         shape = _MISTRAL_LIST
     if not required and answer is None and shape.trigger not in special_tokens:
