@@ -62,6 +62,7 @@ MESSAGES: dict[str, Any] = {
     "mcp_servers": [],
     "container": None,
     "inference_geo": None,
+    "diagnostics": {"previous_message_id": "msg_1"},
 }
 BETAS = {"anthropic-beta": "claude-code-20250219,context-management-2025-06-27", "anthropic-version": "2023-06-01"}
 
@@ -75,7 +76,7 @@ async def test_messages_of_a_coding_agent() -> None:
         assert '"stop_reason":"tool_use"' in text
         prompt = TOKENIZER.decode(server.scheduler.last_prompt, skip_special_tokens=False)
         unlimited = ("max_tokens", "stream", "temperature", "metadata", "service_tier", "container", "inference_geo")
-        body = {name: value for name, value in MESSAGES.items() if name not in unlimited}
+        body = {name: value for name, value in MESSAGES.items() if name not in (*unlimited, "diagnostics")}
         status, counted = await server.post("/v1/messages/count_tokens?beta=true", body)
         assert (status, counted) == (200, {"input_tokens": len(server.scheduler.last_prompt)})
     assert prompt.index("system: You are an agent.") < prompt.index("user: List files.")

@@ -212,6 +212,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "tail"}, "suffix"),
     ({"guided_json": {}}, "guided_json"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"return_mm_kwargs": True}, "return_mm_kwargs"),
     ({"messages": [{"role": "function", "content": "1", "name": "f"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
 ]
@@ -235,6 +236,7 @@ async def test_values_that_ask_for_nothing_are_accepted() -> None:
         "store": False,
         "metadata": {},
         "service_tier": "auto",
+        "verbosity": "low",
         "modalities": ["text"],
         "response_format": {"type": "text"},
         "best_of": 2,

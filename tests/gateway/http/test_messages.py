@@ -1,6 +1,7 @@
 """/v1/messages, read by Anthropic's own client."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
+from pagewise_gateway.http.messages_api.answer import MessageAnswer
 
 from tests.adapter_files import write_adapter
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -171,7 +173,11 @@ async def test_the_key_is_sent_as_clients_send_it() -> None:
         assert (await whole(client, messages=ASKED)).content
         with pytest.raises(anthropic.AuthenticationError):
             await whole(client.with_options(api_key="wrong"), messages=ASKED)
-        async with server.http.get(server.url + "/v1/models", headers={"X-Api-Key": "secret"}) as answer:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        async with server.http.get(server.url + "/metrics", headers={"X-Api-Key": "secret"}) as answer:
             assert answer.status == 401
 
 
@@ -255,3 +261,20 @@ async def test_the_answer_names_the_adapter(tmp_path: Path) -> None:
             assert loaded.status == 200
         assert (await whole(client, messages=ASKED, model="one")).model == "one"
         assert (await streamed(client, messages=ASKED, model="one")).model == "one"
+
+
+async def test_of_what_a_stream_has_told_nothing_is_kept() -> None:
+    scheduler = FakeScheduler(replies=[reply("abcdefghi\n" * 1000)], max_model_len=20_000)
+    async with (
+        serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server,
+        AsyncAnthropic(base_url=server.url, api_key="secret", max_retries=0) as client,
+        client.messages.stream(model=MODEL, max_tokens=12_000, messages=ASKED) as stream,
+    ):
+        told = 0
+        async for event in stream:
+            told += len(event.text) if event.type == "text" else 0
+            if told > 5000:
+                break
+        (answer,) = (each for each in gc.get_objects() if type(each) is MessageAnswer)
+        assert (answer._text, answer._message.content) == ([], [])
+        assert (await stream.get_final_text()) == "abcdefghi\n" * 1000

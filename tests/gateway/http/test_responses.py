@@ -107,6 +107,14 @@ async def test_without_parsers_an_answer_is_one_message() -> None:
     assert message.content[0].text == "  a\n"
 
 
+async def test_a_call_that_the_model_does_not_end_is_incomplete() -> None:
+    async with serving(FakeScheduler(replies=[reply(CALLS[:60])]), tokenizer=TOKENIZER, **HERMES) as server:
+        answer = await streamed(server, input="Wetter?", tools=TOOLS)
+    (call,) = answer.output
+    assert (answer.status, call.status) == ("completed", "incomplete")
+    assert ARGUMENTS.startswith(call.arguments)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"store": True}, "store"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -122,7 +130,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "web_search_call"}]}, "input[0]"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input[0].arguments"),
     ({"max_output_tokens": 10_000}, "max_output_tokens"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
@@ -200,6 +207,45 @@ async def test_what_a_response_repeats_takes_memory_until_it_is_written() -> Non
         scheduler.paused = False
         assert (await asked).output_text == "eins zwei drei"
         await scheduler.until(lambda: f"{gauge} 0.0" in server.shown())
+
+
+async def test_what_a_response_repeats_leaves_less_for_its_output() -> None:
+    scheduler = FakeScheduler(replies=[reply("eins")], max_model_len=400_000)
+    options = {"instructions": "x" * 100_000, "input": "Wetter?"}
+    async with serving(scheduler, tokenizer=TOKENIZER, max_answer_memory=4_000_000, **HERMES) as server:
+        assert (await whole(server, **options)).output_text == "eins"
+        (prompt,) = scheduler.last.prompts
+        assert 36_000 < prompt.max_tokens < 37_500  # of 24 bytes each, in a quarter of that memory
+
+
+async def test_a_stream_takes_memory_for_the_text_with_which_it_ends() -> None:
+    text = "abcdefghi\n" * 20_000
+    scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=1000, step_seconds=0.02)
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+
+        def taken() -> float:
+            name = f'pagewise_http_answer_bytes{{model_name="{MODEL}"}}'
+            (line,) = [line for line in server.shown().splitlines() if line.startswith(name)]
+            return float(line.split()[-1])
+
+        stream: Any = await server.openai.responses.create(model=MODEL, input="a", stream=True)
+        told = 0
+        async for event in stream:
+            told += len(event.delta) if event.type == "response.output_text.delta" else 0
+            if told >= 100_000 and not scheduler.paused:
+                scheduler.paused = True  # what has arrived is written and read, but is kept
+                await scheduler.until(lambda: 60_000 < taken() < 250_000)
+                scheduler.paused, scheduler.step_seconds, told = False, 0, -(10**9)
+        assert event.response.output_text == text
+        await scheduler.until(lambda: taken() == 0)
+
+
+async def test_a_stream_that_finds_no_memory_fails() -> None:
+    text = "abcdefghi\n" * 20_000
+    scheduler = FakeScheduler(replies=[reply(text)], max_model_len=400_000, tokens_per_round=100)
+    async with serving(scheduler, tokenizer=TOKENIZER, max_answer_memory=100_000, **HERMES) as server:
+        events = await read_failed(server, input="a", max_output_tokens=250_000)
+    assert "--max-answer-memory" in events[-1].response.error.message
 
 
 async def test_the_answer_names_the_adapter(tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ PRINTS = template("call.function.arguments | tojson", condition="message.tool_ca
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (OBJECT, Dialect(False, False)),
+        (OBJECT, Dialect(False, False, True)),
         (ITEMS, Dialect(False, False)),
-        (EITHER, Dialect(False, False)),
-        (TEXT, Dialect(True, False)),
-        (WITHOUT_FILTER, Dialect(True, False)),
-        (NULL, Dialect(False, False)),
-        (STRING, Dialect(False, True)),
-        (PRINTS, Dialect(False, True)),
+        (EITHER, Dialect(False, False, True)),
+        (TEXT, Dialect(True, False, True)),
+        (WITHOUT_FILTER, Dialect(True, False, True)),
+        (NULL, Dialect(False, False, True)),
+        (STRING, Dialect(False, True, True)),
+        (PRINTS, Dialect(False, True, True)),
         ("{{ raise_exception('no tools') }}", Dialect()),
     ],
 )
@@ -91,3 +91,33 @@ def test_templates_that_take_one_system_message_get_one(text: str, expected: str
     assert made.render(messages, add_generation_prompt=False) == expected
     assert made.render(messages[:1]) == "[system]a"
     assert made.render([*messages[2:3], *messages[8:]]) == "[user]c[user]i[user]j"
+
+
+def test_a_template_that_writes_its_one_system_message_twice() -> None:
+    made = ChatTemplate("{{ messages[0].content }}" + IGNORED, None, {})
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "system", "user")]
+    assert made.render(messages, add_generation_prompt=False) == "s[system]s[user]u\n\ns\n\nu"
+
+
+ALTERNATING = (
+    "{% set seen = namespace(users=0) %}{% for message in messages %}"
+    "{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}"
+    "{% if (message.role == 'user') != (seen.users % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% set seen.users = seen.users + 1 %}{% elif message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('at the beginning') }}{% endif %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+)
+
+
+def test_a_late_system_message_behind_the_result_of_a_tool() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "a"},
+        {"role": "system", "content": "c"},
+        {"role": "system", "content": "d"},
+    ]
+    made = ChatTemplate(ALTERNATING, None, {})
+    assert made.render(messages) == "[user]a[assistant][tool]b\n\nc\n\nd"
+    messages += [{"role": "assistant", "content": "e"}, {"role": "user", "content": "f"}]
+    assert made.render(messages) == "[user]a[assistant][tool]b\n\nc\n\nd[assistant]e[user]f"

@@ -1,5 +1,7 @@
 """Access control: if API keys are configured, every path except the health probes needs one."""
 
+import re
+
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from pagewise_shared.config import GatewayConfig
@@ -14,6 +16,7 @@ from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
 _SCHEME = "bearer"
+_MODELS = re.compile("/v1/models(/|$)")
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
@@ -46,7 +49,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
             request[CLIENT] = EVERYBODY
             return await handler(request)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if not scheme and is_messages(request):  # whose clients send their key as Anthropic's do
+        # Anthropic's clients send their key like this, also to list models.
+        if not scheme and (is_messages(request) or _MODELS.match(request.path)):
             scheme, key = _SCHEME, request.headers.get("X-Api-Key", "")
         client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
         if client is None:

@@ -11,8 +11,9 @@ from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.memory_budget import SHARE, MemoryBudget, Reservation
 from pagewise_gateway.metrics import Metrics
 
-_UNCOUNTED_BYTES = 65_536
-"""What an answer repeats of its prompts takes no memory of the budget up to this size."""
+UNCOUNTED_BYTES = 65_536
+"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
+size."""
 _LARGE = 4
 """The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
 runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
@@ -21,7 +22,8 @@ runs. For smaller answers it is taken as tokens arrive, because most end long be
 class AnswerMemory(MemoryBudget):
     """Counts the bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
 
-    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read.
+    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read, and of a
+    response's stream the text, with which it ends.
     """
 
     def __init__(self, total: int, metrics: Metrics) -> None:
@@ -61,11 +63,13 @@ class AnswerSize:
             repeated += token_bytes(logprobs) - TOKEN_BYTES
         return cls(n, not stream, token_bytes(logprobs), repeated, memory.share)
 
-    def default_tokens(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens each choice of one prompt may have if the request does not say."""
+    def default_tokens(self, num_prompt_tokens: int, others: int) -> int:
+        """Return how many tokens each choice of one prompt may have if the request does not say. ``others``: bytes that
+        the answer repeats besides prompts."""
         if not self.whole:
             return self.share  # a stream is not kept: any number
-        return max(1, (self.share - num_prompt_tokens * self.n * self.repeated) // (self.n * self.token))
+        repeated = num_prompt_tokens * self.n * self.repeated + others
+        return max(1, (self.share - repeated) // (self.n * self.token))
 
     def reserve(self, prompts: Sequence[Prompt], memory: Reservation, others: int = 0) -> int:
         """Take memory for what the answer repeats of its request, and for a large answer also for all its tokens.
@@ -90,6 +94,6 @@ class AnswerSize:
                 f"time{', or stream' if self.whole and self.token * outputs * 16 > prompt_bytes else ''}",
                 "n" if self.n > 1 else "max_tokens",
             )
-        if prompt_bytes > _UNCOUNTED_BYTES or most > self.share // _LARGE:
+        if prompt_bytes > UNCOUNTED_BYTES or most > self.share // _LARGE:
             memory.grow_to(most if most > self.share // _LARGE else prompt_bytes)
         return prompt_bytes

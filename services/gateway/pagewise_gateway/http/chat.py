@@ -95,7 +95,7 @@ async def run_chat(
     )
     tokens = truncated(encoded.tokens, body, wanted, capacity)
     size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
-    default = size.default_tokens(len(tokens))
+    default = size.default_tokens(len(tokens), repeated)
     budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens, budget, segments=prompt_segments(body, encoded))
     continues = bool(body.continue_final_message)

@@ -59,11 +59,10 @@ def cut(text: str) -> Iterator[str]:
 
 
 def finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
-    """Return why an output has ended. One that was cut off in a call has not ended with tool calls.
+    """Return why an output has ended. One that ends in a call, with whatever cut it off, has not ended with tool calls.
 
     ``delta``: the last one. ``parser``: of the output.
     """
     if delta.finish_reason != "stop" or not parser.num_calls:
         return delta.finish_reason
-    cut_off = delta.stop_reason is not None and not parser.whole
-    return "stop" if cut_off else "tool_calls"
+    return "tool_calls" if parser.whole else "stop"

@@ -79,12 +79,8 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": _described(tool)} for tool in tools]
 
 
-def template_message(message: ChatMessage, number: int, dialect: Dialect) -> dict[str, Any]:
-    """Return a message as templates expect it. ``number``: its index, for errors.
-
-    Raises:
-        InvalidRequestError: the arguments of a call are no JSON object.
-    """
+def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
+    """Return a message as templates expect it."""
     content: object = message.content
     if isinstance(message.content, list):
         content = [{"type": "text", "text": part.text} for part in message.content]
@@ -104,12 +100,10 @@ def template_message(message: ChatMessage, number: int, dialect: Dialect) -> dic
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(
-                        call.function.arguments, f"messages[{number}].tool_calls[{index}].function.arguments", dialect
-                    ),
+                    "arguments": _arguments(call.function.arguments, dialect),
                 },
             }
-            for index, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return fields
 
@@ -128,21 +122,15 @@ def _described(tool: Tool) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _arguments(text: str, place: str, dialect: Dialect) -> dict[str, Any] | str:
-    arguments = check_arguments(text, place)
-    return (text.strip() or "{}") if dialect.arguments_as_text else arguments
-
-
-def check_arguments(text: str, place: str) -> dict[str, Any]:
-    """Return the arguments of a call. ``place``: where they are, for errors.
-
-    Raises:
-        InvalidRequestError: they are no JSON object.
-    """
+def _arguments(text: str, dialect: Dialect) -> dict[str, Any] | str:
+    """The arguments of a call. A model may have written what is no JSON object: its conversation goes on with that."""
+    text = text.strip() or "{}"
+    if dialect.arguments_as_text:
+        return text
     try:
-        arguments = msgspec.json.decode(text.strip() or "{}")
+        arguments = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{place} is no JSON object", place)
-    return arguments
+    if isinstance(arguments, dict):
+        return arguments
+    return text if dialect.broken_as_text else {}

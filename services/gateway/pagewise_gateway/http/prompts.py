@@ -167,7 +167,6 @@ def render_chat(
 
     Raises:
         ChatTemplateError: the template refuses it, or there is none.
-        InvalidRequestError: the arguments of a call are no JSON object.
     """
     given = (body.messages if messages is None else messages) or ()
     template = tokenizer.chat_template
@@ -175,7 +174,7 @@ def render_chat(
     dialect = template.dialect if calls else Dialect()
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return template.render(
-        [template_message(message, number, dialect) for number, message in enumerate(given)],
+        [template_message(message, dialect) for message in given],
         add_generation_prompt=add_prompt,
         continue_final_message=bool(body.continue_final_message),
         tools=template_tools(body.tools),

@@ -31,7 +31,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
+    "verbosity": ("low", "medium", "high"),
     "web_search_options": (),
     # Anthropic
     "compaction": (),
@@ -61,7 +61,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "repetition_detection": (),
     "request_id": (),
-    "return_mm_kwargs": (True, False),
+    "return_mm_kwargs": (False,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -31,10 +31,12 @@ class Dialect(NamedTuple):
         arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
             would write it as Python does.
         empty_content: a message without content has an empty one, and not null.
+        broken_as_text: where arguments are an object, the template takes a text, too, for those that are no JSON.
     """
 
     arguments_as_text: bool = False
     empty_content: bool = False
+    broken_as_text: bool = False
 
 
 _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
@@ -94,16 +96,20 @@ class ChatTemplate:
         """How the template wants messages that call tools. It is tried with a conversation that has one."""
         for dialect in _DIALECTS:
             if self._renders_calls(dialect):
-                return dialect
+                takes_text = "probe_broken" in self._render_call(dialect, "probe_broken")
+                if not takes_text:
+                    log.info("the chat template takes arguments as objects only: those that are no JSON are left out")
+                return dialect._replace(broken_as_text=takes_text)
         return Dialect()
 
     def _takes_late_system(self, template: str) -> bool:
         """Whether a template writes system messages that are not the first message. It is tried once."""
         if template not in self._late_system:
-            messages = [{"role": role, "content": f"probe_{role}"} for role in ("system", "user", "system", "user")]
+            roles = ("system", "user", "system", "user")
+            messages = [{"role": role, "content": f"probe_{number}"} for number, role in enumerate(roles)]
             try:
                 rendered, _ = renderer()([messages], chat_template=template, **self._special_tokens)
-                self._late_system[template] = rendered[0].count("probe_system") == 2
+                self._late_system[template] = "probe_0" in rendered[0] and "probe_2" in rendered[0]
             except Exception:  # whatever a template written by others may raise
                 self._late_system[template] = False
             if not self._late_system[template]:
@@ -112,7 +118,12 @@ class ChatTemplate:
 
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
-        arguments = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
+        text = self._render_call(dialect, '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1})
+        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
+        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+
+    def _render_call(self, dialect: Dialect, arguments: dict[str, Any] | str) -> str:
+        """Return a conversation with a call; an empty text: the template refuses it."""
         function = {"name": "probe_name", "arguments": arguments}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         content = "" if dialect.empty_content else None
@@ -124,11 +135,9 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": {}}
         described = {"name": "probe", "description": "", "parameters": parameters}
         try:
-            text = self.render(messages, tools=[{"type": "function", "function": described}])
+            return self.render(messages, tools=[{"type": "function", "function": described}])
         except ChatTemplateError:
-            return False
-        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
-        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+            return ""
 
 
 def renderer() -> Callable[..., Any]:
@@ -151,14 +160,18 @@ def _flatten(message: dict[str, Any], template: str) -> dict[str, Any]:
 
 def _with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
-    there are templates in which the user and the assistant have to alternate."""
+    there are templates in which the user and the assistant have to alternate. Behind the result of a tool they join
+    that, because in such templates it is the assistant's turn there."""
     made: list[dict[str, Any]] = []
     begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
     for message in messages:
         is_system = message["role"] == "system"
         begun = begun or not is_system
         role = "user" if is_system and begun else message["role"]
-        if made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
+        if is_system and made and made[-1]["role"] == "tool":
+            role, is_system = "tool", False
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        elif made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
             made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
         else:
             made.append({**message, "role": role})

@@ -222,55 +222,35 @@ def test_an_answer_that_follows_a_grammar_comes_behind_the_reasoning(special: bo
             assert not allows(made, f"{thought(name)}{final}x", special)
 
 
-TEXTS = {"a": {"type": "string"}}
-# The schema of the parameters of a function, and what the refusal names. Of both formats that write them one by one.
-REFUSED_OF_BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"properties": TEXTS, "not": {"required": ["a"]}}, "not in the parameters of 'f'"),
-    ({"properties": TEXTS, "dependentRequired": {"a": ["b"]}}, "dependentRequired in the parameters of 'f'"),
-    ({"properties": TEXTS, "minProperties": 1, "if": {}}, "if, minProperties in"),
-    ({"anyOf": []}, "anyOf in"),
-    ({"$ref": "#/$defs/p", "$defs": {"p": {}}}, r"\$ref in"),
-    ({"properties": TEXTS, "required": ["a", "b"]}, "require 'b', which is not listed"),
-    ({"properties": {"a": False}, "required": ["a"]}, "require 'a', which is not listed"),
-    ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, r"\$ref '#/properties/b'"),
-    ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, r"\$ref '#'"),
-    ({"type": "string"}, "are no object"),
-    ({"properties": {"a": 3}}, "the parameter 'a' of 'f' is no schema"),
-]
-REFUSED_OF_GLM: list[tuple[dict[str, Any], str]] = [
-    ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, "pattern in the parameter 'a' of 'f'"),
-    ({"properties": {"a": {"type": "string", "format": "date", "minLength": 2}}}, "format, minLength in"),
-    ({"properties": {"a": {"type": ["string", "null"], "enum": ["b", None]}}}, "enum in"),
-    ({"properties": {"a": {"anyOf": [{"type": "string", "enum": ["b"]}, {"type": "null"}]}}}, "enum in"),
-    ({"properties": {"a": {"type": "string", "not": {"const": "b"}}}}, "not in the parameter"),
-    ({"properties": {" a": {}}}, "' a' of 'f' cannot be written"),
-]
-REFUSED_OF_PYTHON: list[tuple[dict[str, Any], str]] = [
-    ({"properties": {"from": {}}}, "'from' of 'f' cannot be written"),
-    ({"properties": {"a-b": {}}}, "'a-b' of 'f' cannot be written"),
-    ({"properties": {"\ufb01": {}}}, "cannot be written"),
-]
-REFUSED = [
-    *(("glm45", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_GLM)),
-    *(("pythonic", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_PYTHON)),
-]
+PYDANTIC: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "unit": {"anyOf": [{"type": "string", "enum": ["C", "F"]}, {"type": "null"}], "default": None, "title": "Unit"},
+        "mode": {"type": ["string", "null"], "enum": ["b", None], "nullable": True},
+        "day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        "name": {"type": "string", "minLength": 1, "x-note": "n"},
+    },
+    "minProperties": 1,
+    "x-order": ["unit"],
+}
 
 
-@pytest.mark.parametrize("required", [True, False], ids=["required", "strict"])
-@pytest.mark.parametrize(("name", "schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_followed_is_refused_by_name(
-    name: str, schema: dict[str, Any], reason: str, required: bool
-) -> None:
-    function = Function("f", schema, not required)
-    with pytest.raises(UnsupportedSchemaError, match=reason):
-        grammar(name, True, required=required, functions=[function])
-    # A function that need not be called, and is not strict, follows nothing.
-    assert grammar(name, True, required=False, functions=[function._replace(strict=False)])
-
-
-def test_functions_that_python_cannot_name_are_refused() -> None:
-    with pytest.raises(UnsupportedSchemaError, match="'a/b' cannot be called"):
-        grammar("pythonic", True, functions=[Function("a/b", None)])
+@BOTH
+def test_schemas_of_functions_that_are_not_strict(special: bool) -> None:
+    """As pydantic and zod write them. What formats of strings say is left to the model."""
+    made = grammar("glm45", special, functions=[Function("get_weather", PYDANTIC)])
+    tools = Tools({"get_weather": PYDANTIC})
+    for unit, mode, fits in (("C", "b", True), ("null", "null", True), ("K", "b", False), ("C", "c", False)):
+        values = {"unit": unit, "mode": mode, "day": "2026-01-01", "name": "x"}
+        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+        text = call("glm45", special, "get_weather", arguments=pairs)
+        assert allows(made, text, special) == fits
+        parser = MessageParser(output_format("glm45"), "main", tools)
+        (found,) = joined([*parser.push(text), *parser.finish()]).calls
+        expected = {key: None if value == "null" else value for key, value in values.items()}
+        assert json.loads(found.arguments) == expected
+    with pytest.raises(UnsupportedSchemaError, match="minProperties in"):
+        grammar("glm45", special, functions=[Function("get_weather", PYDANTIC, True)])
 
 
 FOLLOWED = {
@@ -363,19 +343,17 @@ def test_an_answer_of_strict_functions_has_no_calls_that_the_grammar_does_not_kn
 @EACH
 def test_calls_may_have_delimiters_inside_of_strings(name: str, special: bool) -> None:
     """What the grammar guarantees, the parser reads. Special tokens are in no string."""
-    if name in ("openai", "llama3_json", "pythonic"):
-        pytest.skip("nothing delimits these calls")
-    tools = output_format(name).tools
-    assert tools is not None
-    delimiters = [text for text in (*tools.opening, tools.closing or "") if text and text != "[TOOL_CALLS]"]
+    delimiters = [text for text in output_format(name).delimiters if text != "</arg_value>"]
     value = f"a {' '.join(delimiters)} b"
     arguments = (
         f"<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
         if name == "glm45"
+        else f'city="{value}", unit="C"'
+        if name == "pythonic"
         else json.dumps({"city": value, "unit": "C"}, ensure_ascii=False)
     )
     text = call(name, special, "get_weather", arguments=arguments)
-    if not special:
+    if not special_tokens(special).keys() & delimiters:
         assert allows(grammar(name, special), text, special)
     (found,) = parsed(name, text).calls
     assert json.loads(found.arguments) == {"city": value, "unit": "C"}

@@ -11,10 +11,11 @@ from pagewise_gateway.text.output_parsing import (
     TOOL_FORMATS,
     Delta,
     MessageParser,
+    Tools,
     joined,
     make_format,
 )
-from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
+from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessage
 from pagewise_gateway.text.output_parsing.regions import Regions
 
 from tests.gateway.text.output_parsing.transcripts import TOOLS, TRANSCRIPTS, Transcript
@@ -71,6 +72,39 @@ def test_only_the_first_call_counts_without_parallel_calls() -> None:
         message = parsed((each.tool_parser, each.reasoning_parser), each.text, each.prompt, parallel=False)
         assert message.calls == each.message.calls[:1]
         assert (message.content, message.reasoning) == (each.content, each.reasoning)
+
+
+UNESCAPED = '{"a": "he said "hi", "b": 1}'
+MISSING = [
+    (
+        ("hermes", None),
+        f'<tool_call>\n{{"name": "save", "arguments": {UNESCAPED}}}\n</tool_call>Hi'
+        '<tool_call>\n{"name": "get_time"}\n</tool_call>',
+        ParsedMessage("Hi", "", [ParsedCall("save", f"{UNESCAPED}}}\n"), ParsedCall("get_time", "{}")]),
+    ),
+    (("hermes", None), '<tool_call>{"name: 1\n</tool_call>Hi', ParsedMessage('{"name: 1\nHi')),
+    (
+        ("mistral", None),
+        '[TOOL_CALLS]save[ARGS]{"a": "\\\n[TOOL_CALLS]get_time[ARGS]{}',
+        ParsedMessage("", "", [ParsedCall("save", '{"a": "\\\n'), ParsedCall("get_time", "{}")]),
+    ),
+    (
+        ("glm45", None),
+        '<tool_call>get_weather\n<arg_key>tags</arg_key>\n<arg_value>["1\n</tool_call>Hi',
+        ParsedMessage("Hi", "", [ParsedCall("get_weather", '{"tags": ')]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "text", "message"), MISSING, ids=lambda value: repr(value)[:30])
+def test_a_call_in_which_a_quote_is_missing_ends_behind_the_line(
+    names: tuple[str, None], text: str, message: ParsedMessage
+) -> None:
+    """JSON has no line breaks inside of strings, so what is open there is no string."""
+    assert parsed(names, [text]) == message
+    for at in range(1, len(text)):
+        assert parsed(names, [text[:at], text[at:]]) == message
+    assert parsed(names, text) == message
 
 
 FRAGMENTS = [
@@ -134,7 +168,7 @@ def test_values_that_are_nested_too_deeply_are_text() -> None:
 def test_where_a_call_begins_is_found_in_the_beginning_only() -> None:
     text = "```" + " " * 400_000 + "x"
     assert parsed(("pythonic", None), [text]).content == text
-    assert parsed(("pythonic", None), ["[" + "a" * 300 + "()]"]).content == "[" + "a" * 300 + "()]"
+    assert parsed(("pythonic", None), ["[" + "a" * 600 + "()]"]).content == "[" + "a" * 600 + "()]"
 
 
 @pytest.mark.parametrize("given", [each for each in TRANSCRIPTS if each.calls], ids=lambda each: each.name)
@@ -186,3 +220,25 @@ def test_text_is_passed_on_as_soon_as_it_is_no_delimiter() -> None:
     ]:
         told += "".join(delta.text for delta in parser.push(piece))
         assert told == content
+
+
+def test_values_that_a_grammar_allows_are_parsed_as_they_are() -> None:
+    values = ("a", '["x</arg_value> </tool_call>"]'), ("b", "1e999"), ("c", f"[{'9' * 5000}]"), ("d", '"e"')
+    message = ParsedMessage("", "", [ParsedCall("save", "{" + ", ".join(f'"{key}": {v}' for key, v in values) + "}")])
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values)
+    glm = f"<tool_call>save\n{pairs}</tool_call>"
+    python = f"[save({', '.join(f'{key}={value}' for key, value in values)})]"
+    for name, text in (("glm45", glm), ("pythonic", python)):
+        assert parsed((name, None), [text]) == message
+        assert parsed((name, None), text) == message
+        for at in range(1, 200):
+            assert parsed((name, None), [text[:at], text[at:]]) == message
+
+
+@pytest.mark.parametrize("length", [255, 256])
+def test_long_names_of_functions(length: int) -> None:
+    found = make_format("pythonic", None)
+    assert found is not None
+    parser = MessageParser(found, "main", Tools({"f" * length: {}}))
+    calls = joined([*parser.push(f"[{'f' * length}(), {'f' * length}()]"), *parser.finish()]).calls
+    assert [each.name for each in calls] == ["f" * length] * 2

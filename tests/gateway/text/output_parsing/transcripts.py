@@ -289,11 +289,11 @@ GLM = [
         calls=(("save", '{"a": "</tool_call> <tool_call><think>", "b": "</tool_call>"}'), ("get_time", "{}")),
     ),
     Transcript(
-        "numbers that JSON does not have",
+        "numbers that Python or JSON does not have",
         "glm45",
         None,
         _glm("save", a="[1e999]", b="NaN", c="-1.5"),
-        calls=(("save", '{"a": "[1e999]", "b": "NaN", "c": -1.5}'),),
+        calls=(("save", '{"a": [1e999], "b": "NaN", "c": -1.5}'),),
     ),
     Transcript(
         "truncated", "glm45", None, _glm("get_weather", city="Köln")[:-25], calls=(("get_weather", '{"city": "Köln'),)
@@ -349,4 +349,22 @@ SURROGATES = [
         "half a pair", "glm45", None, _glm("save", a=f'["{_HALF}"]'), calls=(("save", f'{{"a": ["{_HALF}"]}}'),)
     ),
 ]
-TRANSCRIPTS = [*HERMES, *QWEN, *DEEPSEEK, *LLAMA, *MISTRAL, *GLM, *PYTHONIC, *HARMONY, *SURROGATES]
+_TEXT = "x </think> [/THINK] <|python_tag|> <|end|> <|start|> y"
+
+
+def _delimiters(tools: str, reasoning: str | None, written: str, calls: int = 1, thought: str = "") -> Transcript:
+    arguments = f'{{"a": "{_TEXT}"}}'
+    return Transcript("delimiters in strings", tools, reasoning, written, "", thought, (("save", arguments),) * calls)
+
+
+DELIMITERS = [
+    _delimiters("pythonic", "qwen3", f'[save(a="{_TEXT}"), save(a="{_TEXT}")]', 2),
+    _delimiters("pythonic", "qwen3", f'<think>A</think>\n\n[save(a="{_TEXT}")]', thought="A"),
+    _delimiters("pythonic", "mistral", f'[THINK]A[/THINK][save(a="{_TEXT}")]', thought="A"),
+    _delimiters("llama3_json", "qwen3", f'{{"name": "save", "parameters": {{"a": "{_TEXT}"}}}}'),
+    _delimiters(
+        "llama3_json", "qwen3", f'A</think>{{"name": "save", "parameters": {{"a": "{_TEXT}"}}}}', 1, "A"
+    )._replace(prompt="<think>"),
+    _delimiters("openai", None, _harmony("save", f'{{"a": "{_TEXT}"}}')),
+]
+TRANSCRIPTS = [*HERMES, *QWEN, *DEEPSEEK, *LLAMA, *MISTRAL, *GLM, *PYTHONIC, *HARMONY, *SURROGATES, *DELIMITERS]

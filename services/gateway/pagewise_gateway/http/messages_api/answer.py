@@ -16,12 +16,14 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessageAnswer(EventAnswer):
-    """Turns the output of a chat into a message: one JSON body, or events."""
+    """Turns the output of a chat into a message: one JSON body, or events. Of what events tell nothing is kept."""
 
     def __init__(self, run: ChatRun, message_id: str) -> None:
         super().__init__(run)
         self._text: list[str] = []  # of the block that is open
         self._open: OutputBlock | None = None
+        self._num_blocks = 0
+        self._streams = bool(run.body.stream)
         self._message = Message(message_id, run.body.model or run.service.limits.model_name, [], MessageUsage(0, 0))
 
     def error(self, error: APIError) -> bytes:
@@ -42,19 +44,22 @@ class MessageAnswer(EventAnswer):
         kind = {"content": "text", "reasoning": "thinking"}.get(new.kind, "tool_use")
         if new.kind == "call" or self._open is None or self._open.type != kind:
             yield from self._close()
-            if self._message.content and new.kind != "call":
+            if self._num_blocks and new.kind != "call":
                 text = text.removeprefix("\n")
             block = OutputBlock("tool_use", id=self._run.new_id(), name=text, input={})
             if kind == "text":
                 block = OutputBlock("text", text="")
             elif kind == "thinking":
                 block = OutputBlock("thinking", thinking="", signature="")
-            self._message.content.append(block)
+            self._num_blocks += 1
+            if not self._streams:
+                self._message.content.append(block)
             self._open, self._text = block, []
             yield MessageEvent("content_block_start", index=self._index, content_block=block)
         if new.kind == "call" or not text:
             return
-        self._text.append(text)
+        if not self._streams:
+            self._text.append(text)
         delta = BlockDelta("input_json_delta", partial_json=text)
         if kind == "text":
             delta = BlockDelta("text_delta", text=text)
@@ -90,7 +95,7 @@ class MessageAnswer(EventAnswer):
 
     @property
     def _index(self) -> int:
-        return len(self._message.content) - 1
+        return self._num_blocks - 1
 
     def _usage(self) -> MessageUsage:
         usage = self._run.generation.usage()

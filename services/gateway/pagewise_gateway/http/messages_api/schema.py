@@ -152,6 +152,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     metadata: Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")] | None = (
         None
     )
+    diagnostics: Annotated[dict[str, Any], Meta(description="Accepted, and without any effect.")] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 

@@ -3,15 +3,19 @@
 import time
 import uuid
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http.answer_memory import UNCOUNTED_BYTES
 from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.memory_budget import Reservation
 from pagewise_gateway.http.responses_api.schema import (
     IncompleteDetails,
     InputDetails,
@@ -29,6 +33,8 @@ from pagewise_gateway.text.output_parsing import Delta
 
 _KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_MOST_CHARACTER = 4
+"""Bytes of a character, in a text that has any characters but those of ASCII."""
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's codes of failed responses by the status that the error would have had; others are server_error."""
 
@@ -63,15 +69,26 @@ def begun(response_id: str, model: str, body: ResponsesRequest) -> tuple[Respons
 
 
 class ResponseAnswer(EventAnswer):
-    """Turns the output of a chat into a response: one JSON body, or events."""
+    """Turns the output of a chat into a response: one JSON body, or events.
 
-    def __init__(self, run: ChatRun, response: Response) -> None:
-        """``response``: as ``begun`` returns it."""
+    The last event has all of the response, so a stream takes memory for what it has told.
+    """
+
+    def __init__(self, run: ChatRun, response: Response, memory: Reservation) -> None:
+        """``response``: as ``begun`` returns it. ``memory``: of answers, for what a stream has told."""
         super().__init__(run)
+        self._memory, self._told = memory, 0
         self._sequence = 0
-        self._text: list[str] = []  # of the item that is open
+        self._text = StringIO()  # of the item that is open
         self._open: OutputItem | None = None
         self._response = response
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``request``, as ``EventAnswer`` does."""
+        try:
+            return await super().respond(request)
+        finally:
+            self._memory.release()
 
     def error(self, error: APIError) -> bytes:
         """Return the event that ends a stream which has failed."""
@@ -96,12 +113,19 @@ class ResponseAnswer(EventAnswer):
         if new.kind == "call" or not text:
             return
         assert self._open is not None
-        self._text.append(text)
+        self._keep(text)
         names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
         fields: dict[str, Any] = {} if kind == "function_call" else {"content_index": 0}
         if kind == "message":
             fields["logprobs"] = []
         yield self._of_item(f"response.{names[kind]}.delta", delta=text, **fields)
+
+    def _keep(self, text: str) -> None:
+        self._text.write(text)
+        if self._run.body.stream:  # else the output counts
+            self._told += len(text) * (1 if text.isascii() else _MOST_CHARACTER)
+            if self._told > self._memory.size + UNCOUNTED_BYTES:
+                self._memory.grow_to(self._told)
 
     def _begin_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
         item = OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
@@ -112,7 +136,7 @@ class ResponseAnswer(EventAnswer):
             item.role = "assistant" if kind == "message" else UNSET
             item.summary = [] if kind == "reasoning" else UNSET
         self._response.output.append(item)
-        self._open, self._text = item, []
+        self._open, self._text = item, StringIO()
         yield self._event("response.output_item.added", output_index=self._index, item=item)
         if kind != "function_call":
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(""))
@@ -134,7 +158,8 @@ class ResponseAnswer(EventAnswer):
 
     def _settle(self, item: OutputItem, status: str) -> str:
         """Give the open item its text, which is returned."""
-        text, item.status = "".join(self._text), status
+        text, item.status = self._text.getvalue(), status
+        self._text = StringIO()
         if item.type == "function_call":
             item.arguments = text
         else:
@@ -146,7 +171,8 @@ class ResponseAnswer(EventAnswer):
             yield self._failed(ended_early())
             return
         complete = delta.finish_reason == "stop"
-        yield from self._close("completed" if complete else "incomplete")
+        cut_off = self._open is not None and self._open.type == "function_call" and not self._parser.whole
+        yield from self._close("completed" if complete and not cut_off else "incomplete")
         response = self._response
         response.status = "completed" if complete else "incomplete"
         if not complete:

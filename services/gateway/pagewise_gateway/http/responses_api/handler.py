@@ -7,8 +7,9 @@ from functools import cache
 from aiohttp import web
 
 from pagewise_gateway.http.chat import run_chat
-from pagewise_gateway.http.context import REQUEST_ID, Service
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.memory_budget import Reservation
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.responses_api.answer import ResponseAnswer, begun
 from pagewise_gateway.http.responses_api.schema import ResponsesRequest
@@ -27,17 +28,22 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         APIError: the request is invalid, or cannot be served now.
         GenerationError: the request was not accepted, or failed before the response began.
     """
+    service, key = request.app[Service.KEY], request[CLIENT].name
     body, intake = await read_request(request, ResponsesRequest)
     for kind in leave_out_tools(body):
         _tell(kind)
-        request.app[Service.KEY].metrics.requests_without_tools(kind).inc()
+        service.metrics.requests_without_tools(kind).inc()
     chat = chat_request(body)
-    model = body.model or request.app[Service.KEY].limits.model_name
+    model = body.model or service.limits.model_name
     response, num_bytes = begun(f"resp_{request[REQUEST_ID]}", model, body)
     del body  # this frame lives until the response has ended
     try:
         return await run_chat(
-            request, chat, intake, lambda run: ResponseAnswer(run, response).respond(request), repeated=num_bytes
+            request,
+            chat,
+            intake,
+            lambda run: ResponseAnswer(run, response, Reservation(service.answer_memory, key)).respond(request),
+            repeated=num_bytes,
         )
     except InvalidRequestError as error:
         head = re.split(r"[.\[]", error.param or "")[0]

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from pagewise_gateway.http.conversation import check_arguments
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
 from pagewise_gateway.http.parsing import explain
 from pagewise_gateway.http.responses_api.schema import (
@@ -171,8 +170,6 @@ def _item(given: dict[str, Any], number: int) -> Struct:
     except msgspec.ValidationError as error:
         raised = explain(error, given)
         raise InvalidRequestError(f"{place}: {raised}", f"{place}.{raised.param}" if raised.param else place) from None
-    if isinstance(item, FunctionCallItem):
-        check_arguments(item.arguments, f"{place}.arguments")
     return item
 
 

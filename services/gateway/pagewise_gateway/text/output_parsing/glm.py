@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
+from pagewise_gateway.text.output_parsing.json_calls import JsonValue
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
@@ -13,26 +14,45 @@ _State = Callable[["GlmCall", str, bool, list[Delta]], None]
 
 
 class _Until:
-    """Passes text on until a delimiter comes; what may begin it is held back."""
+    """Passes text on until a delimiter comes; what may begin it is held back.
 
-    __slots__ = ("_delimiter", "_held")
+    ``value``: the text is JSON, and what is in its strings is no delimiter.
+    """
 
-    def __init__(self, delimiter: str) -> None:
+    __slots__ = ("_delimiter", "_held", "_value")
+
+    def __init__(self, delimiter: str, value: JsonValue | None = None) -> None:
         self._delimiter = delimiter
         self._held = ""
+        self._value = value
+
+    @property
+    def quoting(self) -> bool:
+        """Whether the text goes on inside of a string."""
+        return self._value is not None and self._value.quoting
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text before the delimiter, as far as it is known, and that behind it; None: it has not come."""
         text = self._held + text
-        found = text.find(self._delimiter)
-        if found >= 0:
-            self._held = ""
-            return text[:found], text[found + len(self._delimiter) :]
-        held = min(len(self._delimiter) - 1, len(text))
+        at = 0  # up to here, the value has seen it
+        while (found := text.find(self._delimiter, at)) >= 0:
+            behind = found + len(self._delimiter)
+            self._follow(text[at:found])
+            if not self.quoting:
+                self._held = ""
+                return text[:found], text[behind:]
+            self._follow(text[found:behind])
+            at = behind
+        held = min(len(self._delimiter) - 1, len(text) - at)
         while not self._delimiter.startswith(text[len(text) - held :]):
             held -= 1
         self._held = text[len(text) - held :]
+        self._follow(text[at : len(text) - held])
         return text[: len(text) - held], None
+
+    def _follow(self, text: str) -> None:
+        if self._value is not None and self._value.end(text, 0) >= 0:
+            self._value = None
 
 
 class GlmCall:
@@ -41,21 +61,33 @@ class GlmCall:
     A value is a string if its parameter is declared as one; else it is JSON, and if it is not, a string.
     """
 
-    __slots__ = ("_key", "_name", "_num_arguments", "_parts", "_state", "_string", "_tools", "_until")
+    __slots__ = (
+        "_is_free",
+        "_is_text",
+        "_key",
+        "_name",
+        "_num_arguments",
+        "_parts",
+        "_state",
+        "_string",
+        "_tools",
+        "_until",
+    )
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
         self._name = self._key = ""
         self._num_arguments = 0
         self._parts: list[str] = []
-        self._string = False
+        # The value: whether it is always, or may be, a string without quotes; or may be one if it is no JSON.
+        self._string = self._is_text = self._is_free = False
         self._state: _State = GlmCall._in_name
         self._until = _Until(_KEY)
 
     @property
     def quoting(self) -> bool:
-        """Whether the text goes on inside of a value."""
-        return self._state is GlmCall._in_value
+        """Whether the text goes on inside of a value that may be text, or of a string."""
+        return self._state is GlmCall._in_value and (self._is_free or self._until.quoting)
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
@@ -103,11 +135,14 @@ class GlmCall:
     def _before_value(self, text: str, ended: bool, deltas: list[Delta]) -> None:
         if not ended:
             return
-        self._string = self._tools.types(self._name, self._key) == {"string"}
+        types = self._tools.types(self._name, self._key)
+        self._string, self._is_text = types == {"string"}, "string" in types
+        self._is_free = self._is_text or not types
         before, quote = ", " if self._num_arguments else "{", '"' if self._string else ""
         self._num_arguments += 1
         self._pass_on(f"{before}{as_json(self._key)}: {quote}", deltas)
         self._next(GlmCall._in_value, _VALUE_END)
+        self._until = _Until(_VALUE_END, None if self._is_text else JsonValue())
 
     def _in_value(self, text: str, ended: bool, deltas: list[Delta]) -> None:
         if self._string:
@@ -132,9 +167,22 @@ class GlmCall:
         try:
             value = json.loads(text)
             written = as_json(value)
-        except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that JSON does not have
-            return as_json(text)
+        except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that Python does not have
+            return as_json(text) if self._is_text or not _is_json(text) else text.strip()
         types = self._tools.types(self._name, self._key)
-        if "string" in types and not isinstance(value, str) and not (value is None and "null" in types):
+        if self._is_text and not isinstance(value, str) and not (value is None and "null" in types):
             return as_json(text)
         return written
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, with numbers of any size."""
+    try:
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")

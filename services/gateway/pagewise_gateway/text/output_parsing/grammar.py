@@ -111,6 +111,8 @@ def tool_call_grammar(
     """
     grammar = _Grammar(special_tokens)
     shape = _SHAPES[parser]
+    if shape.arguments == "python" and not required:  # what the model cannot call does not keep it from the others
+        functions = [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
     if parser == "mistral" and "[ARGS]" not in special_tokens:
         shape = _MISTRAL_LIST
     if not required and answer is None and shape.trigger not in special_tokens:
@@ -237,7 +239,7 @@ class _Grammar:
         """Arguments of a call in Python, whose values JSON and Python write alike."""
         # From the last property to the first: what may follow if something stands before it, or nothing does.
         some = none = '""'
-        for name, value, needed in reversed(python_parameters(function.name, schema)):
+        for name, value, needed in reversed(python_parameters(function.name, schema, function.strict)):
             item = self.rule("argument", f"{_quoted(name + '=')} %json {json.dumps(value)}")
             after = self.rule("some", some)
             some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
@@ -253,7 +255,7 @@ class _Grammar:
     def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of GLM, of which strings are written as they are."""
         parts = []
-        for parameter in listed_parameters(function.name, schema):
+        for parameter in listed_parameters(function.name, schema, function.strict):
             name, value, needed = parameter
             if not name or name != name.strip() or "<" in name:
                 raise UnsupportedSchemaError(
@@ -263,7 +265,7 @@ class _Grammar:
             closing = "</arg_value>"
             if "string" not in schema_types(value):
                 written = f"%json {json.dumps(value)} {self.text(closing)}"
-            elif (choices := string_choices(function.name, parameter)) is not None:
+            elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
             else:
                 written = self.until(closing)

@@ -12,9 +12,10 @@ _MEMBERS = frozenset({"name", "arguments", "parameters", "type", "id"})
 _BETWEEN = re.compile(r"[\s,;\[\]]*")
 _SPACE = re.compile(r"[\s,]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
-_OPEN_KEY = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.DOTALL)
+_OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
+_INSIDE_RAW = re.compile(r'["\\\x00-\x1f]')
 
 
 _State = Callable[["JsonCalls", str, int, list[Delta]], int]
@@ -24,16 +25,18 @@ _State = Callable[["JsonCalls", str, int, list[Delta]], int]
 class JsonValue:
     """Finds where a JSON value ends, in text that arrives in pieces. Only strings and brackets are looked at."""
 
-    __slots__ = ("_begun", "_depth", "_escaped", "_string")
+    __slots__ = ("_begun", "_depth", "_escaped", "_raw", "_string")
 
     def __init__(self) -> None:
         self._depth = 0
         self._begun = self._string = self._escaped = False
+        self._raw = False  # whether the string that is open has a control character, which JSON would have escaped
 
     @property
     def quoting(self) -> bool:
-        """Whether the text goes on inside of a string."""
-        return self._string
+        """Whether the text goes on inside of a string. What is open behind a line break is none: a quote is missing, or
+        one was not escaped."""
+        return self._string and not self._raw
 
     def end(self, text: str, at: int) -> int:
         """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
@@ -41,11 +44,13 @@ class JsonValue:
         while at < size:
             if self._escaped:
                 self._escaped = False
+                self._raw = self._raw or text[at] < " "
                 at += 1
             elif self._string:
-                if (found := _INSIDE.search(text, at)) is None:
+                if (found := (_INSIDE if self._raw else _INSIDE_RAW).search(text, at)) is None:
                     return -1
                 at = found.end()
+                self._raw = self._raw or found[0] < " "
                 self._escaped = found[0] == "\\"
                 if found[0] == '"':
                     self._string = False
@@ -56,7 +61,7 @@ class JsonValue:
                     return -1
                 at = found.end()
                 if found[0] == '"':
-                    self._string = True
+                    self._string, self._raw = True, False
                 else:
                     self._depth += 1 if found[0] in "{[" else -1
                     if not self._depth:

@@ -1,10 +1,10 @@
 """Parameters of functions for formats in which calls do not have their arguments as one JSON object.
 
 The grammar of such a call is made parameter by parameter. So what a schema says of the object as a whole cannot be
-followed, and it is refused by name: only the keywords that are listed here are honoured, or say nothing.
+followed, and it is refused by name: only the keywords that are listed here are honoured, or say nothing. A function
+that is not strict may have some more, which are left to the model.
 """
 
-import keyword
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ _ANNOTATIONS = frozenset(
         "deprecated",
         "description",
         "examples",
+        "nullable",
         "readOnly",
         "title",
         "writeOnly",
@@ -28,6 +29,9 @@ _ANNOTATIONS = frozenset(
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 _OF_STRINGS = _ANNOTATIONS | _DEFINITIONS | {"type"}
+_LOOSE = frozenset({"minProperties"})
+_LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
+"""What is followed by nothing but the model, if the function is not strict."""
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
 
@@ -43,13 +47,13 @@ class Parameter(NamedTuple):
     needed: bool
 
 
-def listed_parameters(function: str, schema: Mapping[str, Any]) -> list[Parameter]:
-    """Return the parameters of a function one by one. ``schema``: of its arguments.
+def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:
+    """Return the parameters of a function one by one. ``schema``: of its arguments. ``strict``: all of it is followed.
 
     Raises:
         UnsupportedSchemaError: the schema says more of the arguments than which there are and which are required.
     """
-    _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS)
+    _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS if strict else _OF_PARAMETERS | _LOOSE)
     if schema.get("type", "object") not in ("object", ["object"]):
         raise UnsupportedSchemaError(f"the parameters of {function!r} are no object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -77,38 +81,62 @@ def listed_parameters(function: str, schema: Mapping[str, Any]) -> list[Paramete
     ]
 
 
-def python_parameters(function: str, schema: Mapping[str, Any]) -> list[Parameter]:
-    """The same for calls in Python, whose parameters have names that Python knows.
+def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:
+    """The same for calls in Python, whose parameters have names as Python has them. Words such as ``from`` are some.
 
     Raises:
         UnsupportedSchemaError: as ``listed_parameters``, or a name is none in Python.
     """
-    found = listed_parameters(function, schema)
+    found = listed_parameters(function, schema, strict)
     for each in found:
         name = each.name
-        if not name.isidentifier() or keyword.iskeyword(name) or not unicodedata.is_normalized("NFKC", name):
+        if not name.isidentifier() or not unicodedata.is_normalized("NFKC", name):
             raise UnsupportedSchemaError(
                 f"the parameter {name!r} of {function!r} cannot be written: this model calls functions in Python"
             )
     return found
 
 
-def string_choices(function: str, parameter: Parameter) -> Sequence[str] | None:
+def string_choices(function: str, parameter: Parameter, strict: bool) -> Sequence[str] | None:
     """Return the values of a parameter that is written as it is, without quotes: those of its enum; None: any string.
+
+    ``strict``: as for ``listed_parameters``.
 
     Raises:
         UnsupportedSchemaError: its schema says anything else of strings.
     """
-    schema = parameter.schema
-    choices = schema.get("enum") if "const" not in schema else [schema["const"]]
-    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
-        _check_keywords(_of(function, parameter), schema, _OF_STRINGS | {"enum", "const"})
-        return choices
-    _check_string(_of(function, parameter), schema)
-    return None
+    what, known = _of(function, parameter), _OF_STRINGS if strict else _OF_STRINGS | _LOOSE_OF_STRINGS
+    choices = _choices(what, parameter.schema, known)
+    if choices is None:
+        _check_string(what, parameter.schema, known)
+    elif any("</arg_value>" in each for each in choices):
+        raise UnsupportedSchemaError(
+            f"{what} may be a text with '</arg_value>', which ends values in the format of this model"
+        )
+    return choices
 
 
-def _check_string(what: str, schema: Any) -> None:
+def _choices(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
+    """Return the values of an enum or a const, which may also be null; None: there is none."""
+    if isinstance(union := schema.get("anyOf"), list):
+        others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
+        inner = _choices(what, others[0], known) if len(others) == 1 and len(others) >= len(union) - 1 else None
+        if inner is not None:
+            _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+            return inner + ["null"] * (len(union) - 1)
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(each, str | None) for each in values):
+        return None
+    null = None in values and "null" in schema_types(schema)
+    found = [each for each in values if each is not None] + ["null"] * null
+    if not found:
+        return None
+    _check_keywords(what, schema, known | {"enum", "const"})
+    return found
+
+
+def _check_string(what: str, schema: Any, known: frozenset[str]) -> None:
     """Check that all strings match a schema that some do."""
     if not isinstance(schema, Mapping):
         return
@@ -117,13 +145,14 @@ def _check_string(what: str, schema: Any) -> None:
         _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
         free = [each for each in schema["anyOf"] if "string" in schema_types(each)]
         if len(free) == 1:
-            _check_string(what, free[0])
+            _check_string(what, free[0], known)
             return
-    _check_keywords(what, schema, _OF_STRINGS)
+    _check_keywords(what, schema, known)
 
 
 def _check_keywords(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-    if unknown := sorted(map(str, schema.keys() - known)):
+    names = map(str, schema.keys() - known)
+    if unknown := sorted(name for name in names if not name.startswith("x-")):
         raise UnsupportedSchemaError(
             f"{', '.join(unknown)[:200]} in {what} cannot be followed in the format of this model"
         )

@@ -51,7 +51,7 @@ class MessageParser:
         """How many tool calls have begun."""
         self.whole = True
         """Whether the arguments of the last call that counts are there to their end."""
-        self._arguments = JsonValue()
+        self._arguments: JsonValue | None = None
         self._format = output_format
         self._tools = tools or Tools({})
         self._parallel = parallel
@@ -87,8 +87,8 @@ class MessageParser:
         self._content.finish(deltas)
         return deltas
 
-    def _quoted(self) -> bool:
-        return self._reader is not None and self._reader.quoting
+    def _quoted(self) -> bool | None:
+        return self._reader.quoting if self._reader is not None else None
 
     def _take(self, event: RegionEvent, deltas: list[Delta]) -> None:
         region, text = event.region, event.text
@@ -178,9 +178,12 @@ class MessageParser:
     def _follow(self, delta: Delta) -> None:
         """Notice whether the last call is whole."""
         if delta.kind == "call":
-            self._arguments, self.whole = JsonValue(), False
+            self._arguments, self.whole = None, False
         elif not self.whole:
-            self.whole = self._arguments.end(delta.text, 0) >= 0
+            if self._arguments is None:
+                self._arguments = JsonValue()
+                self.whole = delta.text[0] not in '{["'  # what a reader has not understood comes as a whole
+            self.whole = self.whole or self._arguments.end(delta.text, 0) >= 0
 
 
 _PLAIN = OutputFormat(RegionTemplate({}))

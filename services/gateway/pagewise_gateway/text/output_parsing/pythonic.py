@@ -11,7 +11,7 @@ from pagewise_gateway.text.output_parsing.deltas import Delta, Tools
 from pagewise_gateway.text.output_parsing.python_arguments import PythonArguments
 
 _BEGIN = re.compile(r"(?:```(?:tool_code|python)?\s*)?\[?\s*([A-Za-z_][\w.-]*)\(")
-_MOST_BEGIN = 256
+_MOST_BEGIN = 512
 """Characters in which the first call has to begin; what is longer is no call."""
 _NAME = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
 

@@ -7,7 +7,7 @@ region as text, call readers interpret it, and this layer bounds what a parser i
 begin passes by it, and a new parser goes on from time to time.
 
 ``ResponseParser`` also ends a region with the first text that looks like its delimiter. A call may have that inside of
-a string, so what is in a region with calls passes by it up to the delimiter that ends the region.
+a string, so the text of calls, in a region of their own or not, passes by it up to a delimiter that is in no string.
 """
 
 import re
@@ -39,7 +39,7 @@ class RegionTemplate:
 
     ``regions``: of each region, the texts that open it, and the text that closes it. None: the region ends before the
     next text that opens it; an empty text: at once. Text outside of all regions is in ``MAIN``.
-    ``quoting``: the region whose text may have delimiters inside of strings.
+    ``quoting``: the region of calls, whose text may have delimiters inside of strings.
     """
 
     def __init__(self, regions: dict[str, tuple[tuple[str, ...], str | None]], quoting: str = "") -> None:
@@ -55,7 +55,6 @@ class RegionTemplate:
         self.begins_delimiter = re.compile(f"[{first}]" if first else "(?!)")
         self.quoting = quoting
         opening, closing = regions.get(quoting, ((), None))
-        self.opens_quoting = opening
         self.ends_quoting = (closing,) if closing else opening
 
 
@@ -66,56 +65,70 @@ class Regions:
     that may begin a delimiter are held back. ``region``: the region that the text is in.
     """
 
-    __slots__ = ("_fed", "_held", "_parser", "_template", "region")
+    __slots__ = ("_begun", "_fed", "_held", "_parser", "_parser_holds", "_template", "region")
 
     def __init__(self, template: RegionTemplate, region: str = MAIN) -> None:
         self._template = template
         self.region = region
-        self._held = ""  # what the parser holds back, or in the quoting region this object
+        self._held = ""  # what is held back: by the parser, or in a call by this object
+        self._parser_holds = False
+        self._begun = False  # whether there was any text but white space since the last border
         self._fed = 0
         self._parser = self._new_parser()
 
-    def push(self, text: str, quoted: Callable[[], bool] = lambda: False) -> Iterator[RegionEvent]:
+    def push(self, text: str, quoted: Callable[[], bool | None] = lambda: None) -> Iterator[RegionEvent]:
         """Take text; yield what is known of it now.
 
-        ``quoted``: whether the text that was yielded so far ends inside of a string. It is called where a delimiter
-        would end the quoting region.
+        ``quoted``: whether the text that was yielded so far ends inside of a string of a call; None: it is in no call.
+        It is called where a delimiter may end the call.
         """
         while text:
-            if self._settled() and self._template.begins_delimiter.search(text) is None:
-                yield RegionEvent("text", self.region, text)
-                return
-            if self.region == self._template.quoting:
+            if self.region == self._template.quoting or quoted() is not None:
                 text = yield from self._quoting(text, quoted)
-            else:
-                # Each search of the parser goes through all that it was fed. It is not fed what follows the beginning
-                # of the quoting region.
-                most = text[:_MOST_FED]
-                opened = _first(self._held + most, self._template.opens_quoting)
-                fed = max(1, opened[1] - len(self._held)) if opened is not None else len(most)
-                yield from self._feed(text[:fed])
-                text = text[fed:]
+                continue
+            if self._settled():
+                found = self._template.begins_delimiter.search(text)
+                start = found.start() if found is not None else len(text)
+                if start:
+                    self._begun = self._begun or not text[:start].isspace()
+                    yield RegionEvent("text", self.region, text[:start])
+                    text = text[start:]
+                    continue
+            # Each search of the parser goes through all that it was fed. It is not fed what may be in a call: what
+            # follows a delimiter, and the text behind that, of which the first character may begin a call.
+            most = text[: _MOST_FED if self._begun or not self._outside() else 1]
+            border = _first(self._held + most, self._template.delimiters)
+            fed = max(1, border[1] - len(self._held)) if border is not None else len(most)
+            yield from self._feed(text[:fed])
+            text = text[fed:]
 
     def finish(self) -> list[RegionEvent]:
         """Return what was held back. No more text comes; the region that is open ends without a close."""
-        if self.region == self._template.quoting:
+        if not self._parser_holds:
             return [RegionEvent("text", self.region, self._held)] if self._held else []
         _, told = self._parser.finalize()
         events: list[RegionEvent] = []
         self._add(told, self._held, events)
         return [event for event in events if event.kind == "text"]
 
+    def _outside(self) -> bool:
+        """Whether the text is outside of regions, or about to leave one that ends at once."""
+        return self.region == MAIN or self._template.regions[self.region][1] == ""
+
     def _settled(self) -> bool:
         """Whether the parser holds nothing back, and is not about to leave a region that ends at once."""
         return not self._held and self._template.regions.get(self.region, ((), None))[1] != ""
 
-    def _quoting(self, text: str, quoted: Callable[[], bool]) -> Generator[RegionEvent, None, str]:
-        """Yield what is known of text in the quoting region; return the text behind its end.
+    def _quoting(self, text: str, quoted: Callable[[], bool | None]) -> Generator[RegionEvent, None, str]:
+        """Yield what is known of the text of calls; return the text behind its end.
 
-        The parser sees the delimiter that ends the region, and nothing that is before it.
+        The parser sees the delimiter that ends the calls, and nothing that is before it.
         """
+        if self._parser_holds:
+            self._fed, self._parser, self._parser_holds = 0, self._new_parser(), False
+        ends = self._template.ends_quoting if self.region == self._template.quoting else self._template.delimiters
         text, self._held = self._held + text, ""
-        while (found := _first(text, self._template.ends_quoting)) is not None:
+        while (found := _first(text, ends)) is not None:
             start, end = found
             if start:
                 yield RegionEvent("text", self.region, text[:start])
@@ -124,7 +137,7 @@ class Regions:
                 yield from self._feed(delimiter)
                 return text
             yield RegionEvent("text", self.region, delimiter)
-        held = _begun(text, self._template.ends_quoting)
+        held = _begun(text, ends)
         text, self._held = text[: len(text) - held], text[len(text) - held :]
         if text:
             yield RegionEvent("text", self.region, text)
@@ -146,18 +159,20 @@ class Regions:
             opening, closing = self._template.regions.get(region, ((), None))
             if kind == "region_chunk":
                 events.append(RegionEvent("text", region, event["text"]))
+                self._begun = self._begun or not event["text"].isspace()
                 at += len(event["text"])
             elif region == MAIN:
                 continue
             elif kind == "region_open":
-                self.region = region
+                self.region, self._begun = region, False
                 events.append(RegionEvent("open", region))
                 at += max(len(each) for each in opening if text.startswith(each, at))
             else:
-                self.region = MAIN
+                self.region, self._begun = MAIN, False
                 events.append(RegionEvent("close", region))
                 at += len(closing) if closing and text.startswith(closing, at) else 0
         self._held = text[at:]
+        self._parser_holds = bool(self._held)
 
     def _new_parser(self) -> ResponseParser:
         """A parser that is in the region where the text is."""

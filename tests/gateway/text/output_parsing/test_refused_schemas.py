@@ -1,0 +1,76 @@
+"""Schemas of functions that formats cannot follow which write parameters one by one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pagewise_gateway.text.output_parsing import make_format
+from pagewise_gateway.text.output_parsing.grammar import Function, tool_call_grammar
+from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
+
+
+def grammar(name: str, *, functions: Sequence[Function], required: bool = True) -> str:
+    found = make_format(name, "qwen3")
+    assert found is not None
+    return tool_call_grammar(name, found, functions, {}, required=required)
+
+
+TEXTS = {"a": {"type": "string"}}
+# The schema of the parameters of a function, and what the refusal names. Of both formats that write them one by one.
+REFUSED_OF_BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"properties": TEXTS, "not": {"required": ["a"]}}, "not in the parameters of 'f'"),
+    ({"properties": TEXTS, "dependentRequired": {"a": ["b"]}}, "dependentRequired in the parameters of 'f'"),
+    ({"properties": TEXTS, "minProperties": 1, "if": {}}, "if, minProperties in"),
+    ({"anyOf": []}, "anyOf in"),
+    ({"$ref": "#/$defs/p", "$defs": {"p": {}}}, r"\$ref in"),
+    ({"properties": TEXTS, "required": ["a", "b"]}, "require 'b', which is not listed"),
+    ({"properties": {"a": False}, "required": ["a"]}, "require 'a', which is not listed"),
+    ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}}, r"\$ref '#/properties/b'"),
+    ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, r"\$ref '#'"),
+    ({"type": "string"}, "are no object"),
+    ({"properties": {"a": 3}}, "the parameter 'a' of 'f' is no schema"),
+]
+REFUSED_OF_GLM: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, "pattern in the parameter 'a' of 'f'"),
+    ({"properties": {"a": {"type": "string", "format": "date", "minLength": 2}}}, "format, minLength in"),
+    ({"properties": {"a": {"type": ["string", "integer"], "enum": ["b", 1]}}}, "enum in"),
+    ({"properties": {"a": {"anyOf": [{"type": "string", "enum": ["b"]}, {"type": "integer"}]}}}, "enum in"),
+    ({"properties": {"a": {"type": "string", "not": {"const": "b"}}}}, "not in the parameter"),
+    (
+        {"properties": {"a": {"type": "string", "enum": ["b</arg_value>c"]}}},
+        "'a' of 'f' may be a text with '</arg_value>'",
+    ),
+    ({"properties": {" a": {}}}, "' a' of 'f' cannot be written"),
+]
+REFUSED_OF_PYTHON: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a-b": {}}}, "'a-b' of 'f' cannot be written"),
+    ({"properties": {"\ufb01": {}}}, "cannot be written"),
+]
+REFUSED = [
+    *(("glm45", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_GLM)),
+    *(("pythonic", *each) for each in (*REFUSED_OF_BOTH, *REFUSED_OF_PYTHON)),
+]
+
+
+@pytest.mark.parametrize("required", [True, False], ids=["required", "strict"])
+@pytest.mark.parametrize(("name", "schema", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_followed_is_refused_by_name(
+    name: str, schema: dict[str, Any], reason: str, required: bool
+) -> None:
+    function = Function("f", schema, True)
+    with pytest.raises(UnsupportedSchemaError, match=reason):
+        grammar(name, required=required, functions=[function])
+    # A function that need not be called, and is not strict, follows nothing.
+    assert grammar(name, required=False, functions=[function._replace(strict=False)])
+
+
+def test_functions_that_python_cannot_name_are_refused() -> None:
+    for functions, required in (
+        ([Function("a/b", None), Function("f", None)], True),
+        ([Function("a/b", None, True), Function("f", None)], False),
+        ([Function("a/b", None)], False),
+    ):
+        with pytest.raises(UnsupportedSchemaError, match="'a/b' cannot be called"):
+            grammar("pythonic", functions=functions, required=required)
+    made = grammar("pythonic", functions=[Function("a:b", None), Function("f", None, True)], required=False)
+    assert made == grammar("pythonic", functions=[Function("f", None, True)], required=False)
