@@ -41,15 +41,15 @@ class ScriptedRunner(SimulatedRunner):
         )
         self._answers: dict[tuple[bytes, str], list[int]] = {}
 
-    def _token(self, row: int) -> int:
+    def _token(self, row: int, position: int) -> int:
         held = self._batch.sequences[row]
         prompt = held.tokens[: held.num_prompt_tokens]
         key = (prompt.tobytes(), held.sampling.grammar)
         if key not in self._answers:
             self._answers[key] = self._answer(prompt.tolist(), held.sampling.grammar)
         answer = self._answers[key]
-        position = int(self._batch.num_computed[row]) - held.num_prompt_tokens
-        return answer[position] if position < len(answer) else END
+        written = position - held.num_prompt_tokens
+        return answer[written] if written < len(answer) else END
 
     def _answer(self, prompt: list[int], grammar: str) -> list[int]:
         text = scripted(self._tokenizer.decode(prompt, skip_special_tokens=False))
