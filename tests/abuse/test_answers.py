@@ -54,7 +54,10 @@ def stream(server: Served, body: dict[str, Any], seconds: float, *, read: bool =
         (CHAT, {"messages": USER, "n": 128, "max_tokens": 256, "logprobs": True, "top_logprobs": 20}, 128),
         (COMPLETION, {"prompt": IDS[:600], "n": 128, "max_tokens": 1, "echo": True, "logprobs": 20}, 128),
         (COMPLETION, {"prompt": [IDS] * 8, "n": 128, "max_tokens": 1, "echo": True}, 1024),
-        (COMPLETION, {"prompt": [IDS] * 8, "n": 128, "max_tokens": 1, "return_token_ids": True}, 1024),
+        pytest.param(
+            *(COMPLETION, {"prompt": [IDS] * 8, "n": 128, "max_tokens": 1, "return_token_ids": True}, 1024),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["completion", "chat", "echo with logprobs", "echo", "ids"],
 )

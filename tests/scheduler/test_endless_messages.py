@@ -54,7 +54,7 @@ async def metric(gateway: PlayedGateway, series: str) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("executor", 30), ("gateway", 60_000)])
+@pytest.mark.parametrize(("kind", "size"), [("executor", 30), pytest.param("gateway", 60_000, marks=pytest.mark.long)])
 async def test_the_schedulers_memory_is_bounded_and_others_go_on(tmp_path: Path, kind: Kind, size: int) -> None:
     make_key_pairs(tmp_path, SCHEDULER, EXECUTOR, "bad")
     make_key_pairs(tmp_path, GATEWAY, "worse", kind="gateway")

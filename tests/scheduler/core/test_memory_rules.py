@@ -290,7 +290,7 @@ def test_the_memory_rules_hold_over_200_000_operations() -> None:
     run_state_machine_as_test(MemoryRules, settings=_settings(2200))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
     """New prompts, thousands of them: what a scheduler remembers of each is forgotten again."""
     scheduler = create_scheduler(eviction="cost", num_host_blocks=32)
