@@ -18,10 +18,22 @@ class MemoryWatch:
         self._scheduler = scheduler
         self._metrics = metrics
         self._bytes_per_block = bytes_per_block
-        self._seen = (0, 0, 0)
-        self._seen_of_segments = (0, 0, 0)
-        self._seen_of_adapters = (0, 0, 0)
-        self._seen_of_drafts = (0, 0, 0)
+        # In the order of ``_totals``.
+        self._counters = (
+            metrics.num_preemptions,
+            metrics.prefix_cache_queries,
+            metrics.prefix_cache_hits,
+            metrics.lora_loads,
+            metrics.lora_load_errors,
+            metrics.lora_evictions,
+            metrics.spec_decode_num_drafts,
+            metrics.spec_decode_num_draft_tokens,
+            metrics.spec_decode_num_accepted_tokens,
+            metrics.segment_tokens("found"),
+            metrics.segment_tokens("computed"),
+            metrics.segment_moved_tokens,
+        )
+        self._seen = (0,) * len(self._counters)
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
@@ -29,37 +41,12 @@ class MemoryWatch:
     def report(self) -> None:
         """Bring the metrics up to date."""
         scheduler, metrics = self._scheduler, self._metrics
-        seen = (scheduler.num_preemptions, *scheduler.prefix_hits)
-        if seen != self._seen:
-            preemptions, queries, hits = self._seen
-            metrics.num_preemptions.inc(seen[0] - preemptions)
-            metrics.prefix_cache_queries.inc(seen[1] - queries)
-            metrics.prefix_cache_hits.inc(seen[2] - hits)
-            self._seen = seen
-        adapters = scheduler.adapters
-        of_adapters = (adapters.num_loads, adapters.num_load_errors, adapters.num_evictions)
-        if of_adapters != self._seen_of_adapters:
-            loads, errors, evictions = map(int.__sub__, of_adapters, self._seen_of_adapters)
-            metrics.lora_loads.inc(loads)
-            metrics.lora_load_errors.inc(errors)
-            metrics.lora_evictions.inc(evictions)
-            self._seen_of_adapters = of_adapters
-        drafts = scheduler.speculation
-        of_drafts = (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
-        if of_drafts != self._seen_of_drafts:
-            drafted, tokens, accepted = map(int.__sub__, of_drafts, self._seen_of_drafts)
-            metrics.spec_decode_num_drafts.inc(drafted)
-            metrics.spec_decode_num_draft_tokens.inc(tokens)
-            metrics.spec_decode_num_accepted_tokens.inc(accepted)
-            self._seen_of_drafts = of_drafts
-        segments = scheduler.segments
-        of_segments = (segments.num_wanted, segments.num_found, segments.num_moved)
-        if of_segments != self._seen_of_segments:
-            wanted, found, moved = map(int.__sub__, of_segments, self._seen_of_segments)
-            metrics.segment_tokens("found").inc(found)
-            metrics.segment_tokens("computed").inc(wanted - found)
-            metrics.segment_moved_tokens.inc(moved)
-            self._seen_of_segments = of_segments
+        totals = self._totals()
+        if totals != self._seen:
+            for counter, total, seen in zip(self._counters, totals, self._seen, strict=True):
+                if total != seen:
+                    counter.inc(total - seen)
+            self._seen = totals
         counts, counted = scheduler.kv.pool.counters.by_name(), self._counted
         for name, metric in self._events:
             if (value := counts[name]) != counted[name]:
@@ -79,6 +66,23 @@ class MemoryWatch:
         reports = scheduler.recoveries.reports
         while reports:
             self._report_recovery(reports.popleft())
+
+    def _totals(self) -> tuple[int, ...]:
+        """What the scheduler has counted since it began."""
+        adapters, drafts, segments = self._scheduler.adapters, self._scheduler.speculation, self._scheduler.segments
+        return (
+            self._scheduler.num_preemptions,
+            *self._scheduler.prefix_hits,
+            adapters.num_loads,
+            adapters.num_load_errors,
+            adapters.num_evictions,
+            drafts.num_drafts,
+            drafts.num_draft_tokens,
+            drafts.num_accepted_tokens,
+            segments.num_found,
+            segments.num_wanted - segments.num_found,
+            segments.num_moved,
+        )
 
     def _report_recovery(self, recovery: Recovery) -> None:
         metrics, method, origin = self._metrics, recovery.method, recovery.origin
