@@ -78,12 +78,9 @@ def grammar(number: int) -> str:
     return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
-def serve(runner: ModelRunner, rows: int, steps: int, share: float) -> tuple[float, float]:
-    """Serve ``rows`` requests for so many steps, ``share`` of which have grammars.
-
-    Returns tokens per second, and per second of CPU time of this process, which other work on the machine changes less.
-    """
-    size = runner.info.block_size
+def joining(runner: ModelRunner, steps: int, grammars: list[str]) -> StepPlan:
+    """Reset ``runner``, and return the step in which a request for each of ``grammars`` joins, to run so many steps."""
+    size, rows = runner.info.block_size, len(grammars)
     blocks = -(-(PROMPT + steps + 1) // size)
     rng = random.Random(1)
     runner.reset(Welcome(0, rows, 65_536))
@@ -94,17 +91,22 @@ def serve(runner: ModelRunner, rows: int, steps: int, share: float) -> tuple[flo
             PROMPT,
             0,
             pack_int32s(range(row * blocks, (row + 1) * blocks)),
-            SamplingParams(
-                temperature=1.0,
-                seed=row,
-                grammar=grammar(row % 8) if row < share * rows else "",
-                stop_token_ids=(0, 1),
-            ),
+            SamplingParams(temperature=1.0, seed=row, grammar=one, stop_token_ids=(0, 1)),
         )
-        for row in range(rows)
+        for row, one in enumerate(grammars)
     )
+    return StepPlan(0, 1, joined=joined, chunks=tuple((row, PROMPT) for row in range(rows)))
+
+
+def serve(runner: ModelRunner, rows: int, steps: int, share: float) -> tuple[float, float]:
+    """Serve ``rows`` requests for so many steps, ``share`` of which have grammars.
+
+    Returns tokens per second, and per second of CPU time of this process, which other work on the machine changes less.
+    """
+    grammars = [grammar(row % 8) if row < share * rows else "" for row in range(rows)]
+    first = joining(runner, steps, grammars)
     began, cpu = time.perf_counter(), time.process_time()
-    results = [runner.execute(StepPlan(0, 1, joined=joined, chunks=tuple((row, PROMPT) for row in range(rows))))]
+    results = [runner.execute(first)]
     results += [runner.execute(StepPlan(0, 2 + step)) for step in range(steps - 1)]
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
     assert not any(step.result().failures for step in results)
@@ -118,22 +120,7 @@ def neighbours(runner: ModelRunner, steps: int, hostile: str, limits: LLParserLi
     ended.
     """
     compiled_grammars.RULE_LIMITS = limits
-    size, rows = runner.info.block_size, NEIGHBOURS + 1
-    blocks = -(-(PROMPT + steps + 1) // size)
-    rng = random.Random(3)
-    runner.reset(Welcome(0, rows, 65_536))
-    joined = tuple(
-        NewSequence(
-            row,
-            pack_int32s([rng.randrange(10, 4000) for _ in range(PROMPT)]),
-            PROMPT,
-            0,
-            pack_int32s(range(row * blocks, (row + 1) * blocks)),
-            SamplingParams(temperature=1.0, seed=row, grammar="" if row else hostile, stop_token_ids=(0, 1)),
-        )
-        for row in range(rows)
-    )
-    plan = StepPlan(0, 1, joined=joined, chunks=tuple((row, PROMPT) for row in range(rows)))
+    plan = joining(runner, steps, [hostile, *[""] * NEIGHBOURS])
     taken, followed, failed = [], 0, False
     for step in range(2, steps + 2):
         began = time.perf_counter()

@@ -1,5 +1,7 @@
 """What transformers generates for the same prompts."""
 
+from collections.abc import Callable
+
 import torch
 import transformers
 from pagewise_scheduler.core.requests.request import Request
@@ -33,8 +35,12 @@ def beam_reference(
     beam: BeamParams,
     n: int,
     ends: list[int],
+    allowed: Callable[[int, torch.Tensor], list[int]] | None = None,
 ) -> list[list[int]]:
-    """The ``n`` best beams that ``generate()`` finds, each up to and including one of the tokens ``ends``."""
+    """The ``n`` best beams that ``generate()`` finds, each up to and including one of the tokens ``ends``.
+
+    ``allowed``: of which tokens the next one is, as ``prefix_allowed_tokens_fn``.
+    """
     ids = torch.tensor([prompt])
     found = model.generate(
         ids,
@@ -47,6 +53,7 @@ def beam_reference(
         do_sample=False,
         eos_token_id=ends or None,
         pad_token_id=0,
+        prefix_allowed_tokens_fn=allowed,
     )
     outputs = []
     for row in found[:, len(prompt) :].tolist():

@@ -13,6 +13,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.executor.driver import run_requests
+from tests.executor.references import beam_reference
 from tests.executor.runners import build_runner
 from tests.structured import EOS, Reference, build_structured_model
 
@@ -49,22 +50,8 @@ def beams(grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n:
 
 def expected(path: Path, grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n: int) -> list[list[int]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_tokens,
-        num_beams=beam.width,
-        num_return_sequences=n,
-        length_penalty=beam.length_penalty,
-        early_stopping=beam.early_stopping,
-        do_sample=False,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        prefix_allowed_tokens_fn=Reference(path, grammar).prefix_allowed(len(prompt)),
-    )
-    rows = found[:, len(prompt) :].tolist()
-    return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
+    allowed = Reference(path, grammar).prefix_allowed(len(prompt))
+    return beam_reference(model, prompt, max_tokens, beam, n, [EOS], allowed)
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)

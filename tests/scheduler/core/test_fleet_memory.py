@@ -3,9 +3,8 @@
 from itertools import chain
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
@@ -26,6 +25,7 @@ from tests.scheduler.core.driving import (
     run,
 )
 from tests.scheduler.core.fleets import Node, fleet, mixed_fleet
+from tests.scheduler.core.rules import check_rules
 
 
 def serve(node: Node, prompt: list[int], max_tokens: int = 3) -> Request:
@@ -347,21 +347,11 @@ def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     return sum(len(source._lent) for source in unique)
 
 
-def _check(examples: int) -> None:
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=100,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
-    run_state_machine_as_test(FleetRules, settings=chosen)  # type: ignore[no-untyped-call]
-
-
 def test_the_memory_rules_hold_in_a_fleet() -> None:
-    _check(60)
+    check_rules(FleetRules, 60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_memory_rules_hold_in_a_fleet_over_200_000_operations() -> None:
-    _check(2000)
+    check_rules(FleetRules, 2000)

@@ -10,7 +10,6 @@ from collections import deque
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,7 +17,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import SpeculativeConfig
@@ -37,6 +35,7 @@ from tests.scheduler.core.driving import (
     expected_tokens,
     run,
 )
+from tests.scheduler.core.rules import check_rules
 
 DOCUMENTS = [[1, 2, 1, 1, 2], [2, 2], [1, 1, 1, 2, 2, 1, 2, 2, 1]]
 
@@ -256,18 +255,9 @@ class MemoryRules(RuleBasedStateMachine):
         assert_all_free(self.scheduler)
 
 
-def _settings(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        stateful_step_count=100,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
-
-
 @pytest.mark.timeout(300)
 def test_the_memory_rules_hold_over_20_000_operations() -> None:
-    run_state_machine_as_test(MemoryRules, settings=_settings(220))  # type: ignore[no-untyped-call]
+    check_rules(MemoryRules, 220)
 
 
 class SpeculationRules(MemoryRules):
@@ -281,13 +271,13 @@ class SpeculationRules(MemoryRules):
 @pytest.mark.timeout(300)
 def test_the_memory_rules_hold_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking_executor, "repeats_itself", True)
-    run_state_machine_as_test(SpeculationRules, settings=_settings(220))  # type: ignore[no-untyped-call]
+    check_rules(SpeculationRules, 220)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_memory_rules_hold_over_200_000_operations() -> None:
-    run_state_machine_as_test(MemoryRules, settings=_settings(2200))  # type: ignore[no-untyped-call]
+    check_rules(MemoryRules, 2200)
 
 
 @pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -2,9 +2,8 @@
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.recovery import prefetch as prefetch_module
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -18,6 +17,7 @@ from pagewise_shared.sampling import BeamParams
 from tests.scheduler.core.builders import create_request, evict
 from tests.scheduler.core.driving import assert_all_free, check_states, expected_beams, expected_tokens
 from tests.scheduler.core.role_fleet import Fleet
+from tests.scheduler.core.rules import check_rules
 
 
 def serve(served: Fleet, request: Request) -> Request:
@@ -350,21 +350,11 @@ class RoleRules(RuleBasedStateMachine):
             assert_all_free(view.scheduler)
 
 
-def _check(examples: int) -> None:
-    chosen = settings(
-        max_examples=examples,
-        stateful_step_count=100,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
-    run_state_machine_as_test(RoleRules, settings=chosen)  # type: ignore[no-untyped-call]
-
-
 def test_nothing_is_lost_and_the_memory_adds_up() -> None:
-    _check(60)
+    check_rules(RoleRules, 60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_and_the_memory_adds_up_over_200_000_operations() -> None:
-    _check(2000)
+    check_rules(RoleRules, 2000)

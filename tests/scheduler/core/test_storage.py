@@ -5,9 +5,8 @@ from itertools import takewhile
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.prefix_tree import hash_chain
@@ -24,6 +23,7 @@ from pagewise_shared.protocol import StepResult
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import CheckingExecutor, Content
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.rules import check_rules
 
 IDENTITY = "the disk of all"
 
@@ -295,9 +295,4 @@ class SharedStorage(RuleBasedStateMachine):
 
 
 def test_shared_storage_never_makes_a_wrong_token() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        SharedStorage,
-        settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-        ),
-    )
+    check_rules(SharedStorage, 60, steps=40)
