@@ -196,6 +196,23 @@ def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.interpreted
+def test_plans_of_prefills_go_through_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model("llama", tmp_path)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
+    )
+    assert runner._graphs is not None
+    backend = runner._graphs._backend
+    uploaded: list[torch.Tensor] = []
+    upload, prepare, steps = backend.upload, backend.prepare, []
+    monkeypatch.setattr(backend, "upload", lambda array: (uploaded.append(upload(array)), uploaded[-1])[1])
+    monkeypatch.setattr(backend, "prepare", lambda work: (steps.append(prepare(work)), steps[-1])[1])
+    run_requests(runner, [request([3, 4, 5], 2, "r")], num_blocks=8)
+    (plan,) = steps[0].prefill_plans.values()
+    assert plan.units.untyped_storage().data_ptr() in {each.untyped_storage().data_ptr() for each in uploaded}
+
+
+@pytest.mark.interpreted
 def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model("llama", tmp_path)
     runner = ModelRunner(
