@@ -76,8 +76,8 @@ class ModelRunner:
         gpu = torch.cuda.get_device_properties(self._device) if self._device.type == "cuda" else None
         config = with_step_limits(with_block_size(config, loaded.kernels), gpu)
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
+            block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
             most = pool_size(config, block_bytes, self._device, loaded.max_model_len) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
         self._longest = loaded.max_model_len
@@ -96,10 +96,7 @@ class ModelRunner:
         self._tiers: dict[int, Tier] = {}
         self._storages = Storages()
         self._peers: Peers | None = None
-        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
-        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
-        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
-        self._make_pool(config, loaded, kv_dtype, num_blocks)
+        self._size_pool(config, loaded, kv_dtype)
         block_format = loaded.block_format(kv_dtype, layout_of(config))
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
@@ -107,15 +104,6 @@ class ModelRunner:
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
         self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}")
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
-        log.info(
-            "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
-            num_blocks,
-            config.block_size,
-            num_blocks * block_bytes / 2**30,
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
-            self.info.max_model_len,
-        )
         if self._graphs is not None and self._device.type == "cuda":
             self._warm_up(self._graphs, config, loaded.dtype)
         if config.profile:
@@ -132,6 +120,23 @@ class ModelRunner:
         if exchange is not None:
             self._copier.peers = self._peers = exchange(store)
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
+
+    def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+        """Make the KV pool in the size that the options ask for, or that the device has room for."""
+        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
+        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
+        num_blocks = pool_size(config, block_bytes, self._device, self._longest, reserved)
+        self._make_pool(config, loaded, kv_dtype, num_blocks)
+        log.info(
+            "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
+            num_blocks,
+            config.block_size,
+            num_blocks * block_bytes / 2**30,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self.info.max_model_len,
+        )
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
