@@ -47,9 +47,11 @@ def main() -> int:
     if args.dry_run:
         print(described(parts))
         return 0
+    if args.commit:
+        os.environ[COMMIT_VARIABLE] = args.commit  # of the steps' records, and of the summary
     try:
         device = device_name()
-        environment = prepared(args.wheels, args.commit)
+        environment = prepared(args.wheels)
         args.out.mkdir(parents=True, exist_ok=True)
         record_file(str(args.out / "new.json"))
     except (SmokeError, argparse.ArgumentTypeError) as error:
@@ -88,7 +90,7 @@ def device_name() -> str:
     return name
 
 
-def prepared(wheels: Path | None, commit: str | None) -> dict[str, str]:
+def prepared(wheels: Path | None) -> dict[str, str]:
     """The environment of the steps, with what was missing installed into a folder of its own.
 
     Raises:
@@ -119,7 +121,7 @@ def prepared(wheels: Path | None, commit: str | None) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(KEPT / "triton"),  # one for all calls: kernels are compiled once
         "HF_HUB_OFFLINE": "1",
     }
-    return dict(os.environ) | environment | ({COMMIT_VARIABLE: commit} if commit else {})
+    return dict(os.environ) | environment
 
 
 def run_parts(parts: Mapping[int, Sequence[Step]], device: str, out: Path, environment: Mapping[str, str]) -> int:

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks import record
 from benchmarks.gpu_smoke import run
 from benchmarks.gpu_smoke.plan import CALL_SECONDS, PARTS, Step, device_label
 
@@ -98,31 +100,35 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(run, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(run, "CARRIED", {"such-a-package": "such_a_module"})
     with pytest.raises(run.SmokeError, match="packages are missing: such-a-package"):
-        run.prepared(None, None)
+        run.prepared(None)
     with pytest.raises(run.SmokeError, match="lacks wheels for this Python of such-a-package"):
-        run.prepared(tmp_path, None)
+        run.prepared(tmp_path)
 
 
 def test_packages_are_installed_from_wheels_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(run, "CARRIED", {"carried": "carried_module"})
     wheel(tmp_path / "carried-1.0-py3-none-any.whl")
-    environment = run.prepared(tmp_path, "abc1234")
-    assert run.prepared(None, None)["PYTHONPATH"] == environment["PYTHONPATH"]
-    show = "import carried_module, pagewise_executor, benchmarks.record as r; print(carried_module.VALUE, r._commit())"
+    environment = run.prepared(tmp_path)
+    assert run.prepared(None)["PYTHONPATH"] == environment["PYTHONPATH"]
+    show = "import carried_module, pagewise_executor, pagewise_kernels, benchmarks; print(carried_module.VALUE)"
     done = subprocess.run([sys.executable, "-c", show], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.split()[0] == "7", done.stderr
+    assert done.stdout == "7\n", done.stderr
 
 
 def wheel(path: Path) -> None:
-    import zipfile
-
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("carried_module/__init__.py", "VALUE = 7\n")
         info = "carried-1.0.dist-info"
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
+
+
+def test_records_name_the_commit_that_is_given_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_output", lambda *_: "")
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "abc1234")
+    assert record._commit.__wrapped__() == "abc1234"
 
 
 MEASURES = """
@@ -224,11 +230,11 @@ def test_outcomes_of_tests_are_written_one_by_one(tmp_path: Path, torch: Path) -
         "def test_deadly(): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "benchmarks.gpu_smoke.outcomes")
-    record = tmp_path / "tests-H200.json"
-    paths = ("-c", "/dev/null", "--outcomes", str(record), str(tests))
+    written_to = tmp_path / "tests-H200.json"
+    paths = ("-c", "/dev/null", "--outcomes", str(written_to), str(tests))
     done = python("-m", "pytest", *options, *paths, PYTHONPATH=f"{torch}:{ROOT}")
     assert done.returncode == -signal.SIGKILL
-    written = json.loads(record.read_text())
+    written = json.loads(written_to.read_text())
     found = {row["test"].rpartition("::")[2]: (row["outcome"], row["why"]) for row in written["rows"]}
     assert found["test_good"] == ("passed", "")
     assert found["test_bad"][0] == "failed"
