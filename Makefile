@@ -7,7 +7,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-chaos soak test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-agents test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,8 +59,15 @@ test-chaos: setup ## Five minutes of executors, gateways and a scheduler that ar
 soak: setup ## An hour of honest and abusive clients while processes come and go: does anything grow? SOAK_MINUTES=5
 	$(PY) -m benchmarks.soak.run --minutes $(or $(SOAK_MINUTES),60) $(ARGS)
 
-test-gpu: setup ## Tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(ARGS)
+# A machine with a GPU is often lent for minutes, without a network: these three take what it has, and install nothing.
+GPU_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+FROM_HERE := PYTHONPATH=$(CURDIR):$(CURDIR)/shared:$(CURDIR)/kernels:$(CURDIR)/services/scheduler:$(CURDIR)/services/executor:$(CURDIR)/services/gateway:$(CURDIR)/services/cli:$(PYTHONPATH)
+
+gpu-smoke: ## The first hour on a GPU, in four calls of 8 minutes; PART=1 for one, WHEELS=DIR for missing packages
+	$(FROM_HERE) $(GPU_PY) -m benchmarks.gpu_smoke.run $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+test-gpu: ## Tests that need a CUDA device
+	$(FROM_HERE) $(GPU_PY) -m pytest -m gpu -o filterwarnings=default tests/kernels tests/executor $(ARGS)
 
 test-compose: setup ## Build and try the containers (needs Docker with Compose v2)
 	$(PY) -m pytest -m compose $(ARGS)
@@ -95,10 +102,10 @@ bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) -m benchmarks.control_plane.run
 	$(PY) -m benchmarks.serving.run
 
-bench-gpu: setup ## Measure on a GPU: kernels beside their peers, the engine beside others (10 minutes)
-	$(PY) -m benchmarks.kernels.run --json benchmarks/results/kernels-gpu.json
-	$(PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
-	$(PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
+bench-gpu: ## Measure on a GPU: kernels beside their peers, the engine beside others (10 minutes)
+	$(FROM_HERE) $(GPU_PY) -m benchmarks.kernels.run --json benchmarks/results/kernels-gpu.json
+	$(FROM_HERE) $(GPU_PY) -m benchmarks.engine.run --json benchmarks/results/engine-gpu.json
+	$(FROM_HERE) $(GPU_PY) -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 
 experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about an hour)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg

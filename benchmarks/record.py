@@ -1,6 +1,7 @@
 """What every result file says beside its numbers: the commit, the command and the machine."""
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -8,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+COMMIT_VARIABLE = "BENCHMARKED_COMMIT"
+"""The environment variable that names the commit where the repository came without .git."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,19 +28,34 @@ def record_file(name: str) -> str:
     return name
 
 
-def write_record(path: str, numbers: dict[str, Any], **machine: str | int) -> None:
-    """Write ``numbers`` to a JSON file. ``machine``: what else to say of it, the device for instance."""
-    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD") or "unknown"
-    if _is_changed():
-        commit += "+changes"
-    module = Path(sys.argv[0]).resolve().relative_to(_ROOT).with_suffix("")
+def write_record(path: str, numbers: dict[str, Any], *, command: str | None = None, **machine: str | int) -> None:
+    """Write ``numbers`` to a JSON file, which is never there in part: whoever writes after each row may be killed.
+
+    ``command``: what has measured them, if not the module that runs. ``machine``: what else to say of it, the device
+    for instance.
+    """
     record = {
-        "commit": commit,
-        "command": " ".join(["python -m", ".".join(module.parts), *map(_shown, sys.argv[1:])]),
+        "commit": _commit(),
+        "command": command if command is not None else _command(),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), **machine},
         **numbers,
     }
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    written = Path(f"{path}.part")
+    written.write_text(json.dumps(record, indent=1) + "\n")
+    written.replace(path)
+
+
+@functools.cache  # for the life of a process: what it runs does not change
+def _commit() -> str:
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD")
+    if not commit:
+        return os.environ.get(COMMIT_VARIABLE, "unknown")
+    return commit + ("+changes" if _is_changed() else "")
+
+
+def _command() -> str:
+    module = Path(sys.argv[0]).resolve().relative_to(_ROOT).with_suffix("")
+    return " ".join(["python -m", ".".join(module.parts), *map(shown, sys.argv[1:])])
 
 
 def _is_changed() -> bool:
@@ -45,7 +64,7 @@ def _is_changed() -> bool:
     return bool(_output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *ours))
 
 
-def _shown(argument: str) -> str:
+def shown(argument: str) -> str:
     """An argument without the folders of this machine."""
     option, equals, value = argument.rpartition("=")
     return option + equals + (Path(value).name if value.startswith("/") else value)

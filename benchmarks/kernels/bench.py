@@ -28,11 +28,12 @@ class Row:
 
 
 class Bench:
-    """Measures on ``device``; ``smoke``: once, tiny, without claims."""
+    """Measures on ``device``; ``smoke``: once, tiny, without claims. ``added`` is called after each row."""
 
     def __init__(self, device: torch.device, smoke: bool, only: str) -> None:
         self.device, self.smoke, self.only = device, smoke, only
         self.rows: list[Row] = []
+        self.added: Callable[[], None] = lambda: None
         self.began = time.perf_counter()
         self.copy_rate = self.matmul_rate = float("nan")
 
@@ -88,6 +89,7 @@ class Bench:
             f"{row.share:>6.0%}  {row.bar}",
             flush=True,
         )
+        self.added()
 
     def ceilings(self) -> None:
         """What a copy and a matrix product reach here, now."""

@@ -37,14 +37,19 @@ def main() -> None:
         parser.error("there is no GPU here: only --smoke makes sense")
     bench = Bench(device, args.smoke, args.only)
     bench.ceilings()
+    if args.json:
+        bench.added = lambda: save(args.json, bench)
     for name, run in groups():
         if not args.only or args.only in name or name in args.only:
             run(bench)
-            if args.json:  # after each group: what is measured is measured
-                device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-                ceilings = {"copy_gb_per_s": bench.copy_rate, "matmul_tflop_per_s": bench.matmul_rate}
-                numbers = {"ceilings": ceilings, "rows": [asdict(row) for row in bench.rows]}
-                write_record(args.json, numbers, device=device_name, torch=torch.__version__)
+
+
+def save(path: str, bench: Bench) -> None:
+    """Write what has been measured so far."""
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
+    ceilings = {"copy_gb_per_s": bench.copy_rate, "matmul_tflop_per_s": bench.matmul_rate}
+    numbers = {"ceilings": ceilings, "rows": [asdict(row) for row in bench.rows]}
+    write_record(path, numbers, device=name, torch=torch.__version__)
 
 
 if __name__ == "__main__":

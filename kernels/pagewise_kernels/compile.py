@@ -1,6 +1,6 @@
 """Compiles kernels for a GPU that need not be there, and says what they take of it.
 
-    python -m pagewise_kernels.compile --target 90 [--only TEXT] [--without TEXT] [--json]
+    python -m pagewise_kernels.compile --target 90 [--only TEXT] [--without TEXT ...] [--json]
 
 The public functions are called with tensors that hold no data; every launch they would make is compiled instead, for
 the device of the given compute capability, with the configuration that they choose for it.
@@ -138,10 +138,10 @@ def main() -> None:
     )
     parser.add_argument("--target", type=int, default=90, help="compute capability, 90 for Hopper (default: 90)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--without", default="no such case", help="no cases whose name contains this")
+    parser.add_argument("--without", nargs="+", default=[], help="no cases whose name contains one of these")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel instead of a table")
     args = parser.parse_args()
-    names = [name for name in CASES if args.only in name and args.without not in name]
+    names = [name for name in CASES if args.only in name and not any(text in name for text in args.without)]
     for compiled in compile_cases(names, args.target, len(os.sched_getaffinity(0))):
         if args.json:
             print(json.dumps(asdict(compiled)))

@@ -96,6 +96,17 @@ def _add_attention() -> None:
             CASES[f"{kind} d128 {_name(dtype)} deterministic"] = partial(base, deterministic=True)
 
 
+def _add_spilling() -> None:
+    """Shapes whose attention needs more registers than there are. A test says how many bytes that costs."""
+    bf16 = torch.bfloat16
+    for kind in ("decode", "prefill"):  # and short chunks as one of them
+        gemma = partial(_attention, bf16, bf16, 8, 4, 256, kind, softcap=50.0, deterministic=True)
+        CASES[f"{kind} gemma-2 deterministic, spills"] = gemma
+        phi = partial(_attention, bf16, bf16, 32, 32, 96, kind, deterministic=True)
+        CASES[f"{kind} phi-3 deterministic, spills"] = phi
+        CASES[f"{kind} falcon-7b, spills"] = partial(_attention, bf16, bf16, 71, 1, 64, kind)
+
+
 def _add_others() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = _name(dtype)
@@ -200,4 +211,5 @@ def _sample(dtype: torch.dtype) -> None:
 
 
 _add_attention()
+_add_spilling()
 _add_others()

@@ -49,6 +49,11 @@ def complete(server: Served, **fields: Any) -> str:
             ["2", "GPU-5f", "2", "GPU-5f"],
         ),
         ({"executors": 2}, ["0"], ["0", "0"]),
+        (
+            {"executors": 3, "executor": ExecutorConfig(device="cuda", gpu_memory_utilization=0.5)},
+            ["0", "1"],
+            ["0", "1", "0"],
+        ),
     ],
 )
 def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expected: list[str | None]) -> None:
@@ -73,8 +78,11 @@ def test_executors_share_the_cores_unless_somebody_has_chosen(
 
 
 def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:
-    with pytest.raises(StartError, match=r"3 executors share 2 GPUs: .*--kv-memory"):
+    with pytest.raises(StartError, match=r"3 executors share 2 GPUs, and each may take 0\.9 of one: .*--kv-memory"):
         gpu_variables(ServeConfig(executors=3, executor=ExecutorConfig(device="cuda")), ["0", "1"])
+    half = ExecutorConfig(device="cuda", gpu_memory_utilization=0.5)
+    with pytest.raises(StartError, match=r"may take 0\.5 of one: give each less with --gpu-memory-utilization"):
+        gpu_variables(ServeConfig(executors=3, executor=half), ["0"])
 
 
 def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +91,16 @@ def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.Monke
     for none in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         assert visible_gpus() == []
+
+
+def test_sequences_may_be_as_long_as_the_pool() -> None:
+    with serving("--simulate", "--num-blocks=20", "--max-model-len=auto") as server:
+        (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+        assert model["max_model_len"] == 20 * 16
+        body = {"prompt": [3] * 300, "max_tokens": 21}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "maximum context length is 320 tokens" in answer.text
 
 
 def test_an_executor_that_is_killed_is_started_again() -> None:

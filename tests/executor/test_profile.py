@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from pagewise_executor import profile
-from pagewise_executor.profile import measure_copies, measure_steps
+from pagewise_executor.profile import GPU_SIZES, measure_copies, measure_steps
 
 STEP, TOKEN, ATTENTION, CONTEXT = 900.0, 40.0, 0.02, 0.5
 LARGEST, ROOM = 2048, 8192
@@ -121,3 +121,17 @@ def test_a_short_pool_is_profiled_without_context(caplog: pytest.LogCaptureFixtu
     assert measure_steps(exact, 128, 128) == pytest.approx((STEP, TOKEN, 0.0, 0.0))
     assert measure_steps(exact, 1, 1) == (0.0, exact(0, 1), 0.0, 0.0)
     assert not caplog.text
+
+
+@pytest.mark.parametrize(("largest", "room"), [(8192, 131_072), (8192, 8192), (2048, 8192)])
+def test_tokens_on_a_gpu_cost_something_though_small_steps_only_cost_launches(largest: int, room: int) -> None:
+    """Up to 400 tokens the device waits for the host: 16 and 256 tokens would take equally long."""
+    launches = 15_000.0
+
+    def on_gpu(start: int, count: int) -> float:
+        return max(launches, 2_000.0 + 33.0 * count + start * 1e-3 * count)
+
+    costs = measure_steps(on_gpu, largest, room, GPU_SIZES)
+    assert costs.token == pytest.approx(33.0, rel=0.05)
+    assert costs.step == pytest.approx(2_000.0, rel=0.1)
+    assert costs.attention == pytest.approx(1e-3, rel=0.05)

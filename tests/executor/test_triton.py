@@ -7,9 +7,12 @@ import pytest
 import torch
 import transformers
 from pagewise_executor import model_runner
+from pagewise_executor.attention.triton_attention import LayerKind
+from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.warm_up import warm_up
+from pagewise_kernels.attention import DecodePlan
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -31,7 +34,8 @@ def check(
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in lengths]
     expected = reference(model, prompts, [length for _, length in lengths], device)
-    settings = {"block_size": 4, "num_blocks": 60, "profile": False} | options
+    # Few sequences, because each number of them gets a CUDA graph.
+    settings = {"block_size": 4, "num_blocks": 60, "profile": False, "max_num_seqs": 32} | options
     runner = ModelRunner(
         ExecutorConfig(model=str(path), device=device, dtype="float32", kernels="triton", **settings)  # type: ignore[arg-type]
     )
@@ -166,48 +170,47 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.interpreted
-def test_activations_are_measured_with_no_more_rows_than_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no more rows than there are, with the log-probabilities of all prompts, beside what all steps keep."""
     build_model("llama", tmp_path)
-    config = ExecutorConfig(
+    options = ExecutorConfig(
         model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=8, profile=False,
-        max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64,
+        max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64, deterministic=True,
     )  # fmt: skip
-    loaded = load_model(config)
+    loaded = load_model(options)
     monkeypatch.setattr(model_runner, "load_model", lambda _: loaded)
-    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+    runner = ModelRunner(options)
+    plans: dict[LayerKind, DecodePlan] = {}
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    runner = ModelRunner(config)
-    runner._measure_activations(config, loaded, torch.float32)
+    assert runner._graphs is not None
+    backend = runner._graphs._backend
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: (plans.update(backend._plans), 0)[1])
+    kept: list[int] = []
+    compute = runner._engine.compute
+    monkeypatch.setattr(runner._engine, "compute", lambda *given: (kept.append(len(given[3])), compute(*given))[1])
+    runner._measure_activations(with_step_limits(options, None), loaded, torch.float32)
     assert runner._batch.num_computed.tolist() == [8, 8]
+    assert kept == [2 + 2 * 7], "the last of each prompt is sampled, and the others predict a token of it"
+    (plan,) = plans.values()
+    assert plan is backend.decode_plan(*plans), "its scratch was there before, so what is free is without it"
 
 
 @pytest.mark.interpreted
-def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plans_of_prefills_go_through_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model("llama", tmp_path)
     runner = ModelRunner(
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
     )
-    graphs, mode = runner._graphs, ["default"]
-    assert graphs is not None
-    forward = graphs._forward
-
-    def waiting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if mode[-1] == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-        return forward(ids, positions)
-
-    monkeypatch.setattr(graphs, "_forward", waiting)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
-    with torch.inference_mode():
-        graphs.capture()
-    assert mode == ["default", "error", "default"]
-    assert "a step waits for the device (called a synchronizing" in caplog.text
+    assert runner._graphs is not None
+    backend = runner._graphs._backend
+    uploaded: list[torch.Tensor] = []
+    upload, prepare, steps = backend.upload, backend.prepare, []
+    monkeypatch.setattr(backend, "upload", lambda array: (uploaded.append(upload(array)), uploaded[-1])[1])
+    monkeypatch.setattr(backend, "prepare", lambda work: (steps.append(prepare(work)), steps[-1])[1])
+    run_requests(runner, [request([3, 4, 5], 2, "r")], num_blocks=8)
+    (plan,) = steps[0].prefill_plans.values()
+    assert plan.units.untyped_storage().data_ptr() in {each.untyped_storage().data_ptr() for each in uploaded}
 
 
 @pytest.mark.interpreted

@@ -35,7 +35,7 @@ def parse(*argv: str, **environ: str) -> ServeConfig:
 
 
 def test_command_line_wins_over_environment_over_default() -> None:
-    assert parse().executor.max_num_seqs == 256
+    assert parse().executor.max_num_seqs is None
     assert parse(PAGEWISE_MAX_NUM_SEQS="7").executor.max_num_seqs == 7
     assert parse("--max-num-seqs", "9", PAGEWISE_MAX_NUM_SEQS="7").executor.max_num_seqs == 9
 
@@ -54,6 +54,17 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--max-num-seqs", "many"], {}, "--max-num-seqs"),
         (["--num-blocks", "4", "--kv-memory", "1GiB"], {}, "--kv-memory"),
         (["--kv-memory", "lots"], {}, "lots"),
+        (
+            ["--gpu-memory-utilization", "0.5", "--kv-memory", "1GiB"],
+            {},
+            "--kv-memory and --gpu-memory-utilization both set",
+        ),
+        (["--gpu-memory-utilization", "0.5"], {"PAGEWISE_NUM_BLOCKS": "4"}, "--num-blocks and --gpu-memory"),
+        (["--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization: Expected `float` > 0.0"),
+        (["--gpu-memory-utilization", "90"], {}, "--gpu-memory-utilization: Expected `float` <= 1.0"),
+        (["--max-num-batched-tokens", "100000"], {}, "--max-num-batched-tokens: Expected `int` <= 65536"),
+        (["--max-model-len", "0"], {}, "--max-model-len: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
+        (["--max-model-len", "long"], {}, "(got 'long'; words that it takes: auto)"),
         (["--device", "tpu"], {}, "--device"),
         (["--threads", "0"], {}, "--threads: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
         ([], {"PAGEWISE_THREADS": "many"}, "PAGEWISE_THREADS: Invalid enum value 'many' (got 'many'; words that"),
@@ -107,12 +118,14 @@ def test_the_number_of_threads_may_be_auto() -> None:
 
 def test_options_travel_to_child_processes() -> None:
     config = parse(
-        "m", "--device", "cpu", "--num-blocks", "12", "--port", "1", "--trust-remote-code", "--max-waiting=3"
-    )
+        "m", "--device", "cpu", "--num-blocks", "12", "--port", "1", "--trust-remote-code", "--max-waiting=3",
+        "--max-model-len", "auto",
+    )  # fmt: skip
+    executor = ExecutorConfig(model="m", device="cpu", num_blocks=12, trust_remote_code=True, max_model_len="auto")
     parts: list[tuple[Struct, Struct]] = [
-        (config.executor, ExecutorConfig(model="m", device="cpu", num_blocks=12, trust_remote_code=True)),
+        (config.executor, executor),
         (config.gateway, GatewayConfig(model="m", port=1)),
-        (config.scheduler, SchedulerConfig(model="m", max_waiting=3)),
+        (config.scheduler, SchedulerConfig(model="m", max_waiting=3, max_model_len="auto")),
     ]
     for part, expected in parts:
         assert part == expected

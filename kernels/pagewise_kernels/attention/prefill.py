@@ -1,6 +1,6 @@
 """Prefill attention: chunks of queries at any positions over their paged contexts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ class PrefillPlan:
     Args:
         chunks: what is computed; their queries do not overlap. heads, kv_heads, head_dim: of the model. kv_dtype: of
             the KV pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
+        upload: copies the plan to the device. The default reads memory that is not pinned, so CUDA copies a plan of
+            more than 64 KiB (about 14,000 tokens) only after all work that was issued before.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PrefillPlan:
         device: torch.device,
         window: int | None = None,
         deterministic: bool = False,
+        upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None,
     ) -> None:
         group = heads // kv_heads
         longest = max((chunk.size for chunk in chunks), default=0)
@@ -58,7 +61,7 @@ class PrefillPlan:
             positions[chunk.first : chunk.first + chunk.size] = np.arange(chunk.start, chunk.start + chunk.size)
         # One copy to the device for all of it.
         packed = np.concatenate([np.array([len(units)], np.int32), units.ravel(), positions])
-        on_device = torch.from_numpy(packed).to(device, non_blocking=True)
+        on_device = torch.from_numpy(packed).to(device) if upload is None else upload(packed)
         end = 1 + units.size
         self.unit_count, self.units, self.positions = on_device[:1], on_device[1:end], on_device[end:]
 

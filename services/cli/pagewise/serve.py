@@ -95,10 +95,11 @@ def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
     count, executor = config.executors, config.executor
     if count < 2 or not gpus or executor.device == "cpu" or executor.simulate:
         return [{}] * count
-    if count > len(gpus) and executor.kv_memory is None and executor.num_blocks is None:
+    together = -(-count // len(gpus)) * executor.gpu_memory_utilization
+    if together > 1 and executor.kv_memory is None and executor.num_blocks is None:
         said = (
-            f"{count} executors share {len(gpus)} GPUs: set the size of each KV pool with --kv-memory, because "
-            "otherwise each executor takes most of the memory that is free"
+            f"{count} executors share {len(gpus)} GPUs, and each may take {executor.gpu_memory_utilization:g} of one: "
+            "give each less with --gpu-memory-utilization, or set the size of its KV pool with --kv-memory"
         )
         if executor.device == "cuda":
             raise StartError(said)

@@ -21,6 +21,7 @@ from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
+from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_executor.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -68,34 +69,51 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
 
-    def capture(self) -> None:
+    def capture(self) -> bool:
         """Capture the graphs. This takes seconds, and memory for the activations of the largest one.
 
-        A model that waits for the device cannot be captured: it runs without graphs, and the log says why.
+        Returns whether there are graphs. A model that waits for the device cannot be captured, and a capture may fail:
+        then steps run without graphs, and the log says why.
         """
         began = time.perf_counter()
         self._lengths.zero_()
-        if (reason := self._why_not()) is not None:
-            log.warning("decode steps run without CUDA graphs, slower: a step waits for the device (%s)", reason)
+        reason = self._why_not()
+        if reason is None:
+            reason = self._capture_all()
+        if reason is not None:
+            log.warning("decode steps run without CUDA graphs, slower: %s", reason)
             self.warm_up()
-            return
-        largest = self._compute(self._sizes[-1])[0]
-        self._logits = torch.empty_like(largest)
-        del largest
-        pool = None
-        for size, uses in product(reversed(self._sizes), self._variants()):
-            self._use_adapters(size, uses=uses)
-            self._compute(size)  # compiles kernels that are not compiled yet
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits, tokens = self._compute(size)
-                self._logits[:size].copy_(logits)
-                self._tokens[:size].copy_(tokens)
-            del logits, tokens
-            pool = graph.pool()
-            self._graphs[size, uses] = graph
+            return False
         log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - began)
+        return True
+
+    def _capture_all(self) -> str | None:
+        """Capture the graphs; None. If that fails, drop all of them and return why."""
+        stream = torch.cuda.current_stream()
+        try:
+            largest = self._compute(self._sizes[-1])[0]
+            self._logits = torch.empty_like(largest)
+            del largest
+            pool = None
+            for size, uses in product(reversed(self._sizes), self._variants()):
+                self._use_adapters(size, uses=uses)
+                self._compute(size)  # compiles kernels that are not compiled yet
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                # Only what this thread does may spoil the capture: those of the host tier use the device as well.
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    logits, tokens = self._compute(size)
+                    self._logits[:size].copy_(logits)
+                    self._tokens[:size].copy_(tokens)
+                del logits, tokens
+                pool = graph.pool()
+                self._graphs[size, uses] = graph
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
+            self._graphs.clear()
+            self._logits = None
+            return f"capturing them failed ({_first_line(error)})"
+        return None
 
     def warm_up(self) -> None:
         """Compile the kernels of steps that run without graphs: one variant for each power of two of the batch size."""
@@ -104,6 +122,12 @@ class DecodeGraphs:
             if size & (size - 1) == 0 or size == self._sizes[-1]:
                 self._use_adapters(size, uses=uses)
                 self._compute(size)
+
+    def allocate(self) -> None:
+        """Run the largest step once: that allocates what all steps keep, the attention plans with their scratch."""
+        self._lengths.zero_()
+        self._use_adapters(self._sizes[-1], uses=False)
+        self._compute(self._sizes[-1])
 
     def _variants(self) -> tuple[bool, ...]:
         """Whether steps use adapters: those that do not should not pay for them."""
@@ -116,20 +140,17 @@ class DecodeGraphs:
     def _why_not(self) -> str | None:
         """Return what in a step waits for the device; None if nothing does.
 
-        This has to be known before a capture: an error in the middle of one cannot be recovered from. Some mixtures of
-        experts, for instance, copy the sizes of their groups to the host.
+        It is found out before a capture, because it is no failure: some mixtures of experts, for instance, copy the
+        sizes of their groups to the host.
         """
         size = self._sizes[0]
         self._compute(size)  # the first call may wait: it compiles and allocates
         torch.cuda.synchronize()
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            self._compute(size)
+            with waiting_is_an_error():
+                self._compute(size)
         except RuntimeError as error:
-            return str(error).partition("\n")[0]
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+            return f"a step waits for the device ({_first_line(error)})"
         return None
 
     def run(self, rows: Int64s, lengths: Int64s, adapters: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,3 +195,7 @@ def graph_sizes(most: int) -> list[int]:
     """Return the batch sizes that get a graph: a ladder that never pads by much, up to ``most``."""
     ladder = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
     return [*(size for size in ladder if size < most), most]
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

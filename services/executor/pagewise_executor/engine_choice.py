@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from pagewise_shared.config import ExecutorConfig
 
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
+from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.kv.page_tables import PhysicalMemory
@@ -31,7 +31,7 @@ class EngineChoice(NamedTuple):
 
 
 def choose_engine(
-    config: ExecutorConfig,
+    config: SizedConfig,
     loaded: LoadedModel,
     memory: PhysicalMemory | None,
     last_tokens: torch.Tensor,
@@ -60,7 +60,7 @@ def choose_engine(
 
 
 def _with_triton(
-    config: ExecutorConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
+    config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
 ) -> EngineChoice:
     from pagewise_kernels.logprobs import token_logprobs
 

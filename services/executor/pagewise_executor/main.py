@@ -62,8 +62,6 @@ def _serve(config: ExecutorConfig) -> None:
         Worker(lambda: _build_useful_runner(config, keys)),
         config.scheduler,
         config.executor_id or f"{socket.gethostname()}-{os.getpid()}",
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
         role=config.role,
         drain_timeout=config.drain_timeout,
         keys=keys,

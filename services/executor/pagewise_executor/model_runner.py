@@ -23,9 +23,10 @@ from pagewise_shared.protocol import (
 
 from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.cpu import device_name, set_cpu_threads
+from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
-from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
@@ -37,10 +38,10 @@ from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.profile import measure_costs, measure_tier, profile_run
+from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
-from pagewise_executor.sampling.logprobs import LogprobsTensors, gather_logprobs, to_host
+from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs, to_host
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.storage.storages import Storages, make_storages
@@ -52,10 +53,6 @@ if TYPE_CHECKING:
     from pagewise_executor.decode_graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
-
-_LOGPROBS_AT_ONCE = 512
-"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
-vocabulary's size."""
 
 
 class ModelRunner:
@@ -75,8 +72,15 @@ class ModelRunner:
     ) -> None:
         threads = set_cpu_threads(config.threads)
         loaded = load_model(config)
-        config = with_block_size(config, loaded.kernels)
         self._device = loaded.device
+        gpu = torch.cuda.get_device_properties(self._device) if self._device.type == "cuda" else None
+        config = with_step_limits(with_block_size(config, loaded.kernels), gpu)
+        kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
+        if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
+            block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
+            most = pool_size(config, block_bytes, self._device, loaded.max_model_len) * config.block_size
+            loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
+        self._longest = loaded.max_model_len
         self._threads = StepThreads(threads if self._device.type == "cpu" else 1)
         self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
@@ -92,12 +96,7 @@ class ModelRunner:
         self._tiers: dict[int, Tier] = {}
         self._storages = Storages()
         self._peers: Peers | None = None
-        kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
-        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
-        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
-        self._make_pool(config, loaded, kv_dtype, num_blocks)
+        self._size_pool(config, loaded, kv_dtype)
         block_format = loaded.block_format(kv_dtype, layout_of(config))
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
@@ -105,13 +104,11 @@ class ModelRunner:
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
         self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}")
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
-        log.info(
-            "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
-        )
         if self._graphs is not None and self._device.type == "cuda":
             self._warm_up(self._graphs, config, loaded.dtype)
         if config.profile:
-            self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens))
+            sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
+            self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
             lower = [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
         store = BlockStore(self._pool, self._tiers)
         self._storages = make_storages(
@@ -124,7 +121,24 @@ class ModelRunner:
             self._copier.peers = self._peers = exchange(store)
             self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
 
-    def _make_pool(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
+    def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+        """Make the KV pool in the size that the options ask for, or that the device has room for."""
+        unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
+        reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
+        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
+        num_blocks = pool_size(config, block_bytes, self._device, self._longest, reserved)
+        self._make_pool(config, loaded, kv_dtype, num_blocks)
+        log.info(
+            "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
+            num_blocks,
+            config.block_size,
+            num_blocks * block_bytes / 2**30,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self.info.max_model_len,
+        )
+
+    def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
@@ -142,10 +156,13 @@ class ModelRunner:
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool, self._mover)
+        fits = num_blocks * config.block_size if config.max_model_len == "auto" else self._longest
         self.info = RunnerInfo(
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
+            max_model_len=min(fits, self._longest),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
             num_blocks=num_blocks,
             bytes_per_block=pool.bytes_per_block,
@@ -160,12 +177,15 @@ class ModelRunner:
             max_grammars=self._grammars.most if self._grammars is not None else 0,
         )
 
-    def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
-        """Return the bytes of device memory that the largest step takes beside weights and KV."""
+    def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
+        """Return the bytes of device memory that the largest step takes beside weights, KV, and what steps keep."""
         # There cannot be more chunks than rows.
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
         rows = -(-tokens // loaded.max_model_len)
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.allocate()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
@@ -180,12 +200,15 @@ class ModelRunner:
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
-    def _warm_up(self, graphs: "DecodeGraphs", config: ExecutorConfig, dtype: torch.dtype) -> None:
+    def _warm_up(self, graphs: "DecodeGraphs", config: SizedConfig, dtype: torch.dtype) -> None:
         """Compile all kernels that serving needs, and capture the CUDA graphs."""
         from pagewise_executor.warm_up import warm_up
 
         with torch.inference_mode():
-            (graphs.capture if config.cuda_graphs else graphs.warm_up)()
+            if not config.cuda_graphs:
+                graphs.warm_up()
+            elif not graphs.capture():
+                self.info = dataclasses.replace(self.info, fallback=True)
         self._mover.warm_up()
         if self._adapters is not None:
             self._adapters.slots.warm_up()
@@ -261,7 +284,7 @@ class ModelRunner:
         """See ``Runner``."""
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs,
-            max_model_len=self.info.max_model_len,
+            max_model_len=self._longest,
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
             tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
@@ -373,25 +396,5 @@ class ModelRunner:
         kept, reported = batch.kept_logits(work)
         logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)
-        return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
-
-    def _prompt_logprobs(
-        self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
-    ) -> list[tuple[int, LogprobsTensors]]:
-        """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
-
-        ``logits``: [sum of counts, vocab].
-        """
-        prompts, offset = [], 0
-        for chunk, count in reported:
-            held = self._batch.sequences[chunk.row]
-            first = chunk.start + 1
-            tokens = self._upload(held.tokens[first : first + count].astype(np.int64))
-            indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
-            for start in range(0, count, _LOGPROBS_AT_ONCE):
-                part = slice(start, min(count, start + _LOGPROBS_AT_ONCE))
-                own = logits[offset : offset + count][part]
-                wanted = gather_logprobs(own, tokens[part], indices[part], counts[part], self._compute_logprobs)
-                prompts.append((chunk.row, wanted))
-            offset += count
-        return prompts
+        prompts = prompt_logprobs(logits[sampled:], reported, batch.sequences, self._upload, self._compute_logprobs)
+        return logits[:sampled], prompts

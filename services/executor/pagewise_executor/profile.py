@@ -23,14 +23,13 @@ from pagewise_shared.protocol import (
     pack_int32s,
     tier_name,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import MAX_LOGPROBS, SamplingParams
 
 from pagewise_executor.block_copies import CopyJob, Tier
 from pagewise_executor.runner import Runner
 
 log = logging.getLogger(__name__)
 
-_SMALL, _LARGE, _CONTEXT = 16, 256, 2048
 _REPEATS = 3
 _LONGEST_RUN = 0.5
 """Seconds after which nothing larger is tried: a slow machine or link is profiled by what it has done so far."""
@@ -48,6 +47,19 @@ _MOST_COPIED = 64
 
 Timer = Callable[[int, int], float]
 """Times a step that computes ``count`` tokens after ``start`` others: (start, count) to microseconds."""
+
+
+class Sizes(NamedTuple):
+    """Tokens of the two chunks that are timed, and of the context before them."""
+
+    small: int
+    large: int
+    context: int
+
+
+CPU_SIZES = Sizes(16, 256, 2048)
+GPU_SIZES = Sizes(512, 4096, 8192)
+"""Smaller chunks take as long as launching their kernels, or reading the weights: tokens would seem to cost nothing."""
 
 
 class StepCosts(NamedTuple):
@@ -82,12 +94,15 @@ class _Fastest:
         return second <= _SPREAD * fastest + _SLACK
 
 
-def measure_costs(runner: Runner, max_num_batched_tokens: int) -> MeasuredCosts:
-    """Time prefill chunks. The runner must be reset afterwards, for it writes over blocks of the device pool."""
+def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CPU_SIZES) -> MeasuredCosts:
+    """Time prefill chunks of these sizes.
+
+    The runner must be reset afterwards, for it writes over blocks of the device pool.
+    """
     began = time.perf_counter()
     room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
     steps = measure_steps(
-        lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room
+        lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room, sizes
     )
     log.info(
         "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs",
@@ -126,21 +141,21 @@ def measure_tier(runner: Runner, number: int, tier: Tier) -> LowerTier:
     return measured
 
 
-def measure_steps(timer: Timer, largest: int, room: int) -> StepCosts:
+def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZES) -> StepCosts:
     """Fit the costs of steps to chunks of two sizes, each with and without a context before it.
 
     ``largest``: tokens of the largest chunk, ``room``: of the longest sequence. A token always costs something, and a
     step never less than nothing, whatever is measured.
     """
-    small, large = max(1, min(_SMALL, largest // 2)), min(_LARGE, largest)
+    small, large = max(1, min(sizes.small, largest // 2)), min(sizes.large, largest)
     timer(0, small)  # warms up
     one, few = _Fastest(lambda: timer(0, 1)), _Fastest(lambda: timer(0, small))
     _repeat([one, few])
     if few.time * (large / small) > _LONGEST_RUN * 1e6 or large <= small:
         return StepCosts(*_chunk_line(one.time, few.time, few.time, 1, small))
     many = _Fastest(lambda: timer(0, large))
-    context = min(_CONTEXT, room - large - 1)
-    if context < large:
+    context = min(sizes.context, room - large - 1)
+    if context < large // 2:  # its part of the time would be lost among the differences of equal runs
         _measure_until(lambda: _doubt_about_chunks(one, few, many, small, large), [one, few, many], "steps")
         return StepCosts(*_chunk_line(one.time, few.time, many.time, small, large))
     far_few, far_many = _Fastest(lambda: timer(context, small)), _Fastest(lambda: timer(context, large))
@@ -229,16 +244,16 @@ def _repeat(measurements: Sequence[_Fastest]) -> None:
 def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
-    The result does not matter, only the memory that the step takes. The runner must be reset afterwards.
+    The result does not matter, only the memory that the step takes. It takes the most if all tokens of the prompts
+    report log-probabilities. The runner must be reset afterwards.
     """
-    info = runner.info
+    info, sampling = runner.info, SamplingParams(temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
     runner.reset(Welcome(0, len(sizes), num_tokens, keeps_blocks=True))
     joined, first = [], 0
     for row, size in enumerate(sizes):
         blocks = np.arange(first, first + -(-size // info.block_size), dtype=np.int32)
         first += len(blocks)
-        sampling = SamplingParams(temperature=0.0)
         joined.append(NewSequence(row, pack_int32s([1] * size), size, 0, blocks.tobytes(), sampling))
     plan = StepPlan(epoch=0, step=1, joined=tuple(joined), chunks=tuple(enumerate(sizes)))
     runner.execute(plan).result()

@@ -38,6 +38,8 @@ class RunnerInfo:
     bytes_per_block: int
     device: str
     dtype: str
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
     tiers: tuple[LowerTier, ...] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""

@@ -67,8 +67,8 @@ class ExecutorService:
         endpoint: str,
         executor_id: str,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         role: Role = "both",
         drain_timeout: float = 30.0,
         keys: Keys | None = None,
@@ -84,8 +84,10 @@ class ExecutorService:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             bytes_per_block=info.bytes_per_block,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                info.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
             device=info.device,
             dtype=info.dtype,
             tiers=info.tiers,

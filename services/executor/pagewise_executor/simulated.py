@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
 )
 
+from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.drafts import accept
 from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.runner import FinishedStep, Report, RunnerInfo
@@ -49,12 +50,16 @@ class SimulatedRunner:
     ) -> None:
         if tiers is None:
             tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory else {}
+        sized, num_blocks = with_step_limits(config, None), config.num_blocks or _DEFAULT_BLOCKS
+        asked = num_blocks * config.block_size if config.max_model_len == "auto" else config.max_model_len
         self.info = RunnerInfo(
             model_fingerprint="simulated",
             vocab_size=_VOCAB_SIZE,
-            max_model_len=min(config.max_model_len or _MAX_MODEL_LEN, _MAX_MODEL_LEN),
+            max_model_len=min(asked or _MAX_MODEL_LEN, _MAX_MODEL_LEN),
+            max_num_seqs=sized.max_num_seqs,
+            max_num_batched_tokens=sized.max_num_batched_tokens,
             block_size=config.block_size,
-            num_blocks=config.num_blocks or _DEFAULT_BLOCKS,
+            num_blocks=num_blocks,
             bytes_per_block=0,
             device="simulated",
             dtype="none",

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 class ExecutorState(NamedTuple):
     """What one executor does now: its sequences, the blocks of its device, the tasks of its event loop.
 
-    ``fallback``: 1 if it computes by slower kernels than its first choice, else 0.
+    ``fallback``: 1 if it computes by slower kernels than its first choice, or without CUDA graphs, else 0.
     """
 
     running: int
@@ -45,7 +45,9 @@ class ExecutorGauges(Collector):
         blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
         tasks = self._family("tasks", "Tasks of an executor's event loop.")
         fallback = self._family(
-            "fallback", "Whether an executor computes by slower kernels than its first choice; its log says why."
+            "fallback",
+            "Whether an executor computes by slower kernels than its first choice, or without the CUDA graphs that it "
+            "was to have; its log says why.",
         )
         for name, state in self._states.items():
             labels = [self._model_name, name]

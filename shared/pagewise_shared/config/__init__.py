@@ -27,9 +27,12 @@ from pagewise_shared.config.reading import (
     size_text,
     to_argv,
 )
+from pagewise_shared.config.size_options import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS
 from pagewise_shared.config.speculative import SpeculativeConfig, parse_speculative
 
 __all__ = [
+    "DEFAULT_BATCHED_TOKENS",
+    "DEFAULT_NUM_SEQS",
     "DEMO_MODEL",
     "VARIABLE_PREFIX",
     "Device",

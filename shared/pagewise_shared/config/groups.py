@@ -25,6 +25,7 @@ GROUPS = {
     "KV cache": (
         "block_size",
         "num_blocks",
+        "gpu_memory_utilization",
         "kv_memory",
         "kv_dtype",
         "kv_layout",

@@ -8,9 +8,10 @@ from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
+from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
-from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
+from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
 
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
@@ -22,14 +23,6 @@ Device = Literal["auto", "cpu", "cuda"]
 Model = Annotated[str, _help("model directory or hub id", "MODEL")]
 Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
 ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
-MaxNumSeqs = Annotated[Positive, _help("maximum number of sequences that run at the same time, per executor", "N")]
-MaxNumBatchedTokens = Annotated[
-    int, Meta(ge=1, le=MAX_BATCHED_TOKENS), _help("token budget of one step: decodes first, then prefill chunks", "N")
-]
-MaxModelLen = Annotated[
-    Positive | None,
-    _help("maximum tokens of a sequence, prompt and output (default: the model's own limit)", "N"),
-]
 Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]
 Executors = Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")]
 ExecutorsEndpoint = Annotated[
@@ -53,8 +46,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     model: Model = DEMO_MODEL
     served_model_name: ServedModelName = None
-    max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
     max_model_len: MaxModelLen = None
     max_waiting: Annotated[
         Positive, _help("maximum number of waiting sequences; further requests are answered with 429", "N")
@@ -225,8 +218,8 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
 
     model: Model = DEMO_MODEL
     revision: Revision = None
-    max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
     max_model_len: MaxModelLen = None
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
@@ -274,10 +267,11 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     ] = True
     block_size: Annotated[Positive, _help("tokens per KV block; with OpenVINO always 32", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9
     kv_memory: Annotated[
         str | None,
         _help(
-            "size of the KV pool, such as 4GiB (default: from the memory that is free)",
+            "size of the KV pool, such as 4GiB (default: by --gpu-memory-utilization; on the CPU from what is free)",
             "SIZE",
             "Not with `--num-blocks`.",
         ),

@@ -18,6 +18,7 @@ from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
+from pagewise_shared.config.size_options import check_pool_options
 from pagewise_shared.config.speculative import parse_speculative
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
@@ -110,8 +111,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
             text = environ[option.variable]
             value = text.split() if _is_list(option.hint) else text
             values[option.name] = _convert(value, option.hint, option.variable)
-    if values.get("num_blocks") is not None and values.get("kv_memory") is not None:
-        raise ConfigError("--num-blocks and --kv-memory both set the size of the KV pool: give one")
+    check_pool_options(values)
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])

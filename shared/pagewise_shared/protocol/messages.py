@@ -95,7 +95,8 @@ class Hello(Message, frozen=True):
         model_fingerprint: equal fingerprints mean equal weights and configuration.
         max_model_len: most tokens a sequence may reach, by the model and the executor's options.
         block_size: tokens per block. num_blocks: blocks in the device pool. bytes_per_block: all layers, K and V.
-        max_num_seqs, max_num_batched_tokens: what the executor has prepared room for; 0: as the Welcome says.
+        max_num_seqs, max_num_batched_tokens: what the executor has prepared room for, by its options or its device; 0:
+            as the Welcome says.
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
         tiers: those that it has below the device, the nearest first. costs: what it has measured of its steps, if
             anything.
@@ -104,7 +105,8 @@ class Hello(Message, frozen=True):
         number: of the inventory; one that is offered again has the same.
         storages: that it reads and writes.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
-            but cannot compute this model, or have not been built for this processor.
+            but cannot compute this model, or have not been built for this processor; or CUDA graphs were to be used,
+            but could not be captured.
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
         no_grammars: why outputs cannot be made to match a grammar; empty: they can.

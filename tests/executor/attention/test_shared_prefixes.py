@@ -40,7 +40,7 @@ def test_the_newest_token_belongs_to_its_sequence() -> None:
     assert found(tables, [80, 80, 80, 1]) == [], "nor are three sequences"
 
 
-class CountedTables(npt.NDArray[np.int32]):
+class CountedTables(np.ndarray[Any, np.dtype[np.int32]]):
     """Block tables that count how often they are looked at, and the blocks that are copied out of them."""
 
     looks = copied = 0

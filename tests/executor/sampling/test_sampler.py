@@ -3,8 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -17,6 +16,7 @@ from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 from pagewise_executor.structured.structured_rows import StructuredRows
+from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.protocol import unpack_int32s
 from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints
@@ -45,19 +45,6 @@ def sampler_for(params: list[SamplingParams], tokens: list[int] | None = None, p
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
     tokens, _ = sampler.sample(logits[None].repeat(len(rows), 1), rows, torch.tensor(positions))
     return tokens.tolist()
-
-
-@contextmanager
-def waiting_for_nothing(device: torch.device) -> Iterator[None]:
-    """What waits for a GPU inside of it is an error."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
@@ -213,7 +200,9 @@ def test_a_batch_of_everything_samples_what_each_row_samples_alone(logits: torch
     with torch.inference_mode():
         for step in range(4):
             positions = torch.full((len(settings),), step + 4, device=device)
-            with waiting_for_nothing(device) if step else nullcontext():  # the first compiles and allocates
+            with (
+                waiting_is_an_error() if step and device.type == "cuda" else nullcontext()
+            ):  # the first compiles and allocates
                 tokens, wanted = together.sample(on_device, rows, positions)
             if device.type == "cuda":
                 torch.cuda.synchronize()

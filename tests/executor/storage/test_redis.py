@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("fakeredis")
 import redis
 from pagewise_executor.storage import redis as redis_module
 from pagewise_executor.storage.redis import RedisStorage

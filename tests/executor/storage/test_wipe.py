@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("fakeredis")
 from pagewise_executor.storage.disk import DiskStorage
 from pagewise_executor.storage.redis import RedisStorage
 from pagewise_executor.storage.storage import Storage, chain, content_name

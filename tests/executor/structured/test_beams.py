@@ -5,6 +5,8 @@ from array import array
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("llguidance")
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner

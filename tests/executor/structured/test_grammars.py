@@ -7,6 +7,8 @@ from threading import Event
 
 import numpy as np
 import pytest
+
+pytest.importorskip("llguidance")
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.structured.grammars import Grammars
 from pagewise_executor.structured.tokenizer import load_tokenizer

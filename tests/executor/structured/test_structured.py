@@ -7,6 +7,8 @@ from time import monotonic
 
 import numpy as np
 import pytest
+
+pytest.importorskip("llguidance")
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar

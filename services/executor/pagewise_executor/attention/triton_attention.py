@@ -96,6 +96,7 @@ class TritonStep:
             device=self.slots.device,
             window=kind.window,
             deterministic=self.backend.deterministic,
+            upload=self.backend.upload,
         )
 
 
@@ -114,7 +115,7 @@ class TritonBackend:
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
         self._device = device
-        self._upload = Uploads(device)
+        self.upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
@@ -137,8 +138,8 @@ class TritonBackend:
             chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
             offset += chunk.size
         lengths = positions[:decodes] + 1
-        ints = self._upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
-        slots = self._upload(batch.slot_mapping(rows, positions))
+        ints = self.upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
+        slots = self.upload(batch.slot_mapping(rows, positions))
         return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
 
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
@@ -153,7 +154,7 @@ class TritonBackend:
         width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
         values = np.concatenate([self._batch.block_tables[row, start:stop] for row, start, stop in changed])
-        self.tables.view(-1).index_copy_(0, self._upload(where), self._upload(values))
+        self.tables.view(-1).index_copy_(0, self.upload(where), self.upload(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         return DecodePlan(

@@ -1,6 +1,7 @@
 """The KV pool: the device memory that blocks are made of, and how large it may be."""
 
 import functools
+import logging
 import math
 import mmap
 import os
@@ -14,7 +15,10 @@ import torch
 from pagewise_shared.config import ExecutorConfig, parse_size, size_text
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.pool_check import check_pool
+
+log = logging.getLogger(__name__)
 
 Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
@@ -26,7 +30,8 @@ FP8 = torch.float8_e4m3fn
 
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 * 2**30
-_CUDA_SHARE = 0.9
+_MOST_OF_FREE = 0.98
+"""The share of the memory that is free on a GPU of which a pool may be made: allocations have gaps."""
 
 
 class KVScales(NamedTuple):
@@ -274,12 +279,13 @@ def layout_of(config: ExecutorConfig) -> Layout:
 
 
 def pool_size(
-    config: ExecutorConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
+    config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
 ) -> int:
-    """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory`` or the free memory.
+    """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory``, the executor's share of
+    a GPU's memory, or the free memory of the CPU.
 
     ``reserved``: bytes that steps need beside the pool. The pool never gets more than ``max_num_seqs`` sequences of
-    full length can use, unless it is asked for.
+    full length can use, unless it is asked for. On a GPU the weights have been loaded.
 
     Raises:
         ModelError: not one block fits, or more memory is asked for than is free.
@@ -291,7 +297,8 @@ def pool_size(
         wanted = parse_size(config.kv_memory)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
-        room = int(free * _CUDA_SHARE) - reserved if device.type == "cuda" else min(int(free * _CPU_SHARE), _CPU_MOST)
+        on_gpu = device.type == "cuda"
+        room = _cuda_room(config, device, free, reserved) if on_gpu else min(int(free * _CPU_SHARE), _CPU_MOST)
         wanted = min(useful, room)
     if wanted > free:
         raise ModelError(
@@ -300,6 +307,35 @@ def pool_size(
     if wanted < block_bytes:
         check_pool(0, config.block_size, block_bytes, max_model_len)
     return wanted // block_bytes
+
+
+def _cuda_room(config: SizedConfig, device: torch.device, free: int, reserved: int) -> int:
+    """Return the bytes of a GPU's memory that are left for the pool of what ``--gpu-memory-utilization`` allows.
+
+    What this process has allocated counts, not what others have: several executors may share a GPU, with a share each.
+
+    Raises:
+        ModelError: nothing is left.
+    """
+    total, taken = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+    allowed, most = int(total * config.gpu_memory_utilization) - taken, int(free * _MOST_OF_FREE)
+    if allowed > most:
+        log.warning(
+            "--gpu-memory-utilization %g would be %s more, but %s are free on %s: is another process using it?",
+            config.gpu_memory_utilization,
+            size_text(allowed),
+            size_text(free),
+            device,
+        )
+    room = min(allowed, most) - reserved
+    if room <= 0:
+        raise ModelError(
+            f"not enough memory on {device} for a KV pool: of {size_text(total)}, --gpu-memory-utilization "
+            f"{config.gpu_memory_utilization:g}, weights take {size_text(taken)} and steps {size_text(reserved)}, and "
+            f"{size_text(free)} are free. Raise it, lower --max-num-batched-tokens or --max-num-seqs, or take a "
+            "smaller model"
+        )
+    return room
 
 
 def free_memory(device: torch.device) -> int:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import AdapterError
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
+from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.host import HostAdapters
 from pagewise_executor.lora.layers import LoraContext, adapt_linears
@@ -98,7 +98,7 @@ class Adapters:
         return AdapterLoaded(message.epoch, message.number, took, held is not None, evicted)
 
 
-def make_adapters(config: ExecutorConfig, loaded: LoadedModel) -> Adapters | None:
+def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
     """Return what serves adapters of a model, and wrap its linear layers; None without ``--enable-lora``."""
     if not config.enable_lora:
         return None

@@ -355,9 +355,10 @@ def _kv_shape(module: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -
 
 def _max_model_len(config: ExecutorConfig, text: object) -> int:
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
-    if config.max_model_len is not None and config.max_model_len > own:
-        raise ModelError(f"--max-model-len {config.max_model_len} is over the model's own limit of {own}")
-    return int(config.max_model_len or own)
+    asked = None if config.max_model_len == "auto" else config.max_model_len  # ModelRunner looks what fits
+    if asked is not None and asked > own:
+        raise ModelError(f"--max-model-len {asked} is over the model's own limit of {own}")
+    return int(asked or own)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,10 +1,18 @@
 """The log-probabilities that requests ask for, computed for all rows of a step at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from pagewise_shared.protocol import TokenLogprobs
+
+from pagewise_executor.input_batch import Chunk, SequenceState
+from pagewise_executor.uploads import Uploads
+
+_AT_ONCE = 512
+"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
+vocabulary's size."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From logits [n, vocab] and tokens int64 [n] to log-probabilities float32 [n] and ranks [n], from 1 on."""
@@ -79,3 +87,28 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def prompt_logprobs(
+    logits: torch.Tensor,
+    reported: Iterable[tuple[Chunk, int]],
+    sequences: Mapping[int, SequenceState],
+    upload: Uploads,
+    compute: ComputeLogprobs,
+) -> list[tuple[int, LogprobsTensors]]:
+    """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
+
+    ``logits``: [sum of counts, vocab]. ``sequences``: by row. Returns parts of them with their rows.
+    """
+    prompts, offset = [], 0
+    for chunk, count in reported:
+        held = sequences[chunk.row]
+        first = chunk.start + 1
+        tokens = upload(held.tokens[first : first + count].astype(np.int64))
+        indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
+        for start in range(0, count, _AT_ONCE):
+            part = slice(start, min(count, start + _AT_ONCE))
+            own = logits[offset : offset + count][part]
+            prompts.append((chunk.row, gather_logprobs(own, tokens[part], indices[part], counts[part], compute)))
+        offset += count
+    return prompts

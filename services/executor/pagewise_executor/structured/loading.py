@@ -3,9 +3,10 @@
 import logging
 from typing import TYPE_CHECKING
 
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.cpu_threads import available_cores
 from pagewise_shared.model_files import resolve_model
+
+from pagewise_executor.device_defaults import SizedConfig
 
 if TYPE_CHECKING:
     from pagewise_executor.structured.grammars import Grammars
@@ -21,7 +22,7 @@ _MORE_GRAMMARS = 256
 """Grammars that are kept compiled beside those of all rows: of sequences that are to join, or were preempted."""
 
 
-def load_grammars(config: ExecutorConfig, vocab_size: int, device: str) -> "tuple[Grammars | None, str]":
+def load_grammars(config: SizedConfig, vocab_size: int, device: str) -> "tuple[Grammars | None, str]":
     """Return what compiles grammars for the model's tokenizer; or None, and why there is nothing that could.
 
     ``vocab_size``: the width of the model's logits. ``device``: the type of the device that computes them.

@@ -97,7 +97,7 @@ class Coordinator:
         options = FleetOptions(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
+            max_model_len=None if config.max_model_len == "auto" else config.max_model_len,
             step_timeout=config.step_timeout,
             recovery=config.recovery,
             eviction=config.eviction,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, SpeculativeConfig
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     AdapterLoaded,
@@ -50,10 +50,10 @@ _MOST_REFUSED = 1000
 @dataclass(slots=True, frozen=True, kw_only=True)
 class FleetOptions:
     """How the engines of a fleet work; the names are those of ``SchedulerConfig``. ``speculative``: what its
-    ``speculative_config`` says."""
+    ``speculative_config`` says. A limit that is None is each executor's own."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     step_timeout: float = 120.0
     recovery: RecoveryMode = "auto"
@@ -242,9 +242,9 @@ class Fleet(Sessions[Executor]):
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
-            max_num_seqs=min(options.max_num_seqs, hello.max_num_seqs or options.max_num_seqs),
-            max_num_batched_tokens=min(
-                options.max_num_batched_tokens, hello.max_num_batched_tokens or options.max_num_batched_tokens
+            max_num_seqs=_limit(options.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
+            max_num_batched_tokens=_limit(
+                options.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
             ),
             epoch=epoch,
             tiers={tier.number: tier.num_blocks for tier in hello.tiers},
@@ -335,3 +335,12 @@ class Fleet(Sessions[Executor]):
                 with self.guarded(other):
                     other.peer_lost(endpoint)
         self.router.place(moved)
+
+
+def _limit(asked: int | None, offered: int, default: int) -> int:
+    """Return a limit of an executor's steps: what the options ask for, as far as it has ``offered`` room for that.
+
+    ``offered`` is 0 if it has room for any. ``default``: of executors and schedulers that both leave it to the other.
+    """
+    asked = asked or offered or default
+    return min(asked, offered or asked)

@@ -1,0 +1,45 @@
+"""Defaults that depend on the device: how large steps are."""
+
+from typing import Protocol
+
+import msgspec
+from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig
+
+_LARGE_MEMORY = 70 * 2**30
+_LARGE_MAJOR = 9
+_LARGE_NUM_SEQS, _LARGE_BATCHED_TOKENS = 1024, 8192
+
+
+class Gpu(Protocol):
+    """What torch says of a CUDA device: bytes of memory, and the first number of its compute capability."""
+
+    @property
+    def total_memory(self) -> int:
+        """All of it, used or not."""
+        ...
+
+    @property
+    def major(self) -> int:
+        """8 for Ampere, 9 for Hopper."""
+        ...
+
+
+class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):
+    """Options of an executor whose device is known: the limits of its steps are numbers."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def with_step_limits(config: ExecutorConfig, gpu: Gpu | None) -> SizedConfig:
+    """Return the options with the limits of steps that they leave to the device. ``gpu``: None on the CPU.
+
+    vLLM's rule for its server: large steps on cards of 70 GiB and more, but not on an A100, whose steps of 8,192 tokens
+    take so long that they cost throughput (vLLM's pull request 17885). Here the compute capability tells these apart.
+    More sequences than tokens cannot run.
+    """
+    large = gpu is not None and gpu.total_memory >= _LARGE_MEMORY and gpu.major >= _LARGE_MAJOR
+    tokens = config.max_num_batched_tokens or (_LARGE_BATCHED_TOKENS if large else DEFAULT_BATCHED_TOKENS)
+    rows = config.max_num_seqs or min(tokens, _LARGE_NUM_SEQS if large else DEFAULT_NUM_SEQS)
+    options = msgspec.structs.asdict(config) | {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
+    return SizedConfig(**options)
