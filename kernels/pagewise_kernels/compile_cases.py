@@ -6,13 +6,10 @@ from functools import partial
 import torch
 
 from pagewise_kernels.attention import (
-    CascadePlan,
     Chunk,
     DecodePlan,
     PrefillPlan,
     Scales,
-    SharedPrefix,
-    cascade_attention,
     decode_attention,
     prefill_attention,
 )
@@ -111,8 +108,6 @@ def _add_others() -> None:
         CASES[f"move_tokens {_name(dtype)}"] = partial(_move_tokens, dtype, 128)
     CASES["move_tokens bf16 interleaved"] = partial(_move_tokens, torch.bfloat16, 64, interleaved=True)
     CASES["move_tokens kv fp8"] = partial(_move_tokens, FP8, 128)
-    CASES["cascade bf16 d128"] = partial(_cascade, torch.bfloat16, 32, 8, 128)
-    CASES["cascade fp32 d64"] = partial(_cascade, torch.float32, 8, 8, 64)
     CASES["decode_inputs"] = _decode_inputs
     for rank, rows in ((16, 16), (16, 64), (64, 16), (256, 64)):
         CASES[f"lora r{rank} bf16 rows {rows}"] = partial(_lora, torch.bfloat16, rank, rows)
@@ -120,15 +115,6 @@ def _add_others() -> None:
     CASES["lora r64 fp32 rows 64"] = partial(_lora, torch.float32, 64, 64)
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
-
-
-def _cascade(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    keys = _empty(64, 16, kv_heads, head_dim, dtype=dtype)
-    plan = CascadePlan(
-        [400] * 16, list(range(16)), [SharedPrefix(range(16), 256)],
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=dtype, device=_META,
-    )  # fmt: skip
-    cascade_attention(_empty(16, heads, head_dim, dtype=dtype), keys, keys, _empty(16, 64, dtype=torch.int32), plan)
 
 
 def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:

@@ -10,12 +10,16 @@ from pagewise_kernels.shapes import power_of_two
 
 @dataclass(slots=True, frozen=True)
 class TileConfig:
-    """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once."""
+    """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once.
+
+    ``programs``: of decode attention, for each multiprocessor.
+    """
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
+    programs: int = 2
 
 
 DETERMINISTIC_SPLIT = 1024 if not interpreted() else 32
@@ -33,6 +37,12 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
     # Five stages are two buffers of K and V: block ids, and the pointers made of them, take the others.
     return TileConfig(rows, tile, 4, 5 if kv_bytes < 4 else 3)
+
+
+def decode_configs(group: int) -> list[TileConfig]:
+    """What may be fastest for decodes with heads of 128 in 16 bits, the default first: for benchmarks to find out."""
+    rows = max(16, power_of_two(group))
+    return [TileConfig(rows, 64, 4, 5, 2), TileConfig(rows, 64, 2, 5, 3), TileConfig(rows, 128, 4, 5, 1)]
 
 
 def prefill_config(
@@ -62,6 +72,6 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
     return TileConfig(max(rows, power_of_two(group)), 64 if dim <= 128 else 32, 4, 2)
 
 
-def decode_programs(device: torch.device) -> int:
-    """Programs of the static grid of decode attention: two for each multiprocessor."""
-    return 2 * num_sms(device) if not interpreted() else 3
+def decode_programs(device: torch.device, config: TileConfig) -> int:
+    """Programs of the static grid of decode attention."""
+    return config.programs * num_sms(device) if not interpreted() else 3

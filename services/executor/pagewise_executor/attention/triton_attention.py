@@ -10,11 +10,14 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.attention.shared_prefixes import shared_prefixes
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
+
+_NOTHING_SHARED = (np.zeros((0, 3), np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,12 +119,14 @@ class TritonBackend:
         self._device = device
         self._upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
+        self._shared = _NOTHING_SHARED
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
         self._batch = batch
+        self._shared = _NOTHING_SHARED
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
         """Return the decode plan for layers of one kind. Every step reuses it, with its buffers."""
@@ -137,9 +142,21 @@ class TritonBackend:
             chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
             offset += chunk.size
         lengths = positions[:decodes] + 1
+        self.share_prefixes(rows[:decodes], lengths)
         ints = self._upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
         slots = self._upload(batch.slot_mapping(rows, positions))
         return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
+
+    def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
+        """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read what they share once.
+
+        This has to be called before each step with decodes, a replay of a CUDA graph too: the plans read their prefixes
+        from static buffers. Only layers without a sliding window share, and none in deterministic mode.
+        """
+        if not self._plans or any(plan.can_share for plan in self._plans.values()):
+            self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
+        for plan in self._plans.values():
+            plan.share(*self._shared, self._upload)
 
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
         """Return the attention of a step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
@@ -156,7 +173,7 @@ class TritonBackend:
         self.tables.view(-1).index_copy_(0, self._upload(where), self._upload(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
-        return DecodePlan(
+        plan = DecodePlan(
             max_queries=len(self.tables),
             heads=kind.heads,
             kv_heads=kind.kv_heads,
@@ -167,6 +184,8 @@ class TritonBackend:
             deterministic=self.deterministic,
             max_context=self._max_model_len,
         )
+        plan.share(*self._shared, self._upload)
+        return plan
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:
