@@ -14,6 +14,7 @@ from pagewise_kernels.attention import (
     prefill_attention,
 )
 from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
@@ -46,6 +47,7 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    config: TileConfig | None = None,
 ) -> None:
     keys, values = (_empty(64, 16, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
     scale = _empty(64, 16, kv_heads, dtype=torch.float32)
@@ -55,7 +57,7 @@ def _attention(
     if kind == "decode":
         plan = DecodePlan(
             max_queries=8, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
-            window=window, deterministic=deterministic, max_context=32768,
+            window=window, deterministic=deterministic, max_context=32768, config=config,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
         decode_attention(q[:8], keys, values, tables, plan, softcap=softcap, scales=scales)
@@ -91,6 +93,13 @@ def _add_attention() -> None:
                 _attention, dtype, dtype, 8, 4, 256, kind, window=4096, softcap=50.0
             )
             CASES[f"{kind} d128 {_name(dtype)} deterministic"] = partial(base, deterministic=True)
+
+
+def _add_sweep() -> None:
+    """What benchmarks compare with the default."""
+    for config in decode_configs(4)[1:]:
+        name = f"decode d128 bf16 tile {config.tile}, {config.num_warps} warps"
+        CASES[name] = partial(_attention, torch.bfloat16, torch.bfloat16, 32, 8, 128, "decode", config=config)
 
 
 def _add_others() -> None:
@@ -186,4 +195,5 @@ def _sample(dtype: torch.dtype) -> None:
 
 
 _add_attention()
+_add_sweep()
 _add_others()

@@ -43,6 +43,12 @@ def test_greedy_tokens_of_shared_prefixes_equal_transformers(
 
     def watched(self: TritonBackend, rows: Int64s, lengths: Int64s) -> None:
         share(self, rows, lengths)
+        prefixes, members = self._shared  # found now or in an earlier step
+        for begin, count, tokens in prefixes.tolist():
+            queries = members[begin : begin + count]
+            tables = self._batch.block_tables[rows[queries], : tokens // 8]
+            assert (tables == tables[0]).all()
+            assert (lengths[queries] > tokens).all()
         shared.append((len(rows), max((int(plan._shared[0]) for plan in self._plans.values()), default=0)))
 
     monkeypatch.setattr(TritonBackend, "share_prefixes", watched)
@@ -75,9 +81,33 @@ def test_steps_that_share_nothing_copy_nothing() -> None:
     plan = backend.decode_plan(LayerKind(4, 2, 16, torch.float32, None))
     own, common = np.arange(40, dtype=np.int32).reshape(4, 10), np.zeros((4, 10), np.int32)
     stretches = []
+    rows, lengths = np.arange(4), np.full(4, 70)
     for tables in (own, common, own, own):
         backend._batch = SimpleNamespace(block_tables=tables, block_size=8)  # type: ignore[assignment]
-        backend.share_prefixes(np.arange(4), np.full(4, 70))
+        backend._shared_blocks = 0  # as if the tables had been changed
+        backend.share_prefixes(rows, lengths)
         stretches.append(int(plan._shared[0]))
     assert stretches == [0, 1, 0, 0]
     assert len(uploads) == 2
+
+
+@pytest.mark.interpreted
+def test_what_is_shared_is_looked_for_again_when_rows_or_their_shared_blocks_change() -> None:
+    backend = TritonBackend(torch.device("cpu"), 5, 80, 8)
+    plan = backend.decode_plan(LayerKind(4, 2, 16, torch.float32, None))
+    tables = np.zeros((5, 10), np.int32)
+    backend._batch = SimpleNamespace(block_tables=tables, block_size=8)  # type: ignore[assignment]
+
+    def sharing(rows: list[int], *changed: tuple[int, int, int]) -> list[int]:
+        """The queries that share, after a step that has changed these entries of the tables."""
+        backend.update_block_tables(SimpleNamespace(changed_tables=list(changed)))  # type: ignore[arg-type]
+        backend.share_prefixes(np.array(rows), np.full(len(rows), 70))
+        return np.flatnonzero(plan._shared[1 : 1 + len(rows)].numpy() >= 0).tolist()
+
+    assert sharing([0, 1, 2, 3, 4]) == [0, 1, 2, 3, 4]
+    tables[2, 9] = 5
+    assert sharing([0, 1, 2, 3, 4], (2, 9, 10)) == [0, 1, 2, 3, 4]
+    tables[2] = np.arange(10, 20)
+    assert sharing([0, 1, 2, 3, 4], (2, 0, 10)) == [0, 1, 3, 4]
+    assert sharing([2, 0, 1, 3]) == []
+    assert sharing([2, 0, 1, 3, 4]) == [1, 2, 3, 4]

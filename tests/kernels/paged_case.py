@@ -105,6 +105,7 @@ SMALL = {
     "mqa, odd head size": Case(heads=5, kv_heads=1, head_dim=80, block_size=16, lengths=(40, 3)),
     "mha, odd head size": Case(heads=2, kv_heads=2, head_dim=96, lengths=(21, 9)),
     "block size 3": Case(block_size=3),
+    "block size 32": Case(block_size=32, lengths=(33, 70, 1)),
     "window": Case(window=20, lengths=(100, 3, 65, 20, 21)),
     "window of one": Case(window=1),
     "softcap": Case(softcap=5.0, scale=0.7),

@@ -99,11 +99,12 @@ def test_deterministic_results_do_not_depend_on_batch_or_chunking(device: torch.
         ({"q": torch.zeros(2, 4, 16, dtype=torch.float16)}, TypeError, "like q"),
         ({"q": torch.zeros(9, 4, 16)}, ValueError, "the plan is for 4 queries"),
         ({"out": torch.zeros(3, 4, 16)}, ValueError, "out is torch.float32"),
+        ({"scale": 0.0}, ValueError, "scale of attention is positive, not 0.0"),
         ({"scales": Scales(torch.zeros(1), torch.zeros(1))}, TypeError, "float8 KV comes with scales"),
         ({"tables": torch.zeros(2, 9, dtype=torch.int32, device="meta")}, ValueError, "different devices: cpu, meta"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], error: type[Exception], said: str) -> None:
+def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exception], said: str) -> None:
     case = Case(lengths=(9, 30))
     case.pool(torch.device("cpu"))
     given = {"q": case.queries(2), "keys": case.keys, "values": case.values, "tables": case.tables} | change

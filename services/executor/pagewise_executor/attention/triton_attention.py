@@ -119,14 +119,16 @@ class TritonBackend:
         self._device = device
         self._upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
+        # The prefixes of the decodes of ``_shared_rows``, none longer than ``_shared_blocks`` blocks.
         self._shared = _NOTHING_SHARED
+        self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
         self._batch = batch
-        self._shared = _NOTHING_SHARED
+        self._shared, self._shared_blocks = _NOTHING_SHARED, 0
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
         """Return the decode plan for layers of one kind. Every step reuses it, with its buffers."""
@@ -152,9 +154,18 @@ class TritonBackend:
 
         This has to be called before each step with decodes, a replay of a CUDA graph too: the plans read their prefixes
         from static buffers. Only layers without a sliding window share, and none in deterministic mode.
+
+        To look for prefixes takes 0.2 ms for 256 decodes that share one, and 12 µs if they share nothing. So what was
+        found is kept while the same rows decode and the blocks that they share are the same.
         """
-        if not self._plans or any(plan.can_share for plan in self._plans.values()):
-            self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
+        if self._shared_blocks and np.array_equal(rows, self._shared_rows):
+            return
+        if self._plans and not any(plan.can_share for plan in self._plans.values()):
+            return
+        self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
+        prefixes, _ = self._shared
+        self._shared_rows = rows.copy()
+        self._shared_blocks = int(prefixes[:, 2].max()) // self._batch.block_size if len(prefixes) else 0
         for plan in self._plans.values():
             plan.share(*self._shared, self._upload)
 
@@ -167,6 +178,8 @@ class TritonBackend:
         changed = work.changed_tables
         if not changed:
             return
+        if any(start < self._shared_blocks for _, start, _ in changed):
+            self._shared_blocks = 0
         width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
         values = np.concatenate([self._batch.block_tables[row, start:stop] for row, start, stop in changed])
