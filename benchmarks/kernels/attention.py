@@ -1,20 +1,19 @@
-"""Attention: decode in its variants, prefill, and cascade beside plain decode over the same KV."""
+"""Attention: decode in its variants, with and without a shared prefix, and prefill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from pagewise_kernels.attention import (
-    CascadePlan,
     Chunk,
     DecodePlan,
     PrefillPlan,
     Scales,
-    SharedPrefix,
-    cascade_attention,
     decode_attention,
     prefill_attention,
 )
+from pagewise_kernels.attention.config import TileConfig, decode_configs
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.bench import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, Bench
@@ -37,13 +36,19 @@ class Paged:
         """Bytes of K and V."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def plan(self, *, deterministic: bool = False, kv_dtype: torch.dtype | None = None) -> DecodePlan:
+    def plan(
+        self,
+        *,
+        deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        config: TileConfig | None = None,
+    ) -> DecodePlan:
         """For one query of each sequence, planned."""
         queries, heads, dim = self.q.shape
         plan = DecodePlan(
             max_queries=queries, heads=heads, kv_heads=self.keys.shape[2], head_dim=dim,
             kv_dtype=kv_dtype or self.keys.dtype, device=self.q.device, deterministic=deterministic,
-            max_context=self.tables.shape[1] * BLOCK_SIZE if deterministic else None,
+            max_context=self.tables.shape[1] * BLOCK_SIZE if deterministic else None, config=config,
         )  # fmt: skip
         plan.plan(self.lengths)
         return plan
@@ -106,28 +111,32 @@ def _decode_fp8(bench: Bench, name: str, case: Paged) -> None:
     )
 
 
-def cascade(bench: Bench) -> None:
+def shared(bench: Bench) -> None:
     """Rates are of the KV that has to be read at least: what is shared once, and each sequence's own."""
     batch, own = (3, 24) if bench.smoke else (64, 256)
-    for shared in (32,) if bench.smoke else (2048, 8192):
-        name = f"cascade {batch} x ({shared} + {own})"
+    for common in (32,) if bench.smoke else (512, 2048, 8192):
+        name = f"shared prefix {batch} x ({common} + {own})"
         if not bench.wants(name):
             continue
-        case = paged(bench, batch, shared + own, shared=shared)
-        _, heads, dim = case.q.shape
-        plan = CascadePlan(
-            case.lengths.tolist(), range(batch), [SharedPrefix(range(batch), shared)], heads=heads,
-            kv_heads=case.keys.shape[2], head_dim=dim, kv_dtype=case.keys.dtype, device=bench.device,
-        )  # fmt: skip
-
-        def ours(case: Paged = case, plan: CascadePlan = plan) -> object:
-            return cascade_attention(case.q, case.keys, case.values, case.tables, plan)
-
-        moved = case.kv_bytes
-        bench.bytes(name, "pagewise", ours, moved)
-        bench.bytes(name, "plain decode", case.decode(case.plan()), moved)
+        case = paged(bench, batch, common + own, shared=common)
+        plan, moved = case.plan(), case.kv_bytes
+        plan.share(np.array([(0, batch, common)]), np.arange(batch))
+        plan.plan(case.lengths)
+        bench.bytes(name, "pagewise", case.decode(plan), moved)
+        bench.bytes(f"{name}, each alone", "pagewise", case.decode(case.plan()), moved)
         for who, make in peers.decode(case.q, case.keys, case.values, case.tables, case.lengths):
             bench.peer(who, make, lambda call, who=who, name=name, moved=moved: bench.bytes(name, who, call, moved))  # type: ignore[misc]
+
+
+def sweep(bench: Bench) -> None:
+    """Decode with other tiles: which of them is the fastest is for a device to say."""
+    for batch, context in ((1, 1024), (64, 2048), (256, 1024)):
+        for config in decode_configs(HEADS // KV_HEADS):
+            name = f"sweep {batch} x {context}: tile {config.tile}, {config.num_warps} warps, {config.programs} per SM"
+            if not bench.wants(name):
+                continue
+            case = paged(bench, min(batch, 2) if bench.smoke else batch, min(context, 40) if bench.smoke else context)
+            bench.bytes(name, "pagewise", case.decode(case.plan(config=config)), case.kv_bytes)
 
 
 def prefill(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.kernels.attention import cascade, decode, prefill
+from benchmarks.kernels.attention import decode, prefill, shared, sweep
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.elementwise import elementwise, inputs, linears
 from benchmarks.kernels.sampling import sampling
@@ -22,7 +22,7 @@ from benchmarks.record import record_file, write_record
 
 
 def groups() -> Iterator[tuple[str, Callable[[Bench], None]]]:
-    yield from (("decode", decode), ("cascade", cascade), ("prefill", prefill))
+    yield from (("decode", decode), ("shared", shared), ("prefill", prefill), ("sweep", sweep))
     yield from (("elementwise", elementwise), ("linear", linears), ("inputs", inputs), ("sampling", sampling))
 
 

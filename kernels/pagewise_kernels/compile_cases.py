@@ -6,17 +6,15 @@ from functools import partial
 import torch
 
 from pagewise_kernels.attention import (
-    CascadePlan,
     Chunk,
     DecodePlan,
     PrefillPlan,
     Scales,
-    SharedPrefix,
-    cascade_attention,
     decode_attention,
     prefill_attention,
 )
 from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
@@ -49,6 +47,7 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    config: TileConfig | None = None,
 ) -> None:
     keys, values = (_empty(64, 16, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
     scale = _empty(64, 16, kv_heads, dtype=torch.float32)
@@ -58,7 +57,7 @@ def _attention(
     if kind == "decode":
         plan = DecodePlan(
             max_queries=8, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
-            window=window, deterministic=deterministic, max_context=32768,
+            window=window, deterministic=deterministic, max_context=32768, config=config,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
         decode_attention(q[:8], keys, values, tables, plan, softcap=softcap, scales=scales)
@@ -107,6 +106,13 @@ def _add_spilling() -> None:
         CASES[f"{kind} falcon-7b, spills"] = partial(_attention, bf16, bf16, 71, 1, 64, kind)
 
 
+def _add_sweep() -> None:
+    """What benchmarks compare with the default."""
+    for config in decode_configs(4)[1:]:
+        name = f"decode d128 bf16 tile {config.tile}, {config.num_warps} warps"
+        CASES[name] = partial(_attention, torch.bfloat16, torch.bfloat16, 32, 8, 128, "decode", config=config)
+
+
 def _add_others() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = _name(dtype)
@@ -122,8 +128,6 @@ def _add_others() -> None:
         CASES[f"move_tokens {_name(dtype)}"] = partial(_move_tokens, dtype, 128)
     CASES["move_tokens bf16 interleaved"] = partial(_move_tokens, torch.bfloat16, 64, interleaved=True)
     CASES["move_tokens kv fp8"] = partial(_move_tokens, FP8, 128)
-    CASES["cascade bf16 d128"] = partial(_cascade, torch.bfloat16, 32, 8, 128)
-    CASES["cascade fp32 d64"] = partial(_cascade, torch.float32, 8, 8, 64)
     CASES["decode_inputs"] = _decode_inputs
     for rank, rows in ((16, 16), (16, 64), (64, 16), (256, 64)):
         CASES[f"lora r{rank} bf16 rows {rows}"] = partial(_lora, torch.bfloat16, rank, rows)
@@ -131,15 +135,6 @@ def _add_others() -> None:
     CASES["lora r64 fp32 rows 64"] = partial(_lora, torch.float32, 64, 64)
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
-
-
-def _cascade(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    keys = _empty(64, 16, kv_heads, head_dim, dtype=dtype)
-    plan = CascadePlan(
-        [400] * 16, list(range(16)), [SharedPrefix(range(16), 256)],
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=dtype, device=_META,
-    )  # fmt: skip
-    cascade_attention(_empty(16, heads, head_dim, dtype=dtype), keys, keys, _empty(16, 64, dtype=torch.int32), plan)
 
 
 def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:
@@ -212,4 +207,5 @@ def _sample(dtype: torch.dtype) -> None:
 
 _add_attention()
 _add_spilling()
+_add_sweep()
 _add_others()

@@ -10,12 +10,16 @@ from pagewise_kernels.shapes import power_of_two
 
 @dataclass(slots=True, frozen=True)
 class TileConfig:
-    """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once."""
+    """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once.
+
+    ``programs``: of decode attention, for each multiprocessor; of eight warps there is room for one.
+    """
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
+    programs: int = 2
 
 
 DETERMINISTIC_SPLIT = 1024 if not interpreted() else 32
@@ -29,10 +33,18 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
         return TileConfig(rows, 16, 4, 1)
     if deterministic:
         return deterministic_config(group, dim, kv_bytes, device)
+    if rows >= 64 and kv_bytes < 4:  # many heads share K and V: with four warps, sums do not fit into registers
+        return TileConfig(rows, 64 if dim <= 128 else 32, 8, 3, programs=1)
     # About 16 KiB of K per stage keeps enough bytes in flight with two programs on a multiprocessor.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
     # Five stages are two buffers of K and V: block ids, and the pointers made of them, take the others.
-    return TileConfig(rows, tile, 4, 5 if kv_bytes < 4 else 3)
+    return TileConfig(rows, tile, 4, 5 if kv_bytes < 4 else 2)
+
+
+def decode_configs(group: int) -> list[TileConfig]:
+    """What may be fastest for decodes with heads of 128 in 16 bits, the default first: for benchmarks to find out."""
+    rows = max(16, power_of_two(group))
+    return [TileConfig(rows, 64, 4, 5, 2), TileConfig(rows, 64, 2, 5, 3), TileConfig(rows, 128, 4, 5, 1)]
 
 
 def prefill_config(
@@ -50,7 +62,9 @@ def prefill_config(
         rows = power_of_two(min(longest * group, 64))
         return TileConfig(max(smallest, rows), 64 if dim <= 128 else 32, 4, 2)
     if dim <= 128:
-        return TileConfig(max(smallest, 128), 64, 8, 3)
+        # Hopper has room for tiles of 128 tokens, which take a fifth fewer instructions per token than tiles of 64.
+        # Float8 has to be converted, for which there are no registers left.
+        return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
     return TileConfig(max(smallest, 128 if is_hopper(device) else 64), 32, 8, 2)
 
 
@@ -58,10 +72,14 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
     """One shape for decode and prefill: the tensor cores sum in the same order for both."""
     if kv_bytes == 4:
         return TileConfig(max(16, power_of_two(group)), 32 if dim <= 128 else 16, 4, 2)
-    rows = 64 if is_hopper(device) else 32
-    return TileConfig(max(rows, power_of_two(group)), 64 if dim <= 128 else 32, 4, 2)
+    if dim > 128:
+        # Rows of 64, which Hopper's tensor cores want, spill: prefill keeps the sums of two stretches at a time.
+        return TileConfig(max(32, power_of_two(group)), 64, 8, 2, programs=1)
+    if is_hopper(device):
+        return TileConfig(max(64, power_of_two(group)), 64, 8, 2, programs=1)
+    return TileConfig(max(32, power_of_two(group)), 64, 4, 2)
 
 
-def decode_programs(device: torch.device) -> int:
-    """Programs of the static grid of decode attention: two for each multiprocessor."""
-    return 2 * num_sms(device) if not interpreted() else 3
+def decode_programs(device: torch.device, config: TileConfig) -> int:
+    """Programs of the static grid of decode attention."""
+    return config.programs * num_sms(device) if not interpreted() else 3

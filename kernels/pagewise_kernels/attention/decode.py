@@ -1,5 +1,9 @@
 """Decode attention: one query per sequence over its paged context."""
 
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagewise_kernels.attention.checks import Scales, check_attention, check_out
@@ -9,13 +13,16 @@ from pagewise_kernels.attention.config import (
     decode_config,
     decode_programs,
 )
-from pagewise_kernels.attention.kernel import UNIT_FIELDS, reduce_kernel
+from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.plan_kernel import plan_decode_kernel
-from pagewise_kernels.attention.run import run_attention
-from pagewise_kernels.launch import launch
+from pagewise_kernels.attention.run import Parts, run_attention
+from pagewise_kernels.attention.sharing import no_shared, shared_table, views
+from pagewise_kernels.launch import interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
 NO_WINDOW = 2**30
+LEAST_SHARED = 256 if not interpreted() else 16
+"""Context tokens that are worth reading once for several queries: each of them has a part more to store and merge."""
 
 
 class DecodePlan:
@@ -25,6 +32,10 @@ class DecodePlan:
         max_queries: most sequences of a step. heads, kv_heads, head_dim: of the model. kv_dtype: of the KV pool.
         window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         max_context: longest context in tokens; needed with ``deterministic``, where parts do not depend on the batch.
+        config: tiles and programs, by default those of ``decode_config``.
+
+    ``can_share``: whether queries may read a shared prefix together (``share``): a tile has room for several of them,
+    there is no window, and parts may depend on the batch.
 
     Raises:
         ValueError: ``deterministic`` without ``max_context``.
@@ -42,22 +53,27 @@ class DecodePlan:
         window: int | None = None,
         deterministic: bool = False,
         max_context: int | None = None,
+        config: TileConfig | None = None,
     ) -> None:
         self.window = window
         self.deterministic = deterministic
-        self.config: TileConfig = decode_config(
+        self.config: TileConfig = config or decode_config(
             heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
         # One program for each run and KV head.
-        num_runs = max(1, decode_programs(device) // kv_heads)
+        num_runs = max(1, decode_programs(device, self.config) // kv_heads)
         self.programs = num_runs * kv_heads
         self.split_tiles = DETERMINISTIC_SPLIT // self.config.tile if deterministic else 0
+        self._at_once = self.config.rows // (heads // kv_heads)
+        self.can_share = self._at_once > 1 and window is None and not deterministic
         if deterministic:
             if max_context is None:
                 raise ValueError("deterministic decode attention has to know max_context")
-            max_units = max_queries * -(-max_context // DETERMINISTIC_SPLIT)
+            max_units = max_parts = max_queries * -(-max_context // DETERMINISTIC_SPLIT)
         else:
-            max_units = num_runs + max_queries
+            # A run of work ends in the middle of one query, or of one shared stretch, which are fewer than the queries.
+            max_units = num_runs + max_queries * (2 if self.can_share else 1)
+            max_parts = num_runs * self._at_once + 2 * max_queries if self.can_share else max_units
         self.max_queries = max_queries
 
         def ints(*shape: int) -> torch.Tensor:
@@ -66,8 +82,40 @@ class DecodePlan:
         self._rows_in_order = torch.arange(max_queries, dtype=torch.int32, device=device)
         self.positions, self.first_parts, self.num_parts = ints(max_queries), ints(max_queries), ints(max_queries)
         self.units, self.num_units, self.first_units = ints(max_units, UNIT_FIELDS), ints(2), ints(num_runs)
-        self.parts = torch.empty(max_units, heads, head_dim, dtype=torch.float32, device=device)
-        self.part_highs = torch.empty(max_units, heads, dtype=torch.float32, device=device)
+        self.parts = Parts(
+            torch.empty(max_parts, heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(max_parts, heads, dtype=torch.float32, device=device),
+            self.first_parts,
+            self.num_parts,
+            ints(max_queries, kv_heads),
+        )
+        self._slot_counts = ints(2 * max_queries)
+        self._shared = torch.from_numpy(no_shared(max_queries)).to(device)
+        self._is_sharing = False
+
+    def share(
+        self,
+        prefixes: npt.NDArray[np.int64],
+        members: npt.NDArray[np.int64],
+        upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] = torch.from_numpy,
+    ) -> None:
+        """Let queries of the following steps read shared prefixes together, until this is called anew.
+
+        ``prefixes`` [n, 3] (begin, count, tokens): the queries members[begin : begin + count] have equal block tables
+        for the first ``tokens`` tokens, and longer contexts than that. No query is in two prefixes. What is shorter
+        than LEAST_SHARED tokens is not shared, and nothing is by a plan that cannot (``can_share``). ``upload`` brings
+        an array to the device. Without prefixes, nothing is copied unless there were some before.
+
+        Raises:
+            ValueError: a query is in two prefixes, or is none.
+        """
+        if not self.can_share or (not len(prefixes) and not self._is_sharing):
+            return
+        table = shared_table(
+            prefixes, members, self.max_queries, at_once=self._at_once, tile=self.config.tile, least=LEAST_SHARED
+        )
+        self._is_sharing = bool(table[0])
+        self._shared.copy_(upload(table))
 
     def plan(self, lengths: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Share out contexts of ``lengths`` int32 [queries] tokens, the new one included; 0 is a query that pads.
@@ -84,6 +132,7 @@ class DecodePlan:
             raise ValueError(
                 f"lengths are int32 of at most {self.max_queries} queries, not {lengths.dtype} {list(lengths.shape)}"
             )
+        count = len(lengths)
         launch(
             plan_decode_kernel,
             (1,),
@@ -95,15 +144,23 @@ class DecodePlan:
             self.first_units,
             self.first_parts,
             self.num_parts,
-            len(lengths),
+            *views(self._shared, self.max_queries),
+            self._slot_counts,
+            count,
             len(self.first_units),
             self.window or NO_WINDOW,
             self.units.shape[0],
             TILE=self.config.tile,
             SPLIT_TILES=self.split_tiles,
-            N=power_of_two(len(lengths)),
+            SHARING=self.can_share,
+            N=power_of_two(count + count // 2 if self.can_share else count),
             num_warps=4,
         )
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """The queries of units with several of them; None where there are no such units."""
+        return views(self._shared, self.max_queries).order if self.can_share else None
 
 
 def decode_attention(
@@ -130,53 +187,14 @@ def decode_attention(
     shape = check_attention(q, keys, values, tables, scales)
     out = check_out(q, out)
     queries = q.shape[0]
-    if queries > plan.max_queries or plan.parts.shape[1:] != q.shape[1:]:
+    if queries > plan.max_queries or plan.parts.values.shape[1:] != q.shape[1:]:
         raise ValueError(
-            f"the plan is for {plan.max_queries} queries of {list(plan.parts.shape[1:])}, q is {list(q.shape)}"
+            f"the plan is for {plan.max_queries} queries of {list(plan.parts.values.shape[1:])}, q is {list(q.shape)}"
         )
     run_attention(
         q, keys, values, tables, out, shape, plan.config,
         positions=plan.positions, units=plan.units, num_units=plan.num_units, programs=plan.programs,
-        parts=(plan.parts, plan.part_highs, plan.first_parts),
-        first_units=None if plan.deterministic else plan.first_units,
+        parts=plan.parts, order=plan.order, first_units=None if plan.deterministic else plan.first_units,
         scale=scale, softcap=softcap, window=plan.window, scales=scales, strict=plan.deterministic,
     )  # fmt: skip
-    merge_parts(out, plan.parts, plan.part_highs, plan.first_parts, plan.num_parts, strict=plan.deterministic)
     return out
-
-
-def merge_parts(
-    out: torch.Tensor,
-    parts: torch.Tensor,
-    part_highs: torch.Tensor,
-    first_parts: torch.Tensor,
-    num_parts: torch.Tensor,
-    *,
-    even_one: bool = False,
-    strict: bool = False,
-) -> None:
-    """Merge the parts of queries that have more than one into ``out`` [queries, heads, head_dim].
-
-    parts float32 [n, heads, head_dim] and part_highs [n, heads] (log2 of the weight): those of query i are
-    ``first_parts[i]`` and the ``num_parts[i] - 1`` after it. ``even_one``: a single part is not in ``out`` yet either.
-    ``strict``: one after the other.
-    """
-    queries, heads, head_dim = out.shape
-    launch(
-        reduce_kernel,
-        (queries, heads),
-        parts,
-        part_highs,
-        first_parts,
-        num_parts,
-        out,
-        out.stride(0),
-        out.stride(1),
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        DIM=max(16, power_of_two(head_dim)),
-        PARTS=1 if strict else 16,
-        LEAST=1 if even_one else 2,
-        num_warps=1 if strict else 4,
-        enable_fp_fusion=not strict,
-    )

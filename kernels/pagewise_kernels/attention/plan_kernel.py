@@ -14,31 +14,61 @@ def plan_decode_kernel(
     first_units,
     first_parts,
     num_parts,
+    num_items,
+    item_of,
+    order,
+    item_firsts,
+    item_sizes,
+    item_tokens,
+    slot_counts,
     num_queries,
     num_runs,
     window,
     max_units,
     TILE: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
+    SHARING: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program: units of one query each for ``attention_kernel``.
+    """One program: units for ``attention_kernel``.
 
     ``lengths`` [num_queries]: context tokens, 0 for none; ``rows`` [num_queries]: of the block tables. The tiles of all
     contexts, one after the other, are cut into ``num_runs`` runs of equal length, whose first units go into
     ``first_units``; where a run crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0,
     each context is cut after every SPLIT_TILES of its own, so that its parts never depend on the batch. ``num_units``
     gets the number of units, and that of runs with any. ``window``: tokens that count, a large number for all of them.
+
+    With ``SHARING`` there are also ``num_items`` [1] shared stretches: the first ``item_tokens`` (whole tiles) of the
+    contexts of ``item_sizes`` queries, those at ``item_firsts`` and after it in ``order``. They are cut like contexts,
+    which begin behind them: that of query i behind stretch ``item_of[i]``, unless that is -1.
+
+    Each query has parts from ``first_parts`` on, ``num_parts`` of them: those of its stretch, then those of its own. A
+    query without context, which pads the batch, gets a unit without tokens, whose result is zeros: what lies in
+    uninitialised memory should not go on from here.
     """
-    queries = tl.arange(0, N)
-    there = queries < num_queries
-    length = tl.load(lengths + queries, mask=there, other=0)
-    row = tl.load(rows + queries, mask=there, other=0)
-    tl.store(positions + queries, length - 1, mask=there)
+    slots = tl.arange(0, N)  # queries, and behind them the shared stretches
+    is_query = slots < num_queries
+    there = is_query
+    length = tl.load(lengths + slots, mask=is_query, other=0)
+    row = tl.load(rows + slots, mask=is_query, other=0)
+    tl.store(positions + slots, length - 1, mask=is_query)
     first_tile = tl.maximum(length - window, 0) // TILE
+    first_query = slots
+    size_of = tl.full([N], 1, tl.int32)
+    if SHARING:
+        item = slots - num_queries
+        is_item = (item >= 0) & (item < tl.load(num_items))
+        there = is_query | is_item
+        first_query = tl.where(is_item, tl.load(item_firsts + item, mask=is_item, other=0), slots)
+        size_of = tl.load(item_sizes + item, mask=is_item, other=1)
+        length = tl.where(is_item, tl.load(item_tokens + item, mask=is_item, other=0), length)
+        leader = tl.load(order + first_query, mask=is_item, other=0)
+        row = tl.where(is_item, tl.load(rows + leader, mask=is_item, other=0), row)
+        stretch = tl.load(item_of + slots, mask=is_query, other=-1)
+        first_tile = tl.load(item_tokens + stretch, mask=stretch >= 0, other=0) // TILE
     if SPLIT_TILES > 0:
         first_tile = first_tile // SPLIT_TILES * SPLIT_TILES
-    tiles = (length + TILE - 1) // TILE - first_tile
+    tiles = tl.where(there, tl.maximum((length + TILE - 1) // TILE - first_tile, 1), 0)
     total = tl.sum(tiles, 0)
     if SPLIT_TILES > 0:
         size = SPLIT_TILES
@@ -47,10 +77,17 @@ def plan_decode_kernel(
         size = tl.maximum((total + num_runs - 1) // num_runs, 1)
         begin = tl.cumsum(tiles, 0) - tiles
     first_run = begin // size
-    count = tl.where(tiles > 0, (begin + tiles - 1) // size - first_run + 1, 0)
+    count = tl.where(there, (begin + tiles - 1) // size - first_run + 1, 0)
     first = tl.cumsum(count, 0) - count
-    tl.store(first_parts + queries, first, mask=there)
-    tl.store(num_parts + queries, count, mask=there)
+    before = slots * 0
+    if SHARING:
+        # By way of memory each query learns of how many parts its stretch consists.
+        tl.store(slot_counts + slots, count, mask=there)
+        tl.debug_barrier()
+        before = tl.load(slot_counts + num_queries + stretch, mask=stretch >= 0, other=0)
+    parts = tl.where(is_query, before + count, 0)
+    tl.store(first_parts + slots, tl.cumsum(parts, 0) - parts, mask=is_query)
+    tl.store(num_parts + slots, parts, mask=is_query)
     tl.store(num_units, tl.minimum(tl.sum(count, 0), max_units))
     tl.store(num_units + 1, (total + size - 1) // size)
     for part in range(tl.max(count, 0)):
@@ -61,11 +98,11 @@ def plan_decode_kernel(
         high = tl.minimum((run + 1) * size, begin + tiles)
         start = (first_tile + low - begin) * TILE
         at = units + unit * 6
-        tl.store(at, queries, mask=valid)
-        tl.store(at + 1, tl.full([N], 1, tl.int32), mask=valid)
+        tl.store(at, first_query, mask=valid)
+        tl.store(at + 1, size_of, mask=valid)
         tl.store(at + 2, row, mask=valid)
         tl.store(at + 3, start, mask=valid)
         tl.store(at + 4, tl.minimum(start + (high - low) * TILE, length), mask=valid)
-        tl.store(at + 5, tl.where(count > 1, part, -1), mask=valid)
+        tl.store(at + 5, tl.where(parts == 1, -1, before + part), mask=valid)
         if SPLIT_TILES == 0:
             tl.store(first_units + run, unit, mask=valid & (low == run * size))

@@ -166,6 +166,7 @@ class DecodeGraphs:
         padded = np.full((2, size), self._padding, np.int32)
         padded[1] = 0
         padded[0, :count], padded[1, :count] = rows, lengths
+        self._backend.share_prefixes(rows, lengths)
         ints = self._upload(padded)
         self._rows[:size].copy_(ints[0])
         self._lengths[:size].copy_(ints[1])

@@ -10,11 +10,14 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.attention.shared_prefixes import shared_prefixes
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
+
+_NOTHING_SHARED = (np.zeros((0, 3), np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,12 +120,16 @@ class TritonBackend:
         self._device = device
         self.upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
+        # The prefixes of the decodes of ``_shared_rows``, none longer than ``_shared_blocks`` blocks.
+        self._shared = _NOTHING_SHARED
+        self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
         self._batch = batch
+        self._shared, self._shared_blocks = _NOTHING_SHARED, 0
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
         """Return the decode plan for layers of one kind. Every step reuses it, with its buffers."""
@@ -138,9 +145,30 @@ class TritonBackend:
             chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
             offset += chunk.size
         lengths = positions[:decodes] + 1
+        self.share_prefixes(rows[:decodes], lengths)
         ints = self.upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
         slots = self.upload(batch.slot_mapping(rows, positions))
         return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
+
+    def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
+        """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read what they share once.
+
+        This has to be called before each step with decodes, a replay of a CUDA graph too: the plans read their prefixes
+        from static buffers. Only layers without a sliding window share, and none in deterministic mode.
+
+        To look for prefixes takes 0.2 ms for 256 decodes that share one, and 12 µs if they share nothing. So what was
+        found is kept while the same rows decode and the blocks that they share are the same.
+        """
+        if self._shared_blocks and np.array_equal(rows, self._shared_rows):
+            return
+        if self._plans and not any(plan.can_share for plan in self._plans.values()):
+            return
+        self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
+        prefixes, _ = self._shared
+        self._shared_rows = rows.copy()
+        self._shared_blocks = int(prefixes[:, 2].max()) // self._batch.block_size if len(prefixes) else 0
+        for plan in self._plans.values():
+            plan.share(*self._shared, self.upload)
 
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
         """Return the attention of a step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
@@ -151,13 +179,15 @@ class TritonBackend:
         changed = work.changed_tables
         if not changed:
             return
+        if any(start < self._shared_blocks for _, start, _ in changed):
+            self._shared_blocks = 0
         width = self.tables.shape[1]
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
         values = np.concatenate([self._batch.block_tables[row, start:stop] for row, start, stop in changed])
         self.tables.view(-1).index_copy_(0, self.upload(where), self.upload(values))
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
-        return DecodePlan(
+        plan = DecodePlan(
             max_queries=len(self.tables),
             heads=kind.heads,
             kv_heads=kind.kv_heads,
@@ -168,6 +198,8 @@ class TritonBackend:
             deterministic=self.deterministic,
             max_context=self._max_model_len,
         )
+        plan.share(*self._shared, self.upload)
+        return plan
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:
