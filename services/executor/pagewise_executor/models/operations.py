@@ -1,5 +1,6 @@
 """The small operations of a fused decoder layer, in PyTorch, in Triton, and in C for the CPU."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,8 +25,27 @@ class AttentionShape(NamedTuple):
     window: int | None
 
 
+class Rotation(NamedTuple):
+    """RoPE of a step. ``cos``, ``sin`` [tokens, head_dim]: of each token, the two halves are equal.
+
+    With ``positions`` int64 [tokens] they are those of all positions, [max_model_len, head_dim / 2].
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
+Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Positions [n] to cos and sin [n, head_dim], whose two halves are equal."""
+
+
 class Operations(Protocol):
-    """What a fused layer computes between its matrix products."""
+    """What a fused decoder computes between its matrix products."""
+
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
+        """Return what makes the rotation of a step of its positions int64 [tokens], which are below max_model_len."""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the RMSNorm of x [tokens, size]."""
@@ -40,14 +60,13 @@ class Operations(Protocol):
         layer: PagedLayer,
         qkv: torch.Tensor,
         shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """Normalise the heads, rotate queries and keys, write K and V, and attend over the block tables.
 
-        ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; cos and sin [tokens, head_dim], whose
-        two halves are equal. Returns [tokens, heads, head_dim].
+        ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; ``rotation`` is one of ``rotations``.
+        Returns [tokens, heads, head_dim].
         """
         ...
 
@@ -56,7 +75,15 @@ class Operations(Protocol):
         ...
 
 
-class _AttendInSteps:
+class _RotationsByStep:
+    """``rotations`` that compute cosines and sines in every step."""
+
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
+        """See ``Operations``."""
+        return lambda positions: Rotation(*angles(positions))
+
+
+class _AttendInSteps(_RotationsByStep):
     """``attend`` by the norm and the rotation of other operations, one after the other."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,8 +99,7 @@ class _AttendInSteps:
         layer: PagedLayer,
         qkv: torch.Tensor,
         shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """See ``Operations``."""
@@ -81,7 +107,7 @@ class _AttendInSteps:
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if head_norm is not None:
             qk = self.rms_norm(qk, head_norm.weight, head_norm.eps)
-        qk = self.rope(qk, cos, sin)
+        qk = self.rope(qk, rotation.cos, rotation.sin)
         return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
 
 
@@ -136,7 +162,7 @@ class TritonOperations(_AttendInSteps):
         return self._rope(x, cos[:, :half], sin[:, :half])
 
 
-class CpuOperations:
+class CpuOperations(_RotationsByStep):
     """These operations in C, each in one pass over the data."""
 
     def __init__(self) -> None:
@@ -153,12 +179,11 @@ class CpuOperations:
         layer: PagedLayer,
         qkv: torch.Tensor,
         shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """See ``Operations``."""
-        from pagewise_kernels.cpu.attention import Rotation
+        from pagewise_kernels.cpu import attention
 
         from pagewise_executor.attention.cpu_attention import CpuStepAttention
 
@@ -166,5 +191,6 @@ class CpuOperations:
         assert isinstance(step, CpuStepAttention)
         rotated = shape.heads + shape.kv_heads
         q, k, v = qkv[:, : shape.heads], qkv[:, shape.heads : rotated], qkv[:, rotated:]
-        rotation = Rotation(cos, sin, *head_norm) if head_norm is not None else Rotation(cos, sin)
-        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=rotation)
+        weight, eps = head_norm if head_norm is not None else (None, 0.0)
+        turned = attention.Rotation(rotation.cos, rotation.sin, weight, eps)
+        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=turned)

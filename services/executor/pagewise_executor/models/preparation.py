@@ -15,7 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
-from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.fused import fuse_decoder, fuse_layers
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
@@ -28,6 +28,7 @@ def prepare(
     model: nn.Module,
     kernels: Kernels,
     num_layers: int,
+    max_model_len: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
 ) -> None:
@@ -48,6 +49,8 @@ def prepare(
         if device.type == "cpu" and not config.deterministic:
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
+    if fused:
+        fuse_decoder(model, operations, max_model_len)
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
