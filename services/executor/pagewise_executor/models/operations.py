@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from pagewise_executor.attention.backend import PagedLayer
 
+_POSITIONS_AT_ONCE = 8192
+"""The most positions whose angles are computed at once, in float32."""
+
 
 class HeadNorm(NamedTuple):
     """An RMSNorm of each query and key: ``weight`` [heads + kv_heads, head_dim]."""
@@ -83,16 +86,19 @@ class _RotationsByStep:
         return lambda positions: Rotation(*angles(positions))
 
 
-class _AttendInSteps(_RotationsByStep):
-    """``attend`` by the norm and the rotation of other operations, one after the other."""
+class TorchOperations(_RotationsByStep):
+    """These operations in PyTorch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``; also for x [tokens, heads, size] with a weight [heads, size]."""
-        raise NotImplementedError
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return weight * (wide * scale).to(x.dtype)
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]."""
-        raise NotImplementedError
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See ``Operations``."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
 
     def attend(
         self,
@@ -107,32 +113,8 @@ class _AttendInSteps(_RotationsByStep):
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if head_norm is not None:
             qk = self.rms_norm(qk, head_norm.weight, head_norm.eps)
-        qk = self.rope(qk, rotation.cos, rotation.sin)
+        qk = _rotate(qk, rotation)
         return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
-
-
-class TorchOperations(_AttendInSteps):
-    """These operations in PyTorch, on any device."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(x.dtype)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
-        residual += x
-        return self.rms_norm(residual, weight, eps)
-
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See ``Operations``."""
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, None], sin[:, None, :half]
-        rotated = x * cos
-        rotated[..., :half].addcmul_(x[..., half:], sin, value=-1)
-        rotated[..., half:].addcmul_(x[..., :half], sin)
-        return rotated
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See ``Operations``."""
@@ -140,26 +122,49 @@ class TorchOperations(_AttendInSteps):
         return F.silu(gate).mul_(up)
 
 
-class TritonOperations(_AttendInSteps):
-    """These operations by the Triton kernels; ``rope`` works in place."""
+class TritonOperations:
+    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device."""
 
     def __init__(self) -> None:
-        from pagewise_kernels import rms_norm, rope, silu_mul
+        from pagewise_kernels import rms_norm, rope_write_kv, silu_mul
 
-        self._rms_norm, self._rope, self.silu_mul = rms_norm.rms_norm, rope.rope, silu_mul.silu_mul
+        self.rms_norm, self.silu_mul = rms_norm.rms_norm, silu_mul.silu_mul
+        self._rope_write_kv = rope_write_kv.rope_write_kv
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """See ``Operations``."""
-        return self._rms_norm(x, weight, eps)
+        tables: list[list[torch.Tensor]] = [[], []]
+        for start in range(0, max_model_len, _POSITIONS_AT_ONCE):
+            positions = torch.arange(start, min(max_model_len, start + _POSITIONS_AT_ONCE), device=device)
+            for table, values in zip(tables, angles(positions), strict=True):
+                table.append(values[:, : values.shape[1] // 2].contiguous())
+        cos, sin = map(torch.cat, tables)
+        return lambda positions: Rotation(cos, sin, positions)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
-        return self._rms_norm(x, weight, eps, residual=residual)
+        return self.rms_norm(x, weight, eps, residual=residual)
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        rotation: Rotation,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
         """See ``Operations``."""
-        half = x.shape[-1] // 2
-        return self._rope(x, cos[:, :half], sin[:, :half])
+        from pagewise_executor.attention.triton_attention import TritonStep, scales_of
+
+        step = layer.forward_context.step
+        assert isinstance(step, TritonStep)
+        assert rotation.positions is not None
+        weight, eps = head_norm if head_norm is not None else (None, 0.0)
+        self._rope_write_kv(
+            qkv, rotation.positions, rotation.cos, rotation.sin, layer.keys, layer.values, step.slots,
+            head_norm=weight, eps=eps, scales=scales_of(layer),
+        )  # fmt: skip
+        return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 
 class CpuOperations(_RotationsByStep):
@@ -194,3 +199,13 @@ class CpuOperations(_RotationsByStep):
         weight, eps = head_norm if head_norm is not None else (None, 0.0)
         turned = attention.Rotation(rotation.cos, rotation.sin, weight, eps)
         return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=turned)
+
+
+def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Return the rotated x [tokens, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None, :half]
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin)
+    return rotated
