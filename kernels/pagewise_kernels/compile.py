@@ -1,6 +1,6 @@
 """Compiles kernels for a GPU that need not be there, and says what they take of it.
 
-    python -m pagewise_kernels.compile --target 90 [--only TEXT] [--without TEXT] [--json]
+    python -m pagewise_kernels.compile --target 90 [--only TEXT] [--without TEXT] [--loops CASE] [--json]
 
 The public functions are called with tensors that hold no data; every launch they would make is compiled instead, for
 the device of the given compute capability, with the configuration that they choose for it.
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,13 +27,15 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from pagewise_kernels.compile_cases import CASES
 from pagewise_kernels.launch import interpreted, watch_launches
+from pagewise_kernels.machine_code import loop_sizes
 
 
 @dataclass(slots=True, frozen=True)
 class Compiled:
     """A compiled kernel: ``registers`` per thread, ``spilled`` bytes per thread, ``shared`` bytes per program.
 
-    ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing).
+    ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing). ``loops``: instructions of its innermost loops
+    in the order of the code, None where they were not asked for (the disassembler takes 0.4 s per kernel).
     """
 
     case: str
@@ -44,6 +46,7 @@ class Compiled:
     spilled: int
     shared: int
     mma: str
+    loops: list[int] | None = None
 
 
 class _Target:
@@ -66,8 +69,10 @@ class _Target:
 
 
 @contextmanager
-def compiling(capability: int, case: str = "") -> Iterator[list[Compiled]]:
+def compiling(capability: int, case: str = "", *, loops: bool = False) -> Iterator[list[Compiled]]:
     """Within it, launches are compiled for ``capability`` (90 for Hopper) and listed instead of run.
+
+    ``loops``: the instructions of their loops are counted.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.
@@ -80,7 +85,8 @@ def compiling(capability: int, case: str = "") -> Iterator[list[Compiled]]:
     driver.set_active(_Target(capability))
 
     def watch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        found.append(_compile(case, capability, kernel, arguments, options))
+        compiled = _compile(case, capability, kernel, arguments, options, loops=loops)
+        found.append(compiled)
 
     watch_launches(watch, capability)
     try:
@@ -90,14 +96,25 @@ def compiling(capability: int, case: str = "") -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def _compile(case: str, capability: int, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+def _compile(
+    case: str, capability: int, kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], *, loops: bool
+) -> Compiled:
     binary = kernel.warmup(*arguments, grid=(1,), **options)
     ptx: str = binary.asm["ptx"]
     registers, spilled = _resources(ptx, capability)
     constants = {name: str(value) for name, value in options.items() if name.isupper()}
     mma = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else ""
+    sizes = loop_sizes(binary.asm["cubin"]) if loops else None
     return Compiled(
-        case, kernel.__name__, constants, binary.metadata.num_warps, registers, spilled, binary.metadata.shared, mma
+        case,
+        kernel.__name__,
+        constants,
+        binary.metadata.num_warps,
+        registers,
+        spilled,
+        binary.metadata.shared,
+        mma,
+        sizes,
     )
 
 
@@ -116,18 +133,18 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), int(stores[1]) if stores else 0
 
 
-def compile_case(name: str, capability: int) -> list[Compiled]:
-    """Compile every launch of one case of ``compile_cases``."""
+def compile_case(name: str, capability: int, loops: bool = False) -> list[Compiled]:
+    """Compile every launch of one case of ``compile_cases``, and count the instructions of their ``loops``."""
     run: Callable[[], None] = CASES[name]
-    with compiling(capability, name) as found:
+    with compiling(capability, name, loops=loops) as found:
         run()
     return found
 
 
-def compile_cases(names: list[str], capability: int, processes: int) -> list[Compiled]:
-    """The same for many, in several processes."""
+def compile_cases(names: list[str], capability: int, processes: int, loops: Collection[str] = ()) -> list[Compiled]:
+    """The same for many, in several processes; ``loops``: the cases whose loops are counted."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        results = pool.map(compile_case, names, [capability] * len(names))
+        results = pool.map(compile_case, names, [capability] * len(names), [name in loops for name in names])
         return [compiled for result in results for compiled in result]
 
 
@@ -139,17 +156,18 @@ def main() -> None:
     parser.add_argument("--target", type=int, default=90, help="compute capability, 90 for Hopper (default: 90)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--without", default="no such case", help="no cases whose name contains this")
+    parser.add_argument("--loops", action="append", default=[], metavar="CASE", help="count instructions of its loops")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel instead of a table")
     args = parser.parse_args()
     names = [name for name in CASES if args.only in name and args.without not in name]
-    for compiled in compile_cases(names, args.target, len(os.sched_getaffinity(0))):
+    for compiled in compile_cases(names, args.target, len(os.sched_getaffinity(0)), args.loops):
         if args.json:
             print(json.dumps(asdict(compiled)))
         else:
             print(
                 f"{compiled.case:<34} {compiled.kernel:<20} {compiled.num_warps:>2} warps "
                 f"{compiled.registers:>4} registers {compiled.spilled:>5} B spilled {compiled.shared:>7} B shared "
-                f"{compiled.mma}"
+                f"{compiled.mma}{f' loops {compiled.loops}' if compiled.loops else ''}"
             )
     sys.stdout.flush()
 

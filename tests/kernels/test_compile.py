@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from pagewise_kernels.machine_code import loop_sizes_of_text
+
+from tests.kernels.bars import BARS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 NUM_KERNELS = 19
@@ -16,7 +19,10 @@ MOST_SPILLED = 96
 def compiled(target: int) -> list[dict[str, object]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pagewise_kernels.compile", "--target", str(target), "--json"]
-    command += ["--without", "fp8"] if target == 80 else []  # compute capability 8.9 brought it
+    if target == 90:
+        command += [f"--loops={case}" for case in sorted({case for case, _ in BARS})]
+    else:
+        command += ["--without", "fp8"]  # compute capability 8.9 brought it
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "FP_FUSION" not in done.stderr, "Triton warns where a launch does not say"
@@ -36,3 +42,47 @@ def test_kernels_compile_without_a_gpu(target: int) -> None:
         if kernel["kernel"] == "attention_kernel" and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
+    if target == 90:
+        check_bars(found)
+
+
+def check_bars(found: list[dict[str, object]]) -> None:
+    """What is fast by the instructions that it takes stays so: another compiler or another line may double them."""
+    failed, seen = [], set()
+    for kernel in found:
+        key = str(kernel["case"]), str(kernel["kernel"])
+        if (bar := BARS.get(key)) is None:
+            continue
+        seen.add(key)
+        taken = kernel["registers"], kernel["loops"], kernel["spilled"]
+        if (
+            int(str(kernel["registers"])) > bar.registers
+            or int(str(kernel["spilled"])) > bar.spilled
+            or len(kernel["loops"]) != len(bar.loops)  # type: ignore[arg-type]
+            or any(size > most for size, most in zip(kernel["loops"], bar.loops, strict=True))  # type: ignore[call-overload]
+        ):
+            failed.append(f"{key}: registers, loops, spilled are {taken}, at most {tuple(bar)} are allowed")
+    assert not failed, "\n".join(failed)
+    assert seen == set(BARS), f"no case compiles {set(BARS) - seen}"
+
+
+def test_innermost_loops_are_counted() -> None:
+    code = """
+    .L_x_0:
+            /*0000*/ MOV R1, R2 ;
+    .L_x_1:
+            /*0010*/ IADD3 R1, R1, R2, RZ ;
+            /*0020*/ @P0 BRA `(.L_x_1) ;
+            /*0030*/ @!P1 BRA `(.L_x_3) ;
+    .L_x_2:
+            /*0040*/ IADD3 R1, R1, R2, RZ ;
+            /*0050*/ @P2 BRA `(.L_x_2) ;
+            /*0060*/ FADD R3, R3, R4 ;
+            /*0070*/ @P3 BRA.U `(.L_x_2) ;
+            /*0080*/ @P4 BRA `(.L_x_0) ;
+    .L_x_3:
+            /*0090*/ EXIT ;
+    .L_x_4:
+            /*00a0*/ BRA `(.L_x_4) ;
+    """
+    assert loop_sizes_of_text(code) == [2, 4]
