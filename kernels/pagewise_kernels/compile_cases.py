@@ -19,6 +19,7 @@ from pagewise_kernels.attention import (
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
@@ -104,6 +105,7 @@ def _add_others() -> None:
         CASES[f"rope_write_kv {name}"] = partial(_rope_write_kv, dtype, dtype)
         CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
         CASES[f"linear {name}"] = partial(_linear, dtype)
+        CASES[f"gated_linear {name}"] = partial(_gated_linear, dtype)
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
@@ -167,6 +169,11 @@ def _silu_mul(dtype: torch.dtype) -> None:
 
 def _linear(dtype: torch.dtype) -> None:
     linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
+
+
+def _gated_linear(dtype: torch.dtype) -> None:
+    for rows in (1, 32, 64):
+        gated_linear(_empty(rows, 4096, dtype=dtype), _empty(28672, 4096, dtype=dtype))
 
 
 def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from pagewise_kernels.attention import Scales
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
@@ -214,6 +215,22 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int], device: torch.devi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
+    ("rows", "size_in", "size"),
+    [(1, 40, 20), (17, 64, 33), *(pytest.param(rows, 4096, 14336, marks=pytest.mark.gpu) for rows in (1, 32, 64))],
+)
+def test_gated_linear(dtype: torch.dtype, rows: int, size_in: int, size: int, device: torch.device) -> None:
+    x = torch.randn(rows, size_in, device=device).to(dtype)
+    weight = (torch.randn(2 * size, size_in, device=device) / size_in**0.5).to(dtype)
+    bias = torch.randn(2 * size, device=device).to(dtype)
+    for given in (None, bias):
+        gate_up = x.double() @ weight.double().T + (0 if given is None else given.double())
+        expected = oracles.silu_mul(gate_up)
+        tolerance = {name: 2 * value for name, value in TOLERANCE[dtype].items()}  # rounded three times
+        torch.testing.assert_close(gated_linear(x, weight, given).double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
     ("rows", "size_in", "size_out"), [(1, 40, 50), (37, 96, 33), pytest.param(300, 4096, 6144, marks=pytest.mark.gpu)]
 )
 def test_linear_equals_the_oracle_and_rows_are_independent(
@@ -263,6 +280,12 @@ def test_wrong_shapes_are_refused() -> None:
         linear(x, torch.zeros(3, 7))
     with pytest.raises(TypeError, match="of one floating-point type"):
         linear(x, torch.zeros(3, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="gated_linear takes"):
+        gated_linear(x, torch.zeros(4, 7))
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        gated_linear(torch.zeros(65, 8), torch.zeros(4, 8))
+    with pytest.raises(TypeError, match="of one floating-point type"):
+        gated_linear(x, torch.zeros(4, 8, dtype=torch.float16))
     ids = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ids is torch\.int64"):
         decode_inputs(ids, ids, x, ids, block_size=4, ids=ids, positions=ids, slots=ids)

@@ -111,8 +111,8 @@ class FusedDecoderLayer(nn.Module):
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
         output = self.out(attended.reshape(len(residual), -1))
-        gate_up = self.gate_up(compute.add_rms_norm(output, residual, after.weight, after.eps))
-        return self.down(compute.silu_mul(gate_up))  # type: ignore[no-any-return]
+        normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
+        return self.down(compute.gated(self.gate_up, normed))  # type: ignore[no-any-return]
 
 
 class _NormWeight(nn.Module):

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
 
@@ -73,8 +74,9 @@ class Operations(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) · up [tokens, size] of gate_up [tokens, 2 · size]."""
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) · up [tokens, size] of what the linear layer ``gate_up`` makes of x [tokens, hidden]:
+        [tokens, 2 · size], gate first."""
         ...
 
 
@@ -116,20 +118,24 @@ class TorchOperations(_RotationsByStep):
         qk = _rotate(qk, rotation)
         return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """See ``Operations``."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
 class TritonOperations:
-    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device."""
+    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device.
+
+    ``gated_rows``: up to so many tokens, gate and up and their activation are one kernel.
+    """
 
     def __init__(self) -> None:
-        from pagewise_kernels import rms_norm, rope_write_kv, silu_mul
+        from pagewise_kernels import gated_linear, rms_norm, rope_write_kv, silu_mul
 
-        self.rms_norm, self.silu_mul = rms_norm.rms_norm, silu_mul.silu_mul
-        self._rope_write_kv = rope_write_kv.rope_write_kv
+        self.rms_norm, self._silu_mul = rms_norm.rms_norm, silu_mul.silu_mul
+        self._gated_linear, self._rope_write_kv = gated_linear.gated_linear, rope_write_kv.rope_write_kv
+        self.gated_rows = gated_linear.MOST_ROWS
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """See ``Operations``."""
@@ -144,6 +150,12 @@ class TritonOperations:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
         return self.rms_norm(x, weight, eps, residual=residual)
+
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """See ``Operations``."""
+        if type(gate_up) is nn.Linear and len(x) <= self.gated_rows:
+            return self._gated_linear(x, gate_up.weight, gate_up.bias)
+        return self._silu_mul(gate_up(x))
 
     def attend(
         self,
@@ -173,7 +185,11 @@ class CpuOperations(_RotationsByStep):
     def __init__(self) -> None:
         from pagewise_kernels.cpu import operations
 
-        self.rms_norm, self.silu_mul = operations.rms_norm, operations.silu_mul
+        self.rms_norm, self._silu_mul = operations.rms_norm, operations.silu_mul
+
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """See ``Operations``."""
+        return self._silu_mul(gate_up(x))
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
