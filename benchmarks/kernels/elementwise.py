@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
-from pagewise_kernels.rope import rope
+from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul
 
 from benchmarks.kernels.bench import BLOCK_SIZE, HEAD_DIM, KV_HEADS, Bench
@@ -35,12 +36,17 @@ def elementwise(bench: Bench) -> None:
     gated = torch.empty(tokens, 2 * hidden, device=bench.device, dtype=dtype)
     bench.bytes("silu_mul", "pagewise", lambda: silu_mul(gate_up, gated), 3 * half * item)
     heads, dim = (2, 32) if bench.smoke else (KV_HEADS, HEAD_DIM)
-    turned, angles = random(tokens, 5 * heads, dim), random(tokens, dim // 2)
-    bench.bytes("rope", "pagewise", lambda: rope(turned, angles, angles), 2 * turned.numel() * item)
     pool = torch.zeros(2, 2 * (tokens // BLOCK_SIZE + 1), BLOCK_SIZE, heads, dim, device=bench.device, dtype=dtype)
     k, v = random(tokens, heads, dim), random(tokens, heads, dim)
     slots = torch.randperm(pool.shape[1] * BLOCK_SIZE, device=bench.device)[:tokens]
     bench.bytes("write_kv", "pagewise", lambda: write_kv(k, v, pool[0], pool[1], slots), 4 * k.numel() * item, ">= 85%")
+    qkv, angles, positions = random(tokens, 6 * heads, dim), random(tokens, dim // 2), torch.arange(tokens).to(slots)
+    for name, norm in (("rope_write_kv", None), ("rope_write_kv with norm", random(5 * heads, dim))):
+
+        def turn(norm: torch.Tensor | None = norm) -> None:
+            rope_write_kv(qkv, positions, angles, angles, pool[0], pool[1], slots, head_norm=norm, eps=1e-6)
+
+        bench.bytes(name, "pagewise", turn, 2 * qkv.numel() * item, ">= 85%")
     blocks = torch.randperm(pool.shape[1], device=bench.device)
     count = len(blocks) // 2
     pairs = torch.stack([blocks[:count], blocks[count : 2 * count]], 1).contiguous()
@@ -78,6 +84,21 @@ def linears(bench: Bench) -> None:
                 bench.bytes(name, who, call, (weight.numel() + rows * (size_in + size_out)) * weight.itemsize)
             else:
                 bench.flops(name, who, call, 2 * rows * weight.numel())
+    for rows in (1, 3) if bench.smoke else (16, 32, 64):
+        name = f"gated linear {rows} x {size_in} x {size_out}"
+        if not bench.wants(name):
+            continue
+        x = torch.randn(rows, size_in, device=bench.device).bfloat16()
+        moved = (weight.numel() + rows * (size_in + size_out // 2)) * weight.itemsize
+
+        def one(x: torch.Tensor = x) -> object:
+            return gated_linear(x, weight)
+
+        def two(x: torch.Tensor = x) -> object:
+            return silu_mul(torch.nn.functional.linear(x, weight))
+
+        bench.bytes(name, "pagewise", one, moved)
+        bench.bytes(name, "torch, silu_mul", two, moved)
 
 
 def inputs(bench: Bench) -> None:

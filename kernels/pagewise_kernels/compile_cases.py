@@ -17,13 +17,14 @@ from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.rms_norm import rms_norm
-from pagewise_kernels.rope import rope
+from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.sampling import SamplingTensors, sample
 from pagewise_kernels.segment_move import move_tokens
 from pagewise_kernels.silu_mul import silu_mul
@@ -118,10 +119,12 @@ def _add_others() -> None:
         name = _name(dtype)
         CASES[f"write_kv {name}"] = partial(_write_kv, dtype, dtype, 8, 128)
         CASES[f"rms_norm {name}"] = partial(_rms_norm, dtype)
-        CASES[f"rope {name}"] = partial(_rope, dtype)
+        CASES[f"rope_write_kv {name}"] = partial(_rope_write_kv, dtype, dtype)
         CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
         CASES[f"linear {name}"] = partial(_linear, dtype)
+        CASES[f"gated_linear {name}"] = partial(_gated_linear, dtype)
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
+    CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
     for dtype in (torch.bfloat16, torch.float32):
@@ -155,12 +158,15 @@ def _rms_norm(dtype: torch.dtype) -> None:
     x = _empty(64, 4096, dtype=dtype)
     rms_norm(x, _empty(4096, dtype=dtype), 1e-6)
     rms_norm(x, _empty(4096, dtype=dtype), 1e-6, residual=x)
-    rms_norm(_empty(64, 48, 128, dtype=dtype)[:, :40], _empty(40, 128, dtype=dtype), 1e-6)
 
 
-def _rope(dtype: torch.dtype) -> None:
-    angles = _empty(64, 64, dtype=dtype)
-    rope(_empty(64, 40, 128, dtype=dtype), angles, angles)
+def _rope_write_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    angles, ids = _empty(4096, 64, dtype=dtype), _empty(64, dtype=torch.int64)
+    pool, scale = _empty(64, 16, 8, 128, dtype=kv_dtype), _empty(64, 16, 8, dtype=torch.float32)
+    scales = Scales(scale, scale) if kv_dtype == FP8 else None
+    for norm in (None, _empty(40, 128, dtype=dtype)):
+        qkv = _empty(64, 48, 128, dtype=dtype)
+        rope_write_kv(qkv, ids, angles, angles, pool, pool, ids, head_norm=norm, eps=1e-6, scales=scales)
 
 
 def _silu_mul(dtype: torch.dtype) -> None:
@@ -169,6 +175,11 @@ def _silu_mul(dtype: torch.dtype) -> None:
 
 def _linear(dtype: torch.dtype) -> None:
     linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
+
+
+def _gated_linear(dtype: torch.dtype) -> None:
+    for rows in (1, 32, 64):
+        gated_linear(_empty(rows, 4096, dtype=dtype), _empty(28672, 4096, dtype=dtype))
 
 
 def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:

@@ -13,6 +13,7 @@ _BRANCH = re.compile(r"\bBRA\b.*?(\.L_x_\d+)")
 
 def loop_sizes(cubin: bytes) -> list[int]:
     """Instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do not count.
+    Of a kernel that has no loop: its own.
 
     ``cubin``: the kernel as Triton keeps it (``asm["cubin"]``). A loop is what lies between a label and the last branch
     back to it. The disassembler is the one that Triton brings along.
@@ -33,14 +34,15 @@ def loop_sizes_of_text(text: str) -> list[int]:
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = count
-        elif instruction := _INSTRUCTION.match(line):
+        elif (instruction := _INSTRUCTION.match(line)) and instruction[1].strip() != "NOP":
             branch = _BRANCH.search(instruction[1])
             # The code ends with a branch to itself, which nothing reaches.
             if branch and labels.get(branch[1], count) < count:
                 ends[labels[branch[1]]] = count
             count += 1
-    return [
+    sizes = [
         end - begin + 1
         for begin, end in sorted(ends.items())
         if not any(begin <= other and last <= end and other != begin for other, last in ends.items())
     ]
+    return sizes or [count]

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pagewise_kernels.launch import check_device, interpreted, launch
 
-_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -67,7 +67,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(
             f"linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and {list(weight.shape)}"
         )
-    if x.dtype not in _COMPUTE or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+    if x.dtype not in COMPUTE_TYPES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         raise TypeError(f"x, weight and bias are of one floating-point type, not {x.dtype} and {weight.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is [{len(weight)}], not {list(bias.shape)}")
@@ -81,7 +81,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         (triton.cdiv(rows, tile[0]), triton.cdiv(size_out, tile[1])),
         x, weight, weight if bias is None else bias, out, rows, x.stride(0), weight.stride(0), out.stride(0),
         SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=tile[2], HAS_BIAS=bias is not None,
-        COMPUTE=tl.float32 if interpreted() else _COMPUTE[x.dtype],
+        COMPUTE=tl.float32 if interpreted() else COMPUTE_TYPES[x.dtype],
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=4 if x.dtype != torch.float32 else 3,
     )  # fmt: skip

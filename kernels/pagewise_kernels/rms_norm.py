@@ -18,15 +18,10 @@ def rms_norm_kernel(
     out,
     num_rows,
     stride_x,
-    stride_xh,
     stride_residual,
-    stride_residual_h,
     stride_out,
-    stride_out_h,
-    stride_weight,
     eps,
     offset,
-    HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -36,19 +31,19 @@ def rms_norm_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < SIZE)
-    tokens, heads = (rows // HEADS).to(tl.int64)[:, None], (rows % HEADS)[:, None]
-    values = tl.load(x + tokens * stride_x + heads * stride_xh + columns, mask=inside, other=0.0).to(tl.float32)
+    tokens = rows.to(tl.int64)[:, None]
+    values = tl.load(x + tokens * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        at = residual + tokens * stride_residual + heads * stride_residual_h + columns
+        at = residual + tokens * stride_residual + columns
         total = (values + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(at, total, mask=inside)
         values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)
     # Rounded before the weight comes, as the models do it.
     normed = (values * scale[:, None]).to(out.dtype.element_ty).to(tl.float32)
-    weights = tl.load(weight + heads * stride_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     result = (normed * (weights + offset)).to(out.dtype.element_ty)
-    tl.store(out + tokens * stride_out + heads * stride_out_h + columns, result, mask=inside)
+    tl.store(out + tokens * stride_out + columns, result, mask=inside)
 
 
 def rms_norm(
@@ -60,22 +55,19 @@ def rms_norm(
     out: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """RMSNorm of the last dimension of x [tokens, size] or [tokens, heads, size].
+    """RMSNorm of rows x [rows, size] with a weight [size], to which ``offset`` is added.
 
-    weight [size], or [heads, size] for one of each head; ``offset`` is added to it. With ``residual`` (shape of x,
-    changed in place) the norm is that of x + residual, which is left there. All are contiguous in the last dimension,
-    the others have any strides. Returns ``out``, by default a new tensor like x.
+    With ``residual`` (shape of x, changed in place) the norm is that of x + residual, which is left there. All are
+    contiguous in the last dimension. Returns ``out``, by default a new tensor like x.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.
     """
-    size = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    if x.dim() not in (2, 3) or weight.shape not in ((size,), (heads, size)) or not weight.is_contiguous():
+    if x.dim() != 2 or weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(
-            "rms_norm takes x [tokens, size] or [tokens, heads, size] and a weight [size] or [heads, size], not "
-            f"{list(x.shape)} and {list(weight.shape)}"
+            f"rms_norm takes x [rows, size] and a weight [size], not {list(x.shape)}, {list(weight.shape)}"
         )
+    num_rows, size = x.shape
     if not 1 <= size <= _LARGEST:
         raise ValueError(f"a size of {size} is not supported, 1 to {_LARGEST} are")
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -87,21 +79,14 @@ def rms_norm(
                 f"and {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
             )
     check_device(x, weight, residual_or_x, out)
-    num_rows = x.shape[0] * heads
     padded = power_of_two(size)
     rows = max(1, 2048 // padded)
     launch(
         rms_norm_kernel,
         (triton.cdiv(num_rows, rows),),
-        x, weight, residual_or_x, out, num_rows,
-        *_strides(x), *_strides(residual_or_x), *_strides(out), size if weight.dim() == 2 else 0,
+        x, weight, residual_or_x, out, num_rows, x.stride(0), residual_or_x.stride(0), out.stride(0),
         float(eps), float(offset),
-        HEADS=heads, SIZE=size, PADDED=padded, ROWS=rows, HAS_RESIDUAL=residual is not None,
+        SIZE=size, PADDED=padded, ROWS=rows, HAS_RESIDUAL=residual is not None,
         num_warps=4 if padded * rows <= 4096 else 8,
     )  # fmt: skip
     return out
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, int]:
-    """From token to token, and from head to head."""
-    return tensor.stride(0), tensor.stride(1) if tensor.dim() == 3 else 0

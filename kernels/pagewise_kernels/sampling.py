@@ -4,8 +4,8 @@ Noise is Philox 4x32-10 (Salmon et al., SC 2011) keyed by the request's seed, wi
 of the token as counter, so a row samples the same token in any batch and on any device. Gumbel-max after Maddison et
 al. (arXiv 1411.0030).
 
-What top-k and top-p keep is a beginning of the entries sorted by value, ties by index. Where it ends is searched for in
-the ordered bits of the values, three bits with every pass over the row.
+What top-k and top-p keep is a beginning of the entries sorted by value, ties by index. Where it ends is searched for
+without sorting: every pass over the row weighs what is over each of eight pivots, and leaves an eighth of the range.
 """
 
 from dataclasses import dataclass
@@ -54,47 +54,93 @@ def gumbel_noise(seed, position, first_group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_values(row, columns, vocab_size, temperature):
-    """logits / temperature, -inf behind the end."""
-    return tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32) / temperature
+def load_logits(row, columns, vocab_size):
+    """float32, -inf behind the end."""
+    return tl.load(row + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def weigh(row, start, vocab_size, temperature, highest, floor, above, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Ordered bits and weights of a stretch of entries: 1 each, or exp(value - highest) with MASS.
+def weigh_over(row, vocab_size, pivots, rate, highest, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """What the entries at or over each of 8 pivots weigh: 1 each, or 2 ** ((logit - highest) · rate) with MASS.
 
-    Entries below ``floor``, or with ordered bits not over ``above``, weigh nothing.
+    Each thread sums up its own entries, so that nothing is exchanged before the end of the row.
     """
-    columns = start + tl.arange(0, BLOCK)
-    value = load_values(row, columns, vocab_size, temperature)
-    bits = ordered_bits(value)
-    counts = (columns < vocab_size) & (value >= floor) & (bits > above)
-    weight = tl.exp(value - highest) if MASS else tl.full([BLOCK], 1.0, tl.float32)
-    return bits, tl.where(counts, weight, 0.0)
+    sums = tl.zeros([8, BLOCK], tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        # A row of a matrix from the start: turned into one later, it would go through shared memory.
+        logit = load_logits(row, start + tl.arange(0, BLOCK)[None, :], vocab_size)
+        weight = tl.exp2((logit - highest) * rate) if MASS else tl.full([1, BLOCK], 1.0, tl.float32)
+        sums += tl.where(logit >= pivots[:, None], weight, 0.0)
+    return tl.sum(sums, 1)
 
 
 @triton.jit
-def find_cut(row, vocab_size, temperature, highest, floor, above, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest ordered bits such that entries at or over them weigh ``wanted``, and what those over them weigh."""
-    pivots = tl.arange(0, 8)
-    cut = tl.full([], 0, tl.uint32)
-    for digit in range(11):
-        shift = 30 - 3 * digit
-        steps = (pivots << shift).to(tl.uint32)
-        weights = tl.zeros([8], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            bits, weight = weigh(row, start, vocab_size, temperature, highest, floor, above, MASS, BLOCK)
-            at_least = bits[None, :] >= (cut + steps)[:, None]
-            weights += tl.sum(tl.where(at_least, weight[None, :], 0.0), 1)
-        # Of the first digit only two bits are left; the first pivot is where the search stands.
-        reached = (pivots == 0) | ((weights >= wanted) & ((digit > 0) | (pivots < 4)))
-        best = tl.max(tl.where(reached, pivots, 0), 0)
-        cut += (best << shift).to(tl.uint32)
-    over = 0.0
+def ends_between(row, vocab_size, low, high, BLOCK: tl.constexpr):
+    """The least and the greatest of the logits that are at least ``low``, and at most ``high``."""
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    greatest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        bits, weight = weigh(row, start, vocab_size, temperature, highest, floor, above, MASS, BLOCK)
-        over += tl.sum(tl.where(bits > cut, weight, 0.0), 0)
-    return cut, over
+        logit = load_logits(row, start + tl.arange(0, BLOCK), vocab_size)
+        least = tl.minimum(least, tl.where(logit >= low, logit, float("inf")))
+        greatest = tl.maximum(greatest, tl.where(logit <= high, logit, float("-inf")))
+    return tl.min(least, 0), tl.max(greatest, 0)
+
+
+@triton.jit
+def find_cut(row, vocab_size, low, highest, wanted, rate, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the fewest of the greatest entries end that weigh ``wanted``, of those from ``low`` to ``highest``.
+
+    Returns a logit, what the entries at or over it weigh, and what those over it do. If the former is more than
+    ``wanted``, only some of the entries that are equal to it belong to those; otherwise all from it on do.
+    """
+    pivots = tl.arange(0, 8)
+    # The ends of the range, as integers that compare as the logits do.
+    first = ordered_bits(low).to(tl.int64)
+    last = ordered_bits(highest).to(tl.int64)
+    held = float("inf")
+    over = 0.0
+    turn = 0
+    while (first < last) & (held > wanted):
+        low_end, high_end = value_of_bits(first.to(tl.uint32)), value_of_bits(last.to(tl.uint32))
+        if turn % 5 == 4:
+            # Often a single value is left by now, above all where logits were computed in 16 bits.
+            least, greatest = ends_between(row, vocab_size, low_end, high_end, BLOCK)
+            first, last = ordered_bits(least).to(tl.int64), ordered_bits(greatest).to(tl.int64)
+        else:
+            # Eighths of the range of logits: among these entries are spread more evenly than among their bits. Eighths
+            # of the bits where that may take long, because the range is wide or the search closes in on zero.
+            steps = ordered_bits(low_end + (high_end - low_end) * (pivots.to(tl.float32) * 0.125)).to(tl.int64)
+            by_bits = first + ((last - first) * pivots + 7) // 8
+            steps = tl.where((turn < 4) & (high_end - low_end < 10000.0), steps, by_bits)
+            steps = tl.where(pivots == 0, first, tl.minimum(tl.maximum(steps, first + 1), last))
+            weights = weigh_over(row, vocab_size, value_of_bits(steps.to(tl.uint32)), rate, highest, MASS, BLOCK)
+            best = tl.max(tl.where((pivots == 0) | (weights >= wanted), pivots, 0), 0)
+            held = tl.sum(tl.where(pivots == best, weights, 0.0), 0)
+            first = tl.sum(tl.where(pivots == best, steps, 0), 0)
+            if best < 7:
+                over = tl.sum(tl.where(pivots == best + 1, weights, 0.0), 0)
+                last = tl.sum(tl.where(pivots == best + 1, steps, 0), 0) - 1
+        turn += 1
+    return value_of_bits(first.to(tl.uint32)), held, over
+
+
+@triton.jit
+def find_limit(row, vocab_size, cut, ties, BLOCK: tl.constexpr):
+    """The column of the ``ties``-th entry that is equal to ``cut``, or one behind all of them if there are fewer."""
+    limit = vocab_size
+    seen = 0.0
+    start = 0
+    while (start < vocab_size) & (seen < ties):
+        columns = start + tl.arange(0, BLOCK)
+        at = (load_logits(row, columns, vocab_size) == cut) & (columns < vocab_size)
+        tied = tl.where(at, 1.0, 0.0)
+        found = seen + tl.sum(tied, 0)
+        if found >= ties:
+            rank = seen + tl.cumsum(tied, 0)
+            limit = tl.max(tl.where(at & (rank <= ties), columns, -1), 0)
+        seen = found
+        start += BLOCK
+    return limit
 
 
 @triton.jit
@@ -107,72 +153,57 @@ def filter_kernel(
     min_ps,
     cuts,
     limits,
-    floors,
     vocab_size,
     stride,
     BLOCK: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
 ):
     """One program per row of logits: what its filters keep. ``rows``: where its parameters stand.
 
-    Entries with ordered bits over ``cuts`` are kept, and those at it up to the column ``limits``; of all these the ones
-    that are at least ``floors``.
+    Logits over ``cuts`` are kept, and those that are equal to it up to the column ``limits``.
     """
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
     held = tl.load(rows + index)
     temperature = tl.load(temperatures + held)
-    greedy = temperature == 0.0
-    temperature = tl.where(greedy, 1.0, temperature)
     top_k, top_p, min_p = tl.load(top_ks + held), tl.load(top_ps + held), tl.load(min_ps + held)
-    filters_k = (top_k > 0) & (top_k < vocab_size) & (greedy == 0)
-    filters_p = (top_p < 1.0) & (greedy == 0)
-    floor = float("-inf")
-    highest = float("-inf")
-    if filters_k | filters_p | ((min_p > 0.0) & (greedy == 0)):
-        for start in range(0, vocab_size, BLOCK):
-            value = load_values(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
-            highest = tl.maximum(highest, tl.max(value, 0))
-        if min_p > 0.0:
-            floor = highest + tl.log(min_p)
-    cut = tl.full([], 0, tl.uint32)
-    ties = vocab_size.to(tl.float32)
-    if filters_k:
-        cut, over = find_cut(
-            row, vocab_size, temperature, highest, floor, cut, top_k.to(tl.float32), False, COUNT_BLOCK
-        )
-        ties = top_k.to(tl.float32) - over
-    if filters_p:
-        mass = 0.0
-        at_cut = 0.0
-        for start in range(0, vocab_size, BLOCK):
-            bits, weight = weigh(
-                row, start, vocab_size, temperature, highest, floor, tl.full([], 0, tl.uint32), True, BLOCK
-            )
-            mass += tl.sum(tl.where(bits > cut, weight, 0.0), 0)
-            at_cut = tl.maximum(at_cut, tl.max(tl.where(bits == cut, weight, 0.0), 0))
-        wanted = top_p * (mass + (ties * at_cut if filters_k else 0.0))
-        if wanted > mass:  # it ends among those that tie at the end of top-k
-            ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-30)))
-        else:
-            cut, over = find_cut(row, vocab_size, temperature, highest, floor, cut, wanted, True, COUNT_BLOCK)
-            weight = tl.exp(value_of_bits(cut) - highest)
-            ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(weight, 1e-30)), 1.0)
+    random = temperature != 0.0
+    filters_k = random & (top_k > 0) & (top_k < vocab_size)
+    filters_p = random & (top_p < 1.0)
+    cut = float("-inf")
     limit = vocab_size
-    if filters_k | filters_p:
-        limit = -1
-        seen = 0.0
-        for start in range(0, vocab_size, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            bits = ordered_bits(load_values(row, columns, vocab_size, temperature))
-            at = (bits == cut) & (columns < vocab_size)
-            tied = tl.where(at, 1.0, 0.0)
-            rank = seen + tl.cumsum(tied, 0) - tied
-            limit = tl.maximum(limit, tl.max(tl.where(at & (rank < ties), columns, -1), 0))
-            seen += tl.sum(tied, 0)
-    tl.store(cuts + index, cut.to(tl.int32, bitcast=True))
+    if filters_k | filters_p | (random & (min_p > 0.0)):
+        rate = 1.4426950408889634 / temperature
+        lowest, highest = ends_between(row, vocab_size, -3.4028234663852886e38, float("inf"), BLOCK)
+        cut = lowest
+        if min_p > 0.0:
+            cut = tl.maximum(lowest, highest + temperature * tl.log(min_p))
+        # How many of those at the cut stay; 0: all of them.
+        ties = 0.0
+        if filters_k:
+            wanted = top_k.to(tl.float32)
+            cut, weight, over = find_cut(row, vocab_size, cut, highest, wanted, rate, False, BLOCK)
+            if weight > wanted:
+                ties = wanted - over
+        if filters_p:
+            low = cut
+            if ties > 0.0:
+                low = value_of_bits(ordered_bits(cut) + 1)
+            pivot = low + tl.zeros([8], tl.float32)
+            mass = tl.max(weigh_over(row, vocab_size, pivot, rate, highest, True, BLOCK), 0)
+            at_cut = tl.exp2((cut - highest) * rate)
+            wanted = top_p * (mass + ties * at_cut)
+            if (ties > 0.0) & (wanted > mass):  # it ends among those that tie at the end of top-k
+                ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-30)))
+            else:
+                cut, weight, over = find_cut(row, vocab_size, low, highest, wanted, rate, True, BLOCK)
+                ties = 0.0
+                if weight > wanted:
+                    at_cut = tl.exp2((cut - highest) * rate)
+                    ties = tl.maximum(tl.ceil((wanted - over) / tl.maximum(at_cut, 1e-30)), 1.0)
+        if ties > 0.0:
+            limit = find_limit(row, vocab_size, cut, ties, BLOCK)
+    tl.store(cuts + index, cut)
     tl.store(limits + index, limit)
-    tl.store(floors + index, floor)
 
 
 @triton.jit
@@ -184,7 +215,6 @@ def sample_kernel(
     positions,
     cuts,
     limits,
-    floors,
     best_values,
     best_tokens,
     vocab_size,
@@ -198,14 +228,13 @@ def sample_kernel(
     temperature = tl.load(temperatures + held)
     greedy = temperature == 0.0
     columns = piece * BLOCK + tl.arange(0, BLOCK)
-    value = load_values(row, columns, vocab_size, tl.where(greedy, 1.0, temperature))
-    bits = ordered_bits(value)
-    cut = tl.load(cuts + index).to(tl.uint32, bitcast=True)
-    kept = (bits > cut) | ((bits == cut) & (columns <= tl.load(limits + index)))
-    kept = kept & (value >= tl.load(floors + index)) & (columns < vocab_size)
+    logit = load_logits(row, columns, vocab_size)
+    cut = tl.load(cuts + index)
+    kept = (logit > cut) | ((logit == cut) & (columns <= tl.load(limits + index)))
+    value = logit / tl.where(greedy, 1.0, temperature)
     if greedy == 0:
         value += gumbel_noise(tl.load(seeds + held), tl.load(positions + index), piece * (BLOCK // 4), BLOCK // 4)
-    value = tl.where(kept, value, float("-inf"))
+    value = tl.where(kept & (columns < vocab_size), value, float("-inf"))
     best, where = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     at = index * tl.num_programs(1) + piece
     tl.store(best_values + at, best)
@@ -261,22 +290,22 @@ def sample(
     pieces = triton.cdiv(vocab_size, block)
     tokens = torch.empty(number, dtype=torch.int64, device=device)
     # Two allocations: in one the second would lie as the number has it, and Triton compile for each alignment.
-    cuts, limits = (torch.empty(number, dtype=torch.int32, device=device) for _ in range(2))
-    floors = torch.empty(number, dtype=torch.float32, device=device)
+    cuts = torch.empty(number, dtype=torch.float32, device=device)
+    limits = torch.empty(number, dtype=torch.int32, device=device)
     best_values = torch.empty(number, pieces, dtype=torch.float32, device=device)
     best_tokens = torch.empty(number, pieces, dtype=torch.int32, device=device)
     launch(
         filter_kernel,
         (number,),
-        logits, rows, p.temperature, p.top_k, p.top_p, p.min_p, cuts, limits, floors, vocab_size, logits.stride(0),
-        # One program walks the whole row a dozen times, so it is as wide as registers allow. Chosen by what the
-        # compiler says; not tuned on a GPU.
-        BLOCK=2 * block, COUNT_BLOCK=block, num_warps=32,
+        logits, rows, p.temperature, p.top_k, p.top_p, p.min_p, cuts, limits, vocab_size, logits.stride(0),
+        # One program walks the whole row some times, so it is as wide as registers allow. Chosen by what the compiler
+        # says; not tuned on a GPU.
+        BLOCK=block, num_warps=16,
     )  # fmt: skip
     launch(
         sample_kernel,
         (number, pieces),
-        logits, rows, p.temperature, p.seeds, positions, cuts, limits, floors, best_values, best_tokens, vocab_size,
+        logits, rows, p.temperature, p.seeds, positions, cuts, limits, best_values, best_tokens, vocab_size,
         logits.stride(0),
         BLOCK=block, num_warps=8,
     )  # fmt: skip

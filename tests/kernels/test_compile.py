@@ -11,7 +11,7 @@ from pagewise_kernels.machine_code import loop_sizes_of_text
 from tests.kernels.bars import BARS
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-NUM_KERNELS = 18
+NUM_KERNELS = 19
 MOST_SPILLED = 96
 """Bytes per thread: a few values at the edges of a loop, none inside one that matters."""
 SPILLED = {
@@ -91,6 +91,14 @@ def test_innermost_loops_are_counted() -> None:
             /*00a0*/ BRA `(.L_x_4) ;
     """
     assert loop_sizes_of_text(code) == [2, 4]
+    straight = """
+            /*0000*/ MOV R1, R2 ;
+            /*0010*/ EXIT ;
+    .L_x_0:
+            /*0020*/ BRA `(.L_x_0) ;
+            /*0030*/ NOP ;
+    """
+    assert loop_sizes_of_text(straight) == [3]
 
 
 @pytest.mark.long

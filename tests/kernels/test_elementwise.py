@@ -7,10 +7,11 @@ import torch
 from pagewise_kernels.attention import Scales
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
-from pagewise_kernels.rope import rope
+from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul
 
 from tests.kernels import oracles
@@ -144,29 +145,65 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int], with_residual: boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_heads_among_others(dtype: torch.dtype, device: torch.device) -> None:
-    packed = torch.randn(6, 7, 20, device=device).to(dtype)
-    before = packed.clone()
-    weight = torch.randn(5, 20, device=device).to(dtype)
-    rms_norm(packed[:, :5], weight, 1e-5, out=packed[:, :5])
-    torch.testing.assert_close(
-        packed[:, :5].double(), oracles.rms_norm(before[:, :5], weight, 1e-5), **TOLERANCE[dtype]
-    )
-    assert torch.equal(packed[:, 5:], before[:, 5:])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(3, 1, 16), (4, 2, 20), (1, 1, 2), pytest.param(32, 8, 128, marks=pytest.mark.gpu)]
+)
+def test_heads_are_normalised_and_rotated_and_kv_goes_into_the_pool(
+    dtype: torch.dtype, with_norm: bool, heads: int, kv_heads: int, dim: int, device: torch.device
+) -> None:
+    tokens, rotated, half = 5, heads + kv_heads, dim // 2
+    wide = torch.randn(tokens, rotated + kv_heads + 2, dim, device=device).to(dtype)
+    before, qkv = wide.clone(), wide[:, : rotated + kv_heads]
+    weight = torch.randn(rotated, dim, device=device).to(dtype) if with_norm else None
+    angles = torch.randn(30, half, device=device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    positions = torch.tensor([29, 0, 3, 3, 17], device=device)
+    keys, values = (torch.zeros(4, 3, kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
+    slots = torch.tensor([7, 0, -1, 11, 5], device=device)  # one of them pads
+    rope_write_kv(qkv, positions, cos, sin, keys, values, slots, head_norm=weight, eps=1e-5)
+    expected = before[:, :rotated]
+    if weight is not None:
+        expected = oracles.rms_norm(expected, weight, 1e-5)
+    expected = oracles.rope(expected, cos[positions], sin[positions])
+    tolerance = {name: 2 * value for name, value in TOLERANCE[dtype].items()}  # rounded twice
+    torch.testing.assert_close(qkv[:, :heads].double(), expected[:, :heads], **tolerance)
+    assert torch.equal(wide[:, heads:], before[:, heads:])
+    written = slots >= 0
+    held = keys.flatten(0, 1)[slots[written]]
+    torch.testing.assert_close(held.double(), expected[written, heads:], **tolerance)
+    assert torch.equal(values.flatten(0, 1)[slots[written]], before[written, rotated : rotated + kv_heads])
+    for pool in (keys, values):
+        untouched = torch.ones(12, dtype=torch.bool, device=device)
+        untouched[slots[written]] = False
+        assert not pool.flatten(0, 1)[untouched].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim", "half"), [(3, 16, 8), (5, 20, 10), (2, 32, 4), (1, 2, 1)])
-def test_rope(dtype: torch.dtype, heads: int, dim: int, half: int, device: torch.device) -> None:
-    packed = torch.randn(6, heads + 2, dim, device=device).to(dtype)
-    before = packed.clone()
-    angles = torch.randn(6, 2 * half, device=device)
-    cos, sin = angles.cos().to(dtype)[:, :half], angles.sin().to(dtype)[:, :half]
-    rope(packed[:, :heads], cos, sin)
-    torch.testing.assert_close(
-        packed[:, :heads].double(), oracles.rope(before[:, :heads], cos, sin), **TOLERANCE[dtype]
-    )
-    assert torch.equal(packed[:, heads:], before[:, heads:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_keys_are_scaled_like_others_for_an_fp8_pool(dtype: torch.dtype, device: torch.device) -> None:
+    heads, kv_heads, dim, block_size = 3, 2, 16, 2
+    qkv = 100 * torch.randn(4, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    v = qkv[:, -kv_heads:].clone()
+    angles, positions = torch.randn(9, dim // 2, device=device), torch.tensor([8, 1, 0, 4], device=device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([5, 2, 3, 0], device=device)
+    shape = (3, block_size, kv_heads, dim)
+    plain = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
+    rope_write_kv(qkv.clone(), positions, cos, sin, *plain, slots)
+    pools, scales = [], []
+    for fused in (True, False):
+        pool = [torch.zeros(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+        scale = Scales(*(torch.zeros(shape[:3], device=device) for _ in range(2)))
+        if fused:
+            rope_write_kv(qkv, positions, cos, sin, *pool, slots, scales=scale)
+        else:
+            write_kv(plain[0].flatten(0, 1)[slots], v, *pool, slots, scale)
+        pools.append([tensor.float() for tensor in pool])
+        scales.append(scale)
+    for found, expected in zip(pools[0], pools[1], strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(scales[0].keys, scales[1].keys)
+    assert torch.equal(scales[0].values, scales[1].values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,6 +211,22 @@ def test_rope(dtype: torch.dtype, heads: int, dim: int, half: int, device: torch
 def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> None:
     gate_up = torch.randn(shape, device=device).to(dtype)
     torch.testing.assert_close(silu_mul(gate_up).double(), oracles.silu_mul(gate_up), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "size_in", "size"),
+    [(1, 40, 20), (17, 64, 33), *(pytest.param(rows, 4096, 14336, marks=pytest.mark.gpu) for rows in (1, 32, 64))],
+)
+def test_gated_linear(dtype: torch.dtype, rows: int, size_in: int, size: int, device: torch.device) -> None:
+    x = torch.randn(rows, size_in, device=device).to(dtype)
+    weight = (torch.randn(2 * size, size_in, device=device) / size_in**0.5).to(dtype)
+    bias = torch.randn(2 * size, device=device).to(dtype)
+    for given in (None, bias):
+        gate_up = x.double() @ weight.double().T + (0 if given is None else given.double())
+        expected = oracles.silu_mul(gate_up)
+        tolerance = {name: 2 * value for name, value in TOLERANCE[dtype].items()}  # rounded three times
+        torch.testing.assert_close(gated_linear(x, weight, given).double(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,14 +264,28 @@ def test_wrong_shapes_are_refused() -> None:
         rms_norm(x, torch.zeros(7), 1e-6)
     with pytest.raises(ValueError, match="are alike"):
         rms_norm(x, torch.zeros(8), 1e-6, residual=torch.zeros(4, 8, dtype=torch.float16))
-    with pytest.raises(ValueError, match="rope takes"):
-        rope(x, x, x)
-    with pytest.raises(ValueError, match="do not turn heads of 8"):
-        rope(torch.zeros(4, 2, 8), torch.zeros(4, 5), torch.zeros(4, 5))
+    qkv, pool, ids = torch.zeros(4, 5, 8), torch.zeros(3, 2, 2, 8), torch.arange(4)
+    angles = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="rope_write_kv takes"):
+        rope_write_kv(qkv[:, :4], ids, angles, angles, pool, pool, ids)
+    with pytest.raises(ValueError, match=r"cos and sin \[max_positions, 4\]"):
+        rope_write_kv(qkv, ids, angles[:, :3], angles[:, :3], pool, pool, ids)
+    with pytest.raises(ValueError, match="positions are int64"):
+        rope_write_kv(qkv, ids.int(), angles, angles, pool, pool, ids)
+    with pytest.raises(ValueError, match=r"head_norm is \[3, 8\]"):
+        rope_write_kv(qkv, ids, angles, angles, pool, pool, ids, head_norm=torch.zeros(8))
+    with pytest.raises(TypeError, match=r"does not take torch\.float32"):
+        rope_write_kv(qkv, ids, angles, angles, pool.half(), pool.half(), ids)
     with pytest.raises(ValueError, match="linear takes"):
         linear(x, torch.zeros(3, 7))
     with pytest.raises(TypeError, match="of one floating-point type"):
         linear(x, torch.zeros(3, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="gated_linear takes"):
+        gated_linear(x, torch.zeros(4, 7))
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        gated_linear(torch.zeros(65, 8), torch.zeros(4, 8))
+    with pytest.raises(TypeError, match="of one floating-point type"):
+        gated_linear(x, torch.zeros(4, 8, dtype=torch.float16))
     ids = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ids is torch\.int64"):
         decode_inputs(ids, ids, x, ids, block_size=4, ids=ids, positions=ids, slots=ids)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,26 @@ def check(vocab_size: int, rounds: int, device: torch.device, coarse: bool) -> N
 @pytest.mark.parametrize("coarse", [False, True])
 def test_the_same_tokens_as_on_the_cpu(coarse: bool, device: torch.device) -> None:
     check(300, 12, device, coarse)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 40, "top_p": 0.9}, {"top_k": 290}])
+def test_logits_of_all_sizes_are_filtered_alike(params: dict[str, Any], device: torch.device) -> None:
+    rows = [
+        torch.zeros(300),
+        torch.randn(300) * 1e-30,
+        torch.randn(300) * 1e30,
+        torch.where(torch.arange(300) % 50 == 0, torch.randn(300), float("-inf")),
+        torch.where(torch.arange(300) % 3 == 0, torch.randn(300), -1e38),
+        torch.randn(300).relu(),
+        torch.full((300,), -2.5).index_fill(0, torch.tensor([4, 299]), -1.0),
+        torch.randn(300).bfloat16().float() + 20,
+    ]
+    logits = torch.stack(rows).to(device)
+    given = [SamplingParams(temperature=1.0, **params)] * len(rows)
+    for position in range(2):
+        seeds = torch.arange(len(rows), device=device)
+        positions = torch.full_like(seeds, position)
+        assert torch.equal(draw(logits, given, seeds, positions), sample_in_torch(logits, given, seeds, positions))
 
 
 @pytest.mark.gpu

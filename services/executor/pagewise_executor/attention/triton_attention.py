@@ -59,9 +59,15 @@ class TritonStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``StepAttention.attend``."""
-        scales = Scales(*layer.scales) if layer.scales is not None else None
-        write_kv(k, v, layer.keys, layer.values, self.slots, scales)
-        kind = LayerKind(q.shape[1], k.shape[1], q.shape[2], layer.keys.dtype, window)
+        write_kv(k, v, layer.keys, layer.values, self.slots, scales_of(layer))
+        return self.attend_written(layer, q, scale, window, softcap)
+
+    def attend_written(
+        self, layer: PagedLayer, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """Attend with q [tokens, heads, head_dim] when K and V of the step are in the pool already."""
+        scales = scales_of(layer)
+        kind = LayerKind(q.shape[1], layer.keys.shape[2], q.shape[2], layer.keys.dtype, window)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
         if decodes:
@@ -200,6 +206,11 @@ class TritonBackend:
         )
         plan.share(*self._shared, self.upload)
         return plan
+
+
+def scales_of(layer: PagedLayer) -> Scales | None:
+    """Return the scales of a layer's float8 KV, as kernels take them."""
+    return Scales(*layer.scales) if layer.scales is not None else None
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:

@@ -1,27 +1,72 @@
-"""Decoder layers with fewer, larger operations, which replace those of transformers' models in common families.
+"""Decoders with fewer, larger operations, which replace those of transformers' models in common families.
 
 Q, K and V are one matrix product, gate and up another, RoPE rotates queries and keys together, and paged attention is
-called directly. The results are the same up to the order of floating-point operations.
+called directly. What a sublayer returns is added to the residual by the norm that comes next, in the next layer or
+behind the last one. The results are the same up to the order of floating-point operations.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations
+from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations, Rotation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagewise_executor.models.llama_config import LlamaConfig
 
-_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+_DECODERS = {
+    "LlamaDecoderLayer": "LlamaModel",
+    "MistralDecoderLayer": "MistralModel",
+    "Qwen2DecoderLayer": "Qwen2Model",
+    "Qwen3DecoderLayer": "Qwen3Model",
+}
+"""By the class of its layers, the class of a decoder that can be fused."""
+
+
+class DecoderOutput(NamedTuple):
+    """What a decoder returns: the normalised hidden states [1, tokens, hidden]. The other fields, for which the models
+    of transformers ask, are empty."""
+
+    last_hidden_state: torch.Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+
+
+class FusedDecoder(nn.Module):
+    """Replaces a decoder of Llama's structure whose layers are fused, and takes over its weights.
+
+    ``max_model_len``: positions are below it.
+    """
+
+    def __init__(self, source: nn.Module, operations: Operations, max_model_len: int) -> None:
+        super().__init__()
+        self.operations = operations
+        self.embed_tokens, self.layers, self.rotary_emb = source.embed_tokens, source.layers, source.rotary_emb
+        self.norm = _NormWeight(source.norm)
+        self._rotation_at = operations.rotations(self._angles, max_model_len, self.norm.weight.device)
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.rotary_emb(self.norm.weight, positions[None])  # type: ignore[operator]
+        return cos[0], sin[0]
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: object) -> DecoderOutput:
+        """Compute the hidden states of ids and positions [1, tokens]."""
+        residual: torch.Tensor = self.embed_tokens(input_ids)[0]  # type: ignore[operator]
+        rotation = self._rotation_at(position_ids[0])
+        added: torch.Tensor | None = None
+        for layer in self.layers:  # type: ignore[union-attr]
+            added = layer(residual, added, rotation)
+        assert added is not None
+        return DecoderOutput(self.operations.add_rms_norm(added, residual, self.norm.weight, self.norm.eps)[None])
 
 
 class FusedDecoderLayer(nn.Module):
-    """Replaces a decoder layer of Llama's structure, and takes over its weights."""
+    """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only."""
 
     def __init__(self, layer: nn.Module, operations: Operations) -> None:
         super().__init__()
@@ -52,20 +97,22 @@ class FusedDecoderLayer(nn.Module):
             if hasattr(source, name):
                 delattr(source, name)
 
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
-    ) -> torch.Tensor:
-        """hidden_states [1, tokens, hidden] (changed in place); position_embeddings: cos, sin [1, tokens, head_dim]."""
-        compute, hidden = self.operations, hidden_states[0]
-        before, after = self.norm_before_attention, self.norm_before_mlp
-        qkv = self.qkv(compute.rms_norm(hidden, before.weight, before.eps)).view(len(hidden), -1, self.head_dim)
+    def forward(self, residual: torch.Tensor, added: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+        """Return what has to be added to ``residual`` after this layer; both [tokens, hidden].
+
+        ``added``: what has to be added before it (None: nothing). ``residual`` is changed in place.
+        """
+        compute, before, after = self.operations, self.norm_before_attention, self.norm_before_mlp
+        if added is None:
+            normed = compute.rms_norm(residual, before.weight, before.eps)
+        else:
+            normed = compute.add_rms_norm(added, residual, before.weight, before.eps)
+        qkv = self.qkv(normed).view(len(residual), -1, self.head_dim)
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
-        cos, sin = position_embeddings
-        attended = compute.attend(layer, qkv, self.shape, cos[0], sin[0], self.head_norm)
-        output = self.out(attended.reshape(len(hidden), -1))
-        gate_up = self.gate_up(compute.add_rms_norm(output, hidden, after.weight, after.eps))
-        hidden += self.down(compute.silu_mul(gate_up))
-        return hidden_states
+        attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
+        output = self.out(attended.reshape(len(residual), -1))
+        normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
+        return self.down(compute.gated(self.gate_up, normed))  # type: ignore[no-any-return]
 
 
 class _NormWeight(nn.Module):
@@ -82,19 +129,34 @@ class _NormWeight(nn.Module):
 def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
-    ``within``: the name of the module of ``model`` that is, or has, the layers; empty: all of the model.
+    They compute after ``fuse_decoder`` only. ``within``: the name of the module of ``model`` that is, or has, the
+    layers; empty: all of the model.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if type(module).__name__ in _LAYERS and _fusible(module):
+        if type(module).__name__ in _DECODERS and _fusible(model, name, module):
             model.set_submodule(name, FusedDecoderLayer(module, operations))
             count += 1
     return count
 
 
-def _fusible(layer: nn.Module) -> bool:
+def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -> None:
+    """Replace the decoder of a model all of whose layers ``fuse_layers`` has replaced."""
+    name = next(name for name, module in model.named_modules() if isinstance(module, FusedDecoderLayer))
+    decoder = _decoder_name(name)
+    model.set_submodule(decoder, FusedDecoder(model.get_submodule(decoder), operations, max_model_len))
+
+
+def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
     config = layer.self_attn.config  # type: ignore[union-attr]
-    return getattr(config, "hidden_act", None) == "silu"
+    decoder = model.get_submodule(_decoder_name(name))
+    known = type(decoder).__name__ == _DECODERS[type(layer).__name__]
+    return known and decoder is not model and getattr(config, "hidden_act", None) == "silu"
+
+
+def _decoder_name(layer_name: str) -> str:
+    """Return the name of the module that has a layer in its list of layers."""
+    return layer_name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _joined(linears: list[object]) -> nn.Linear:

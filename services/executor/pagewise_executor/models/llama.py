@@ -1,7 +1,7 @@
 """Models of Llama's structure, built and read without transformers.
 
-The decoder layers here only hold the weights and have no ``forward``: ``fuse_layers`` replaces them by layers that
-compute. Names are those of the checkpoints, and of transformers' modules.
+The decoder and its layers only hold the weights here and have no ``forward``: ``fuse_layers`` and ``fuse_decoder``
+replace them by what computes. Names are those of the checkpoints, and of transformers' modules.
 """
 
 from collections.abc import Mapping
@@ -68,18 +68,12 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich, 2019), computed in float32."""
+    """The weight of a root mean square norm (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device="meta"), requires_grad=False)
         self.variance_epsilon = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the last dimension of x."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -90,15 +84,15 @@ class RotaryEmbedding(nn.Module):
         assert config.head_dim is not None
         self.inv_freq = nn.Buffer(config.rope_parameters.frequencies(config.head_dim), persistent=False)
 
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin [1, tokens, head_dim] for positions [1, tokens]."""
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin [1, tokens, head_dim] for positions [1, tokens], of the type of ``like``."""
         half = positions[..., None].float() * self.inv_freq
         angles = torch.cat((half, half), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class LlamaModel(nn.Module):
-    """Embeddings, decoder layers and the last norm."""
+    """The parts of a decoder, for ``FusedDecoder``: embeddings, layers, and the last norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -109,14 +103,6 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [1, tokens, hidden] of ids and positions [1, tokens]."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        angles = self.rotary_emb(position_ids, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=angles)
-        return self.norm(hidden)  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -131,7 +117,7 @@ class LlamaForCausalLM(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
     ) -> CausalLMOutput:
         """Compute the logits of ids and positions [1, tokens], at the indices ``logits_to_keep``, or at all if 0."""
-        hidden = self.model(input_ids, position_ids)
+        hidden = self.model(input_ids, position_ids).last_hidden_state
         if isinstance(logits_to_keep, torch.Tensor):
             hidden = hidden[:, logits_to_keep]
         return CausalLMOutput(self.lm_head(hidden))

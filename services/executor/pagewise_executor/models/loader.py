@@ -109,7 +109,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
-            prepare(config, model, kernels, len(attention), device, read)
+            prepare(config, model, kernels, len(attention), max_model_len, device, read)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.

@@ -1,11 +1,16 @@
 """The small operations of a fused decoder layer, in PyTorch, in Triton, and in C for the CPU."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
+
+_POSITIONS_AT_ONCE = 8192
+"""The most positions whose angles are computed at once, in float32."""
 
 
 class HeadNorm(NamedTuple):
@@ -24,8 +29,27 @@ class AttentionShape(NamedTuple):
     window: int | None
 
 
+class Rotation(NamedTuple):
+    """RoPE of a step. ``cos``, ``sin`` [tokens, head_dim]: of each token, the two halves are equal.
+
+    With ``positions`` int64 [tokens] they are those of all positions, [max_model_len, head_dim / 2].
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
+Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Positions [n] to cos and sin [n, head_dim], whose two halves are equal."""
+
+
 class Operations(Protocol):
-    """What a fused layer computes between its matrix products."""
+    """What a fused decoder computes between its matrix products."""
+
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
+        """Return what makes the rotation of a step of its positions int64 [tokens], which are below max_model_len."""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the RMSNorm of x [tokens, size]."""
@@ -40,56 +64,35 @@ class Operations(Protocol):
         layer: PagedLayer,
         qkv: torch.Tensor,
         shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """Normalise the heads, rotate queries and keys, write K and V, and attend over the block tables.
 
-        ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; cos and sin [tokens, head_dim], whose
-        two halves are equal. Returns [tokens, heads, head_dim].
+        ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; ``rotation`` is one of ``rotations``.
+        Returns [tokens, heads, head_dim].
         """
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) · up [tokens, size] of gate_up [tokens, 2 · size]."""
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) · up [tokens, size] of what the linear layer ``gate_up`` makes of x [tokens, hidden]:
+        [tokens, 2 · size], gate first."""
         ...
 
 
-class _AttendInSteps:
-    """``attend`` by the norm and the rotation of other operations, one after the other."""
+class _RotationsByStep:
+    """``rotations`` that compute cosines and sines in every step."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``; also for x [tokens, heads, size] with a weight [heads, size]."""
-        raise NotImplementedError
-
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]."""
-        raise NotImplementedError
-
-    def attend(
-        self,
-        layer: PagedLayer,
-        qkv: torch.Tensor,
-        shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        head_norm: HeadNorm | None,
-    ) -> torch.Tensor:
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """See ``Operations``."""
-        num_rotated = shape.heads + shape.kv_heads
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if head_norm is not None:
-            qk = self.rms_norm(qk, head_norm.weight, head_norm.eps)
-        qk = self.rope(qk, cos, sin)
-        return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
+        return lambda positions: Rotation(*angles(positions))
 
 
-class TorchOperations(_AttendInSteps):
+class TorchOperations(_RotationsByStep):
     """These operations in PyTorch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
+        """See ``Operations``; also for x [tokens, heads, size] with a weight [heads, size]."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return weight * (wide * scale).to(x.dtype)
@@ -99,50 +102,94 @@ class TorchOperations(_AttendInSteps):
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        rotation: Rotation,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
         """See ``Operations``."""
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, None], sin[:, None, :half]
-        rotated = x * cos
-        rotated[..., :half].addcmul_(x[..., half:], sin, value=-1)
-        rotated[..., half:].addcmul_(x[..., :half], sin)
-        return rotated
+        num_rotated = shape.heads + shape.kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if head_norm is not None:
+            qk = self.rms_norm(qk, head_norm.weight, head_norm.eps)
+        qk = _rotate(qk, rotation)
+        return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """See ``Operations``."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
-class TritonOperations(_AttendInSteps):
-    """These operations by the Triton kernels; ``rope`` works in place."""
+class TritonOperations:
+    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device.
+
+    ``gated_rows``: up to so many tokens, gate and up and their activation are one kernel.
+    """
 
     def __init__(self) -> None:
-        from pagewise_kernels import rms_norm, rope, silu_mul
+        from pagewise_kernels import gated_linear, rms_norm, rope_write_kv, silu_mul
 
-        self._rms_norm, self._rope, self.silu_mul = rms_norm.rms_norm, rope.rope, silu_mul.silu_mul
+        self.rms_norm, self._silu_mul = rms_norm.rms_norm, silu_mul.silu_mul
+        self._gated_linear, self._rope_write_kv = gated_linear.gated_linear, rope_write_kv.rope_write_kv
+        self.gated_rows = gated_linear.MOST_ROWS
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """See ``Operations``."""
-        return self._rms_norm(x, weight, eps)
+        tables: list[list[torch.Tensor]] = [[], []]
+        for start in range(0, max_model_len, _POSITIONS_AT_ONCE):
+            positions = torch.arange(start, min(max_model_len, start + _POSITIONS_AT_ONCE), device=device)
+            for table, values in zip(tables, angles(positions), strict=True):
+                table.append(values[:, : values.shape[1] // 2].contiguous())
+        cos, sin = map(torch.cat, tables)
+        return lambda positions: Rotation(cos, sin, positions)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
-        return self._rms_norm(x, weight, eps, residual=residual)
+        return self.rms_norm(x, weight, eps, residual=residual)
 
-    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """See ``Operations``."""
-        half = x.shape[-1] // 2
-        return self._rope(x, cos[:, :half], sin[:, :half])
+        if type(gate_up) is nn.Linear and len(x) <= self.gated_rows:
+            return self._gated_linear(x, gate_up.weight, gate_up.bias)
+        return self._silu_mul(gate_up(x))
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        rotation: Rotation,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """See ``Operations``."""
+        from pagewise_executor.attention.triton_attention import TritonStep, scales_of
+
+        step = layer.forward_context.step
+        assert isinstance(step, TritonStep)
+        assert rotation.positions is not None
+        weight, eps = head_norm if head_norm is not None else (None, 0.0)
+        self._rope_write_kv(
+            qkv, rotation.positions, rotation.cos, rotation.sin, layer.keys, layer.values, step.slots,
+            head_norm=weight, eps=eps, scales=scales_of(layer),
+        )  # fmt: skip
+        return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 
-class CpuOperations:
+class CpuOperations(_RotationsByStep):
     """These operations in C, each in one pass over the data."""
 
     def __init__(self) -> None:
         from pagewise_kernels.cpu import operations
 
-        self.rms_norm, self.silu_mul = operations.rms_norm, operations.silu_mul
+        self.rms_norm, self._silu_mul = operations.rms_norm, operations.silu_mul
+
+    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """See ``Operations``."""
+        return self._silu_mul(gate_up(x))
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See ``Operations``."""
@@ -153,12 +200,11 @@ class CpuOperations:
         layer: PagedLayer,
         qkv: torch.Tensor,
         shape: AttentionShape,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """See ``Operations``."""
-        from pagewise_kernels.cpu.attention import Rotation
+        from pagewise_kernels.cpu import attention
 
         from pagewise_executor.attention.cpu_attention import CpuStepAttention
 
@@ -166,5 +212,16 @@ class CpuOperations:
         assert isinstance(step, CpuStepAttention)
         rotated = shape.heads + shape.kv_heads
         q, k, v = qkv[:, : shape.heads], qkv[:, shape.heads : rotated], qkv[:, rotated:]
-        rotation = Rotation(cos, sin, *head_norm) if head_norm is not None else Rotation(cos, sin)
-        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=rotation)
+        weight, eps = head_norm if head_norm is not None else (None, 0.0)
+        turned = attention.Rotation(rotation.cos, rotation.sin, weight, eps)
+        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=turned)
+
+
+def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Return the rotated x [tokens, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None, :half]
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin)
+    return rotated

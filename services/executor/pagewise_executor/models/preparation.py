@@ -15,7 +15,8 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
-from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.fused import fuse_decoder, fuse_layers
+from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
@@ -28,6 +29,7 @@ def prepare(
     model: nn.Module,
     kernels: Kernels,
     num_layers: int,
+    max_model_len: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
 ) -> None:
@@ -45,9 +47,13 @@ def prepare(
         if read is not None:
             read(part)
         fused += fuse_layers(model, operations, part)
-        if device.type == "cpu" and not config.deterministic:
+        if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
+    if fused:
+        fuse_decoder(model, operations, max_model_len)
+        if device.type == "cuda" and isinstance(operations, TritonOperations) and not config.deterministic:
+            choose_gated_rows(model, operations)
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)

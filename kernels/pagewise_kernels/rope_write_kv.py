@@ -1,0 +1,162 @@
+"""What lies between the projection of a layer and its attention: norm of the heads, RoPE, and K and V into the pool.
+
+Rotary position embedding (Su et al., arXiv 2104.09864) with halves turned against each other as in Llama, after an
+RMSNorm of each query and key where the model has one (Qwen3).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewise_kernels.attention.checks import FP8, Scales
+from pagewise_kernels.kv_write import FP8_MOST, check_pool, round_to_e4m3
+from pagewise_kernels.launch import check_device, interpreted, launch
+from pagewise_kernels.shapes import power_of_two
+
+_TILE = 1024
+"""Pairs of elements that a program turns: eight for each of its threads, of which 16 bits are one access."""
+
+
+@triton.jit
+def rope_write_kv_kernel(
+    qkv,
+    positions,
+    cos,
+    sin,
+    head_norm,
+    keys,
+    values,
+    k_scales,
+    v_scales,
+    slots,
+    stride_token,
+    stride_head,
+    stride_cos,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    MOST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """Programs: token, ROWS of its heads (queries, then keys, then values)."""
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, HALF_PADDED)
+    is_query, is_key = rows < HEADS, (rows >= HEADS) & (rows < HEADS + KV_HEADS)
+    is_value = (rows >= HEADS + KV_HEADS) & (rows < HEADS + 2 * KV_HEADS)
+    is_turned = (rows < HEADS + KV_HEADS)[:, None]
+    in_head = (dims < HALF)[None, :]
+    inside = (rows < HEADS + 2 * KV_HEADS)[:, None] & in_head
+    at = qkv + token * stride_token + rows[:, None] * stride_head + dims[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    angle = tl.load(positions + token) * stride_cos + dims
+    c = tl.load(cos + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    # Rounded after each operation, as the models do it.
+    kind = qkv.dtype.element_ty
+    a, b = first, second
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        weight_at = head_norm + rows[:, None] * (2 * HALF) + dims[None, :]
+        weighed = is_turned & in_head
+        a = (a * scale).to(kind).to(tl.float32) * tl.load(weight_at, mask=weighed, other=0.0).to(tl.float32)
+        b = (b * scale).to(kind).to(tl.float32) * tl.load(weight_at + HALF, mask=weighed, other=0.0).to(tl.float32)
+        a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
+    first = tl.where(is_turned, a * c - b * s, first).to(kind)
+    second = tl.where(is_turned, b * c + a * s, second).to(kind)
+    tl.store(at, first, mask=is_query[:, None] & in_head)
+    tl.store(at + HALF, second, mask=is_query[:, None] & in_head)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        k_head, v_head = rows - HEADS, rows - HEADS - KV_HEADS
+        k_at = keys + block * stride_kb + offset * stride_kt + k_head[:, None] * stride_kh + dims[None, :]
+        v_at = values + block * stride_vb + offset * stride_vt + v_head[:, None] * stride_vh + dims[None, :]
+        if IS_FP8:
+            a, b = first.to(tl.float32), second.to(tl.float32)
+            most = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
+            own = tl.maximum(most, 1e-12) / MOST
+            scale_at = block * stride_sb + offset * stride_st
+            tl.store(k_scales + scale_at + k_head * stride_sh, own, mask=is_key)
+            tl.store(v_scales + scale_at + v_head * stride_sh, own, mask=is_value)
+            a, b = a / own[:, None], b / own[:, None]
+            if ROUND_FIRST:
+                a, b = round_to_e4m3(a), round_to_e4m3(b)
+            stored_first, stored_second = a.to(keys.dtype.element_ty), b.to(keys.dtype.element_ty)
+        else:
+            stored_first, stored_second = first, second
+        tl.store(k_at, stored_first, mask=is_key[:, None] & in_head)
+        tl.store(k_at + HALF, stored_second, mask=is_key[:, None] & in_head)
+        tl.store(v_at, stored_first, mask=is_value[:, None] & in_head)
+        tl.store(v_at + HALF, stored_second, mask=is_value[:, None] & in_head)
+
+
+def rope_write_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    head_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scales: Scales | None = None,
+) -> None:
+    """Rotate the queries of qkv [tokens, heads + 2 · kv_heads, head_dim] in place; write keys and values into the pool.
+
+    positions int64 [tokens]: rows of cos and sin [max_positions, head_dim / 2]; they have to be below max_positions.
+    Element i of a query or key is turned against element i + head_dim / 2. keys, values [num_blocks, block_size,
+    kv_heads, head_dim], slots and scales: as in ``write_kv``. With ``head_norm`` [heads + kv_heads, head_dim] queries
+    and keys have an RMSNorm with these weights before. What qkv holds of keys and values stays.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    if qkv.dim() != 3 or keys.dim() != 4 or qkv.shape[1] <= 2 * keys.shape[2] or qkv.shape[2] % 2 or qkv.stride(2) != 1:
+        raise ValueError(
+            "rope_write_kv takes qkv [tokens, heads + 2 * kv_heads, head_dim] with an even head_dim, not "
+            f"{list(qkv.shape)} beside keys {list(keys.shape)}"
+        )
+    tokens, rows, head_dim = qkv.shape
+    kv_heads, half = keys.shape[2], head_dim // 2
+    check_pool(qkv[:, rows - kv_heads :], keys, values, slots, scales)
+    if cos.dim() != 2 or cos.shape[1] != half or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(f"cos and sin [max_positions, {half}] are alike, not {list(cos.shape)} and {list(sin.shape)}")
+    if cos.stride(1) != 1 or positions.shape != (tokens,) or positions.dtype != torch.int64:
+        raise ValueError(f"positions are int64 [{tokens}] and angles contiguous, not {positions.dtype}")
+    if head_norm is not None and (head_norm.shape != (rows - kv_heads, head_dim) or not head_norm.is_contiguous()):
+        raise ValueError(f"head_norm is [{rows - kv_heads}, {head_dim}], not {list(head_norm.shape)}")
+    norm = qkv if head_norm is None else head_norm
+    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)
+    check_device(qkv, positions, cos, sin, norm, keys, values, slots, k_scales, v_scales)
+    padded = power_of_two(half)
+    tile_rows = min(max(1, _TILE // padded), power_of_two(rows))
+    launch(
+        rope_write_kv_kernel,
+        (tokens, triton.cdiv(rows, tile_rows)),
+        qkv, positions, cos, sin, norm, keys, values, k_scales, v_scales, slots,
+        qkv.stride(0), qkv.stride(1), cos.stride(0),
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        *(k_scales.stride() if scales is not None else (0, 0, 0)), float(eps),
+        HEADS=rows - 2 * kv_heads, KV_HEADS=kv_heads, HALF=half, HALF_PADDED=padded, ROWS=tile_rows,
+        BLOCK_SIZE=keys.shape[1], HAS_NORM=head_norm is not None, IS_FP8=keys.dtype == FP8, MOST=FP8_MOST,
+        ROUND_FIRST=interpreted(), num_warps=4,
+    )  # fmt: skip
