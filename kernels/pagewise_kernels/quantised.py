@@ -80,14 +80,14 @@ def quantise_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise x [rows, size] to ``dtype`` (float8_e4m3fn or int8), as one kernel.
 
-    ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127. With
-    ``static_scale`` (float32, one value) all have that one, and what is larger than it allows becomes the largest.
+    ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
+    With ``static_scale`` (float32, one value) all have that one, and what is larger than it allows becomes the largest.
     Returns values [rows, size] and float32 scales [rows, groups], whose product is x.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1]:
+    if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1] >= 1:
         raise ValueError(f"quantise_rows takes contiguous rows [rows, size], not {list(x.shape)}")
     if x.dtype not in _WIDE or dtype not in MOST:
         raise TypeError(f"quantise_rows makes float8_e4m3fn or int8 of floats, not {dtype} of {x.dtype}")
@@ -194,9 +194,9 @@ def scaled_linear(
     """A linear layer whose weight [out, in] is float8_e4m3fn or int8, for x [rows, in]; returns [rows, out].
 
     ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs].
-    x is of the weight's type, with x_scales, float32 [rows, groups] of ``group`` inputs each, by default a row, or it is
-    float16, bfloat16 or float32 without. bias [out]. ``dtype``: that of the result, by default that of x. Rows of int8 sums do not depend
-    on one another; others do in their last bits, because the tile depends on the number of rows.
+    x is of the weight's type, with x_scales, float32 [rows, groups] of ``group`` inputs each, by default a row, or it
+    is float16, bfloat16 or float32 without. bias [out]. ``dtype``: that of the result, by default that of x. Rows of
+    int8 sums do not depend on the number of rows; others do in their last bits, because the tile does.
 
     Raises:
         ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.
@@ -207,7 +207,9 @@ def scaled_linear(
     quantised = x_scales is not None
     dtype = x.dtype if dtype is None else dtype
     if weight.dtype not in MOST or (x.dtype != weight.dtype if quantised else x.dtype not in _WIDE):
-        raise TypeError(f"x is of the weight's type with scales, or of floats without, not {x.dtype} and {weight.dtype}")
+        raise TypeError(
+            f"x is of the weight's type with scales, or of floats without, not {x.dtype} and {weight.dtype}"
+        )
     if dtype not in _WIDE:
         raise TypeError(f"the result is float16, bfloat16 or float32, not {dtype}")
     rows, size_in = x.shape

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused() -> None:
         scaled_linear(x, None, weight, torch.ones(8, 8), (1, 8))
     with pytest.raises(TypeError, match="of the weight's type with scales"):
         scaled_linear(x.double(), None, weight, scales, (1, 64))
-    with pytest.raises(TypeError, match="not torch.float32 and torch.float32"):
+    with pytest.raises(TypeError, match=r"not torch\.float32 and torch\.float32"):
         scaled_linear(x, None, weight.float(), scales, (1, 64))
     with pytest.raises(ValueError, match="bias is"):
         scaled_linear(x, None, weight, scales, (1, 64), torch.zeros(7))

@@ -41,6 +41,8 @@ _IRRELEVANT = {
     "use_cache",
 }
 """Keys that do not change what is computed: ``--dtype`` says the type, the gateway knows which tokens end a text."""
+_READ_ELSEWHERE = {"quantization_config", "compression_config"}
+"""What they say is read by ``quantised_checkpoint.py``."""
 _USUAL = {"pretraining_tp": 1, "rope_interleaved": False, "use_mrope": False}
 """Keys that change nothing as long as they have this value."""
 
@@ -149,7 +151,7 @@ def read_llama_config(path: Path) -> LlamaConfig:
     for key, usual in _USUAL.items():
         if settings.pop(key, usual) not in (usual, None):
             raise NotReadableError(f"config.json sets {key}")
-    relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
+    relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT | _READ_ELSEWHERE}
     if foreign := relevant.keys() & set().union(*_OWN.values()) - _OWN[family]:
         raise NotReadableError(f"config.json sets {min(foreign)}")
     if family == "mistral" and "sliding_window" not in relevant:
