@@ -22,7 +22,7 @@ from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.openvino_choice import BLOCK_SIZE, is_installed
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
-from pagewise_executor.models.quantised_weight import FP8, Inputs
+from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,6 +71,20 @@ class _OnOpenVINO:
         return ids
 
 
+class _Unpacked(torch.nn.Module):
+    """What a layer in eight bits computes, from weights that are made float32 once."""
+
+    def __init__(self, linear: QuantisedLinear, inputs: Inputs) -> None:
+        super().__init__()
+        self.exact, self.bias, self.inputs = linear.quantised.dequantised(), linear.bias, inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inputs.quantised:
+            values, scales = quantise_inputs(x.flatten(0, -2), FP8, self.inputs)
+            x = (values * scales).view(x.shape)
+        return torch.nn.functional.linear(x, self.exact, self.bias)
+
+
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
     """Compare two models on texts, each [1, tokens]."""
     divergences: list[float] = []
@@ -107,13 +121,13 @@ def main() -> None:
     exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     pack_linears(quantised, "cpu", "int8")
     others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
-    for name in ("fp8", "fp8 weights"):
+    for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
         others[name] = kind.from_pretrained(path, dtype=torch.float32).eval()
         for layer in range(len(others[name].model.layers)):
             quantise_linears(others[name], FP8, f"model.layers.{layer}")
-    for module in others["fp8 weights"].modules():
-        if isinstance(module, QuantisedLinear):
-            module.inputs = Inputs(quantised=False)
+        for place, module in list(others[name].named_modules()):
+            if isinstance(module, QuantisedLinear):
+                others[name].set_submodule(place, _Unpacked(module, inputs))
     if is_installed():
         others["openvino int8"] = _OnOpenVINO(args.model)
     texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]

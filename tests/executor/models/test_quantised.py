@@ -11,8 +11,15 @@ import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.models.quantised_linear import JoinedLinear, QuantisedLinear, TritonQuantisedLinear
-from pagewise_executor.models.quantised_weight import QuantisedWeight, join_outputs, quantise
+from pagewise_executor.models.quantised_linear import (
+    JoinedLinear,
+    QuantisedLinear,
+    ScaledMMLinear,
+    TritonQuantisedLinear,
+    has_exact_inputs,
+    make_fast,
+)
+from pagewise_executor.models.quantised_weight import Inputs, QuantisedWeight, join_outputs, quantise
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -39,7 +46,7 @@ def refused(path: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32) -> None:
+def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
     """The fused linear layers compute what their parts should, side by side."""
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
     assert len(layers) == len(oracle.model.layers) >= 1
@@ -54,7 +61,7 @@ def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.fl
         ):
             x = torch.randn(7, parts[0].weight.shape[1], generator=generator).to(dtype)
             expected = torch.cat([part(x.double()) for part in parts], dim=-1)
-            found = module(x)
+            found = module(x.to(device)).cpu()
             assert found.dtype == dtype
             error = (found.double() - expected).abs().max() / expected.abs().max()
             assert float(error) <= (ERROR if dtype == torch.float32 else 0.01)
@@ -178,6 +185,63 @@ def test_scales_of_a_kv_cache_and_zero_points_are_left_out_and_the_log_says_so(
     assert "has a kv_cache_scheme, whose scales are not used: KV is kept in the model's type" in caplog.text
 
 
+# ---- what computes a layer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("static", [None, torch.tensor([0.01])])
+def test_scaled_mm_computes_what_pytorch_does(static: torch.Tensor | None) -> None:
+    weight, bias = quantise(torch.randn(64, 48), FP8), torch.randn(64).bfloat16()
+    x = torch.randn(2, 5, 48).bfloat16()
+    plain, fast = (
+        kind(weight, Inputs(static=static is not None), torch.bfloat16, bias, static)
+        for kind in (QuantisedLinear, ScaledMMLinear)
+    )
+    torch.testing.assert_close(fast(x), plain(x), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("capability", "dtype", "outs", "group", "kind", "dropped"),
+    [
+        (90, FP8, 64, None, ScaledMMLinear, False),
+        (90, FP8, 64, 16, TritonQuantisedLinear, False),
+        (90, FP8, 65, None, TritonQuantisedLinear, False),
+        (90, FP8, 64, 12, QuantisedLinear, False),
+        (89, FP8, 64, None, TritonQuantisedLinear, False),
+        (80, FP8, 64, None, TritonQuantisedLinear, True),
+        (80, torch.int8, 64, None, TritonQuantisedLinear, False),
+    ],
+)
+def test_what_computes_a_layer_depends_on_the_gpu_and_on_the_scales(
+    capability: int,
+    dtype: torch.dtype,
+    outs: int,
+    group: int | None,
+    kind: type,
+    dropped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagewise_kernels.launch.capability", lambda _: capability)
+    layer = QuantisedLinear(quantise(torch.randn(outs, 48), dtype), Inputs(group=group), torch.bfloat16)
+    model = torch.nn.ModuleDict({"layer": layer})
+    make_fast(model, "triton", torch.device("cuda"), "")
+    made = model["layer"]
+    assert type(made) is kind
+    assert isinstance(made, QuantisedLinear)
+    assert (made.inputs_dropped, made.inputs.quantised) == (dropped, not dropped)
+    assert has_exact_inputs(model) is dropped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_checkpoints_on_cuda(form: str, tmp_path: Path) -> None:
+    oracle = build_quantised(FORMS[form], tmp_path, num_hidden_layers=1)
+    loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cuda", dtype="bfloat16"))
+    check_layers(loaded, oracle, torch.bfloat16, "cuda")
+    assert not loaded.fallback
+
+
 # ---- quantisation while loading -----------------------------------------------------------------------------
 
 
@@ -207,10 +271,10 @@ def test_linear_layers_become_fp8_while_they_are_loaded(
 
 
 def test_other_families_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
-    build_model("gemma3", tmp_path)
-    loaded = load(tmp_path, quantization="fp8")
-    count = sum(isinstance(module, QuantisedLinear) for module in loaded.model.modules())
-    assert count == 7 * 7
+    for family, layers in (("gemma3", 7 * 7), ("gpt2", 3 * 4)):
+        build_model(family, tmp_path / family)
+        loaded = load(tmp_path / family, quantization="fp8")
+        assert sum(isinstance(module, QuantisedLinear) for module in loaded.model.modules()) == layers
 
 
 def test_fingerprints_tell_quantised_weights_apart(tmp_path: Path) -> None:

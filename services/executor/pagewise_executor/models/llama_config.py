@@ -120,6 +120,12 @@ class LlamaConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    own_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that the checkpoint says it is in; quantised ones mean what is not quantised."""
+        return None if self.own_dtype is None else getattr(torch, self.own_dtype)
 
     @property
     def windows(self) -> list[int | None]:
@@ -157,6 +163,8 @@ def read_llama_config(path: Path) -> LlamaConfig:
     if family == "mistral" and "sliding_window" not in relevant:
         raise NotReadableError("config.json does not say whether it has a sliding window")
     _join_rope(relevant)
+    dtype = settings.get("dtype") or settings.get("torch_dtype")
+    relevant["own_dtype"] = dtype if dtype in ("float32", "bfloat16", "float16") else None
     try:
         config = msgspec.convert(relevant, LlamaConfig)
     except msgspec.ValidationError as error:

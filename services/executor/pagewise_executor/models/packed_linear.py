@@ -100,7 +100,7 @@ def pack_linears(
     kind = _kind_of_int8 if quantization == "int8" else _kind_of_packed(kernels)
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
-        transposed = _is_conv1d(module)
+        transposed = is_conv1d(module)
         if type(module) is not nn.Linear and not transposed:
             continue
         weight, bias = module.weight, module.bias
@@ -135,6 +135,6 @@ def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module
     return kind
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, a linear layer with transposed weights; told without importing it."""
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"

@@ -61,7 +61,7 @@ def prepare(
     if config.quantization == "int8":
         _tell_of_quantisation(model)
         return False
-    return report(model)
+    return report(model, asked=config.quantization == "fp8")
 
 
 def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.models.kernel_choice import Kernels
+from pagewise_executor.models.packed_linear import is_conv1d
 from pagewise_executor.models.quantised_weight import (
     FP8,
     Inputs,
@@ -143,15 +144,17 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
 
     ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row.
     """
-    found = [
-        (name, module)
-        for name, module in model.get_submodule(within).named_modules(prefix=within)
-        if type(module) is nn.Linear
-    ]
-    for name, module in found:
-        weight = quantise(module.weight.detach(), dtype)
-        model.set_submodule(name, QuantisedLinear(weight, Inputs(), module.weight.dtype, module.bias))
-    return len(found)
+    count = 0
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        transposed = is_conv1d(module)
+        if type(module) is nn.Linear or transposed:
+            weight, bias = module.weight, module.bias
+            assert isinstance(weight, torch.Tensor)
+            assert bias is None or isinstance(bias, torch.Tensor)
+            made = quantise(weight.detach().t() if transposed else weight.detach(), dtype)
+            model.set_submodule(name, QuantisedLinear(made, Inputs(), weight.dtype, bias))
+            count += 1
+    return count
 
 
 def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
@@ -205,8 +208,11 @@ def has_exact_inputs(model: nn.Module) -> bool:
     return any(getattr(module, "inputs_dropped", False) for module in model.modules())
 
 
-def report(model: nn.Module) -> bool:
-    """Say in the log what is in eight bits and what computes it; return whether that is slower than it should be."""
+def report(model: nn.Module, asked: bool) -> bool:
+    """Say in the log what is in eight bits and what computes it; return whether that is slower than it should be.
+
+    ``asked``: an option asks for weights in eight bits, so it is worth a warning if most of them are not.
+    """
     ways = Counter[str]()
     plain = False
     size = kept = 0
@@ -219,11 +225,12 @@ def report(model: nn.Module) -> bool:
             ways["the CPU operations"] += 1
             size += module.packed.outs * module.packed.ins  # type: ignore[union-attr, operator, assignment]
         kept += sum(weight.numel() for weight in module.parameters(recurse=False))
-    if not ways:
+    if not ways and not asked:
         return False
-    log.info(
-        "%.1fM weights are in eight bits (%s), %.1fM are not%s",
-        size / 1e6, ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()), kept / 1e6,
+    done = ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()) or "no layers"
+    log.log(
+        logging.WARNING if asked and size < kept else logging.INFO,
+        "%.1fM weights are in eight bits (%s), %.1fM are not%s", size / 1e6, done, kept / 1e6,
         "; their inputs stay as they are, because this GPU has no FP8" if has_exact_inputs(model) else "",
     )  # fmt: skip
     if plain:
