@@ -1,11 +1,12 @@
-"""What ``--quantization int8`` and ``--dtype bfloat16`` change: next-token distributions, beside those in float32.
+"""What ``--quantization`` and ``--dtype bfloat16`` change: next-token distributions, beside those in float32.
 
     python -m benchmarks.quantization.run [--model FOLDER] [--json FILE]
 
 The texts are modules of Python's standard library, which the demo model was trained on. All models see the same
 tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
 likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
-generates as well, before the first that differs. Where OpenVINO is installed, it is compared too.
+generates as well, before the first that differs. Where OpenVINO is installed, it is compared too. ``fp8 weights``: with
+inputs that are not rounded, as on GPUs without FP8.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import torch
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.openvino_choice import BLOCK_SIZE, is_installed
 from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
+from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,6 +71,20 @@ class _OnOpenVINO:
         return ids
 
 
+class _Unpacked(torch.nn.Module):
+    """What a layer in eight bits computes, from weights that are made float32 once."""
+
+    def __init__(self, linear: QuantisedLinear, inputs: Inputs) -> None:
+        super().__init__()
+        self.exact, self.bias, self.inputs = linear.quantised.dequantised(), linear.bias, inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inputs.quantised:
+            values, scales = quantise_inputs(x.flatten(0, -2), FP8, self.inputs)
+            x = (values * scales).view(x.shape)
+        return torch.nn.functional.linear(x, self.exact, self.bias)
+
+
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
     """Compare two models on texts, each [1, tokens]."""
     divergences: list[float] = []
@@ -104,6 +121,13 @@ def main() -> None:
     exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     pack_linears(quantised, "cpu", "int8")
     others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
+    for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
+        others[name] = kind.from_pretrained(path, dtype=torch.float32).eval()
+        for layer in range(len(others[name].model.layers)):
+            quantise_linears(others[name], FP8, f"model.layers.{layer}")
+        for place, module in list(others[name].named_modules()):
+            if isinstance(module, QuantisedLinear):
+                others[name].set_submodule(place, _Unpacked(module, inputs))
     if is_installed():
         others["openvino int8"] = _OnOpenVINO(args.model)
     texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]

@@ -23,6 +23,7 @@ from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
+from pagewise_kernels.quantised import quantise_rows, scaled_linear
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.sampling import SamplingTensors, sample
@@ -138,6 +139,15 @@ def _add_others() -> None:
     CASES["lora r64 fp32 rows 64"] = partial(_lora, torch.float32, 64, 64)
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"sample {_name(dtype)}"] = partial(_sample, dtype)
+    for weights, eight_bits, block, rows in (
+        (FP8, True, None, 16), (FP8, True, None, 128), (FP8, True, (128, 128), 16), (FP8, True, (128, 128), 128),
+        (torch.int8, True, None, 128), (FP8, False, None, 128), (torch.int8, False, (1, 128), 16),
+    ):  # fmt: skip
+        # Without products of float8 its weights are computed as bits, also where there is no float8.
+        name = _name(weights) if eight_bits else f"{_name(weights).replace('fp8', 'e4m3')} inputs bf16"
+        CASES[f"scaled_linear {name} blocks {block} rows {rows}"] = partial(
+            _scaled_linear, weights, eight_bits, block, rows
+        )
 
 
 def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:
@@ -180,6 +190,16 @@ def _linear(dtype: torch.dtype) -> None:
 def _gated_linear(dtype: torch.dtype) -> None:
     for rows in (1, 32, 64):
         gated_linear(_empty(rows, 4096, dtype=dtype), _empty(28672, 4096, dtype=dtype))
+
+
+def _scaled_linear(weights: torch.dtype, eight_bits: bool, block: tuple[int, int] | None, rows: int) -> None:
+    ins, outs = 4096, 6144
+    x, group = _empty(rows, ins, dtype=torch.bfloat16), None if block is None else block[1]
+    block = (1, ins) if block is None else block
+    weight = _empty(outs, ins, dtype=weights)
+    scales = _empty(-(-outs // block[0]), -(-ins // block[1]), dtype=torch.float32)
+    values, x_scales = quantise_rows(x, weights, group=group) if eight_bits else (x, None)
+    scaled_linear(values, x_scales, weight, scales, block, group=group, dtype=torch.bfloat16)
 
 
 def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:

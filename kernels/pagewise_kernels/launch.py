@@ -53,9 +53,15 @@ def watch_launches(watcher: Watcher | None, capability: int = 90) -> None:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether ``device`` multiplies matrices in groups of four warps (compute capability 9.0)."""
+    return capability(device) >= 90
+
+
+def capability(device: torch.device) -> int:
+    """The compute capability of ``device``, 90 for 9.0; where there is no GPU, that which is compiled for."""
     if _watcher is not None or device.type != "cuda":
-        return _watched_capability >= 90
-    return torch.cuda.get_device_capability(device)[0] >= 9
+        return _watched_capability
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def check_device(*tensors: torch.Tensor) -> None:

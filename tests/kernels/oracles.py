@@ -49,3 +49,25 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Scales [blocks of outputs, blocks of inputs] for each weight of ``shape`` [outs, ins]."""
+    wide = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    group: int | None = None,
+) -> torch.Tensor:
+    wide = x.float().double()
+    if x_scales is not None:
+        wide = wide * spread(x_scales, (1, group or x.shape[1]), x.shape)
+    result = wide @ (weight.float().double() * spread(scales, block, weight.shape)).T
+    return result if bias is None else result + bias.double()

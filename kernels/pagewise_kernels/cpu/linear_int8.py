@@ -23,13 +23,18 @@ class Int8Weight:
     the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``. ``squares``: the sum
     of the squares of all weights. ``squared_error``: that of what rounding them has changed.
 
+    A weight that is quantised already is int8, and comes with the ``scales`` of its outputs, float32 [outs].
+
     Raises:
-        TypeError: the weight is not float32 on the CPU. ValueError: it has more inputs than ``MAX_INPUTS``.
+        TypeError: the weight is neither on the CPU. ValueError: it has more inputs than ``MAX_INPUTS``.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        if weight.dim() != 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
-            raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    ) -> None:
+        wanted = torch.float32 if scales is None else torch.int8
+        if weight.dim() != 2 or weight.dtype != wanted or weight.device.type != "cpu":
+            raise TypeError(f"weights are {wanted} [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
         self._library = load_library()
         panel, group = self._library.pagewise_int8_panel(), self._library.pagewise_int8_group()
         self.outs, self.ins = weight.shape
@@ -45,7 +50,12 @@ class Int8Weight:
         rows = max(1, _AT_ONCE // max(1, self.ins))
         for start in range(0, self.outs, rows):
             part = slice(start, min(start + rows, self.outs))
-            self._quantise(weight.detach()[part], padded[part], self.scales[part], self.offsets[part])
+            if scales is None:
+                self._quantise(weight.detach()[part], padded[part], self.scales[part], self.offsets[part])
+            else:
+                padded[part, : self.ins] = weight[part]
+                self.scales[part] = scales[part]
+                self._offset(padded[part], self.offsets[part])
         self.packed = huge_pages.zeros((panels, self._groups, panel, group), torch.int8)
         self.packed.copy_(padded.view(panels, panel, self._groups, group).transpose(1, 2))
         self.bias = None if bias is None else bias.detach().float().contiguous()
@@ -61,9 +71,13 @@ class Int8Weight:
         exact = weight / scales[:, None]
         rounded = exact.round()
         padded[:, : self.ins] = rounded
-        offsets.copy_(padded.sum(dim=1, dtype=torch.int32) * 128)
+        self._offset(padded, offsets)
         self.squares += float(torch.linalg.vector_norm(weight)) ** 2
         self.squared_error += float(torch.linalg.vector_norm(exact.sub_(rounded).mul_(scales[:, None]))) ** 2
+
+    @staticmethod
+    def _offset(padded: torch.Tensor, offsets: torch.Tensor) -> None:
+        offsets.copy_(padded.sum(dim=1, dtype=torch.int32) * 128)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -239,14 +239,12 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"],
+        Literal["none", "int8", "fp8"],
         _help(
-            "int8: linear layers, not experts of mixtures, compute with weights in eight bits, on the CPU",
-            more="The CPU operations round weights per output, and inputs per token; OpenVINO rounds inputs in groups "
-            "of 32. This is faster, takes a quarter of the memory for these weights, and changes tokens: "
-            "[performance.md](performance.md) says how much. What stays in float32 is in the log "
-            "([kernels.md](kernels.md#weights-in-eight-bits)). Executors that serve a model together need the same "
-            "value, and all or none of them OpenVINO.",
+            "quantise linear layers while they are loaded: int8 on the CPU, fp8 on GPUs; none: as the checkpoint is",
+            more="A checkpoint that is quantised needs no option ([quantization.md](quantization.md)). Experts of "
+            "mixtures are not quantised. Tokens change: [quantization.md](quantization.md#what-it-changes) says how "
+            "much. Executors that serve a model together need the same value, and all or none of them OpenVINO.",
         ),
     ] = "none"
     deterministic: Annotated[

@@ -61,6 +61,7 @@ def test_loading_takes_the_memory_of_what_is_kept_and_of_one_layer(large: tuple[
     need_cpu_kernels()
     path, size = large
     assert peak_of_loading(model=str(path), quantization="int8") < 0.75 * size, "a quarter is kept"
+    assert peak_of_loading(model=str(path), quantization="fp8") < 0.75 * size, "and here as well"
     assert peak_of_loading(model=str(path), kernels="cpu") < 1.5 * size
     assert peak_of_loading(model=str(path), kernels="torch") < 1.5 * size
 

@@ -117,8 +117,9 @@ def _parts(*sizes: tuple[str, int]) -> list[Part]:
 
 def _is_linear(module: nn.Module) -> bool:
     from pagewise_executor.models.packed_linear import CpuLinear, PackedLinear
+    from pagewise_executor.models.quantised_linear import QuantisedLinear
 
-    return isinstance(module, nn.Linear | PackedLinear | CpuLinear) or _is_transposed(module)
+    return isinstance(module, nn.Linear | PackedLinear | CpuLinear | QuantisedLinear) or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

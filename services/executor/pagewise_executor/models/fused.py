@@ -12,6 +12,7 @@ from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations, Rotation
+from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,15 +160,18 @@ def _decoder_name(layer_name: str) -> str:
     return layer_name.rpartition(".")[0].rpartition(".")[0]
 
 
-def _joined(linears: list[object]) -> nn.Linear:
+def _joined(linears: list[object]) -> nn.Module:
     """Return one linear layer whose output is the concatenated output of ``linears``."""
-    parts = [_linear(linear) for linear in linears]
+    found = [_linear(linear) for linear in linears]
+    parts = [linear for linear in found if isinstance(linear, nn.Linear)]
+    if len(parts) < len(found):
+        return join_linears(found)
     bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
     return _from_weights(torch.cat([part.weight.detach() for part in parts]), bias)
 
 
-def _linear(module: object) -> nn.Linear:
-    assert isinstance(module, nn.Linear)
+def _linear(module: object) -> nn.Linear | QuantisedLinear:
+    assert isinstance(module, nn.Linear | QuantisedLinear)
     return module
 
 

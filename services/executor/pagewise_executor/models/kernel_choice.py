@@ -44,27 +44,33 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig", device: torch.device, dtype: torch.dtype
+    config: ExecutorConfig,
+    text: "LlamaConfig | PretrainedConfig",
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: bool = False,
 ) -> Candidates:
     """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
 
-    ``text``: the model's configuration. With ``auto`` these are: on a GPU the Triton kernels, on the CPU the operations
-    in C, before which comes OpenVINO where it is installed and their matrix products are not faster than oneDNN's; last
-    PyTorch, which computes everything.
+    ``text``: the model's configuration. ``stored``: whether its checkpoint is quantised. With ``auto`` these are: on a
+    GPU the Triton kernels, on the CPU the operations in C, before which comes OpenVINO where it is installed and their
+    matrix products are not faster than oneDNN's; last PyTorch, which computes everything.
 
     Raises:
         ModelError: an option asks for what cannot be; the text says why.
     """
-    if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype)):
+    if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {flaw}")
+    if stored and (flaw := _flaw_of_eight_bits(config)):
+        raise ModelError(f"{config.model}: its weights are quantised, which does not go together {flaw}")
     if config.deterministic and config.enable_lora:
         raise ModelError("--deterministic: not with --enable-lora, whose sums depend on the batch")
     if config.kv_mapping == "mmu":
-        if _wanted(config, device) != ("torch",):
+        if _wanted(config, device, stored) != ("torch",):
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")
         physical_memory(device)  # refuses what this machine cannot map
     found = Candidates([], [])
-    for kernels in _wanted(config, device):
+    for kernels in _wanted(config, device, stored):
         match kernels:
             case "openvino":
                 flaw = openvino_choice.flaw_of_options(config, device) or openvino_choice.flaw_of_config(config, text)
@@ -113,7 +119,7 @@ def choose_kernels(
                 flaw = ""
         if not flaw:
             _report(config, kernels, unfit)
-            computes = kernels == "cpu" or (kernels == "torch" and config.quantization != "none")
+            computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
             return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()), compiled)
         unfit.append(_flawed(config, kernels, flaw))
     raise AssertionError("torch computes every model")
@@ -126,9 +132,9 @@ def _flawed(config: ExecutorConfig, kernels: Kernels, flaw: str) -> str:
     return f"{kernels}: {flaw}"
 
 
-def tries_openvino(config: ExecutorConfig, device: torch.device) -> bool:
-    """Whether OpenVINO is tried, so that the model has to be one of transformers."""
-    return "openvino" in _wanted(config, device) and not openvino_choice.flaw_of_options(config, device)
+def tries_openvino(config: ExecutorConfig, device: torch.device, stored: bool = False) -> bool:
+    """Whether OpenVINO is tried, so that the model has to be one of transformers. ``stored``: see ``candidates``."""
+    return "openvino" in _wanted(config, device, stored) and not openvino_choice.flaw_of_options(config, device)
 
 
 def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
@@ -139,15 +145,15 @@ def with_block_size(config: ExecutorConfig, kernels: Kernels) -> ExecutorConfig:
     return msgspec.structs.replace(config, block_size=openvino_choice.BLOCK_SIZE)
 
 
-def _wanted(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]:
+def _wanted(config: ExecutorConfig, device: torch.device, stored: bool) -> tuple[Kernels, ...]:
     if config.kernels != "auto":
         return (config.kernels,)
     if config.kv_mapping == "mmu":
         return ("torch",)
-    if config.quantization != "none":
-        return ("cpu", "torch")
     if device.type != "cpu":
         return ("triton", "torch")
+    if config.quantization != "none" or stored:
+        return ("cpu", "torch")
     # Measured (docs/performance.md): with AVX-512, and with a processor kept to AVX2, OpenVINO takes as much CPU time
     # for a token, or more, and four seconds more to start.
     if openvino_choice.is_installed() and (fast := _has_fast_products()) is not True:
@@ -181,10 +187,21 @@ def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
         log.info("kernels: %s, the first choice on %s", kernels, "a GPU" if kernels == "triton" else "this CPU")
 
 
-def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why linear layers cannot compute in eight bits; empty if they can."""
+def _flaw_of_eight_bits(config: ExecutorConfig) -> str:
+    """Return with which option weights do not stay in eight bits; empty if they do."""
+    return (
+        "with --deterministic" if config.deterministic else "with --kernels openvino" * (config.kernels == "openvino")
+    )
+
+
+def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, stored: bool) -> str:
+    """Return why linear layers cannot be quantised; empty if they can."""
+    if stored:
+        return "the weights of this checkpoint are quantised already; leave the option out"
+    if config.quantization == "fp8":
+        return (flaw := _flaw_of_eight_bits(config)) and f"not {flaw}"
     if device.type != "cpu":
-        return f"weights in eight bits are for the CPU, not for {device}"
+        return f"it is for the CPU, not for {device}: take fp8"
     if config.kernels == "triton" or config.deterministic:
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
+from pagewise_executor.models.stored_linear import place_stored, stored_tensors, take_stored
 
 _TYPES = {"F32", "BF16", "F16"}
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -127,27 +129,49 @@ class LlamaCheckpoint:
     """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
 
     ``model``: its weights have no data before they are read. ``headers``: of each file, as safetensors has them: by the
-    name of a tensor its ``dtype`` and ``shape``.
+    name of a tensor its ``dtype`` and ``shape``. ``device``: where weights go. ``quantised``: how linear layers are
+    stored in eight bits, if they are.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model.
+        ModelError: linear layers are not stored as ``quantised`` says.
     """
 
-    def __init__(self, config: LlamaConfig, headers: Mapping[Path, Mapping[str, Any]]) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: LlamaConfig,
+        headers: Mapping[Path, Mapping[str, Any]],
+        device: torch.device,
+        quantised: QuantisedCheckpoint | None = None,
+    ) -> None:
+        self.config, self.device = config, device
         self.model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        self.model.model.rotary_emb.to(device)
+        self._names: dict[Path, list[str]] = {}
+        types: dict[str, str] = {}
+        for file, header in headers.items():
+            self._names[file] = [
+                name
+                for name in header
+                if name != "__metadata__"
+                and not name.endswith(_FREQUENCIES)
+                and (quantised is None or quantised.is_read(name))
+            ]
+            types |= {name: header[name]["dtype"] for name in self._names[file]}
+        if quantised is not None:
+            place_stored(self.model, quantised, types)
+        self._stored = stored_tensors(self.model)
         wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
         if config.tie_word_embeddings:
             del wanted["lm_head.weight"]
-        self._names: dict[Path, list[str]] = {}
-        for file, header in headers.items():
-            names = [name for name in header if name != "__metadata__" and not name.endswith(_FREQUENCIES)]
+        for file, names in self._names.items():
             for name in names:
-                if wanted.pop(name, None) != header[name]["shape"]:
+                shape = headers[file][name]["shape"]
+                stored = self._stored.get(name)
+                if (stored.shape_of(shape) if stored else shape) != wanted.pop(name, None):
                     raise NotReadableError(f"its weight {name} has an unexpected name or shape")
-                if header[name]["dtype"] not in _TYPES:
-                    raise NotReadableError(f"its weight {name} is of type {header[name]['dtype']}")
-            self._names[file] = names
+                if types[name] not in (stored.types if stored else _TYPES):
+                    raise NotReadableError(f"its weight {name} is of type {types[name]}")
         if wanted:
             raise NotReadableError(f"it has no weight {min(wanted)}")
 
@@ -158,7 +182,7 @@ class LlamaCheckpoint:
 
         Raises:
             OSError: a file cannot be read.
-            RuntimeError: there is not enough memory.
+            RuntimeError: there is not enough memory. ValueError: packed weights are not what they should be.
         """
         if part == "lm_head" and self.config.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
@@ -171,9 +195,13 @@ class LlamaCheckpoint:
             # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
             with safe_open(file, framework="pt") as opened:
                 for name in own:
+                    stored = self._stored.get(name)
+                    kind = dtype if stored is None else stored.dtype
                     # A copy even where the type is the same: the original is the file, which may change or go.
-                    weights[name.removeprefix(f"{part}.")] = opened.get_tensor(name).to(dtype, copy=True)
+                    tensor = opened.get_tensor(name).to(self.device, kind, copy=True)
+                    weights[name.removeprefix(f"{part}.")] = tensor if stored is None else tensor.view(stored.shape)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
+        take_stored(self.model, part, dtype)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -41,6 +41,8 @@ _IRRELEVANT = {
     "use_cache",
 }
 """Keys that do not change what is computed: ``--dtype`` says the type, the gateway knows which tokens end a text."""
+_READ_ELSEWHERE = {"quantization_config", "compression_config"}
+"""What they say is read by ``quantised_checkpoint.py``."""
 _USUAL = {"pretraining_tp": 1, "rope_interleaved": False, "use_mrope": False}
 """Keys that change nothing as long as they have this value."""
 
@@ -118,6 +120,12 @@ class LlamaConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    own_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that the checkpoint says it is in; quantised ones mean what is not quantised."""
+        return None if self.own_dtype is None else getattr(torch, self.own_dtype)
 
     @property
     def windows(self) -> list[int | None]:
@@ -149,12 +157,14 @@ def read_llama_config(path: Path) -> LlamaConfig:
     for key, usual in _USUAL.items():
         if settings.pop(key, usual) not in (usual, None):
             raise NotReadableError(f"config.json sets {key}")
-    relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
+    relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT | _READ_ELSEWHERE}
     if foreign := relevant.keys() & set().union(*_OWN.values()) - _OWN[family]:
         raise NotReadableError(f"config.json sets {min(foreign)}")
     if family == "mistral" and "sliding_window" not in relevant:
         raise NotReadableError("config.json does not say whether it has a sliding window")
     _join_rope(relevant)
+    dtype = settings.get("dtype") or settings.get("torch_dtype")
+    relevant["own_dtype"] = dtype if dtype in ("float32", "bfloat16", "float16") else None
     try:
         config = msgspec.convert(relevant, LlamaConfig)
     except msgspec.ValidationError as error:

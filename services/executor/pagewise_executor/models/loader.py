@@ -26,6 +26,8 @@ from pagewise_executor.models.key_rotations import UnknownRotationError, find_ke
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
 from pagewise_executor.models.preparation import prepare
+from pagewise_executor.models.quantised_checkpoint import INSTEAD, QuantisedCheckpoint, read_quantisation
+from pagewise_executor.models.quantised_linear import has_exact_inputs
 
 if TYPE_CHECKING:
     import openvino
@@ -80,16 +82,16 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         ModelError: the model cannot be found, read or run; the text says why.
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
     files = _weight_files(path)
     headers = {file: _checked_header(file) for file in files}
     device = choose_device(config)
-    checkpoint = _llama_checkpoint(config, path, headers, device)
+    checkpoint = _llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text)
-    _check_unquantised(config.model, path)
     dtype = choose_dtype(config, text)
-    found = candidates(config, text, device, dtype)
+    found = candidates(config, text, device, dtype, quantised is not None)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     if device.type == "cpu":
         _tell_of_slow_type(dtype)
@@ -104,16 +106,19 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     shapes = [_kv_shape(module, text) for module in attention]
     rotations, no_segments = _key_rotations(config.model, model, attention, device, checkpoint)
     kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
+    slow = False
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
-            prepare(config, model, kernels, len(attention), max_model_len, device, read)
+            slow = prepare(config, model, kernels, len(attention), max_model_len, device, read)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
-        fingerprint=fingerprint(path, files) + (f"-{max_model_len}" if fixed else "") + _rounding(config, kernels),
+        fingerprint=fingerprint(path, files)
+        + (f"-{max_model_len}" if fixed else "")
+        + _rounding(config, kernels, model),
         weight_files=files,
         vocab_size=int(text.vocab_size),
         max_model_len=max_model_len,
@@ -123,7 +128,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         shapes=shapes,
         kernels=kernels,
         compiled=compiled,
-        fallback=fallback,
+        fallback=fallback or slow,
         rotations=rotations,
         no_segments=no_segments,
     )
@@ -157,29 +162,43 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
 
 
-def _rounding(config: ExecutorConfig, kernels: Kernels) -> str:
+def _rounding(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module) -> str:
     """Return what a fingerprint says of quantised weights: they are another model, whose tokens are others.
 
-    OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again.
+    OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again; so are they where
+    a GPU has no FP8, so that inputs which should be rounded are not.
     """
-    if config.quantization == "none":
-        return ""
-    return f"-{config.quantization}" + ("-openvino" if kernels == "openvino" else "")
+    name = "" if config.quantization == "none" else f"-{config.quantization}"
+    return name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
 
 
 def _llama_checkpoint(
-    config: ExecutorConfig, path: Path, headers: dict[Path, dict[str, Any]], device: torch.device
+    config: ExecutorConfig,
+    path: Path,
+    headers: dict[Path, dict[str, Any]],
+    device: torch.device,
+    quantised: QuantisedCheckpoint | None,
 ) -> LlamaCheckpoint | None:
     """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
 
     On a GPU the imports are a small part of the start, and transformers loads large models in parallel. OpenVINO
-    converts models of transformers.
+    converts models of transformers. Weights in eight bits are loaded here wherever they are computed: transformers
+    would make them large first.
+
+    Raises:
+        ModelError: the checkpoint is quantised, and cannot be loaded here.
     """
-    if device.type != "cpu" or tries_openvino(config, device):
+    eight_bits = quantised is not None or config.quantization == "fp8"
+    if not eight_bits and (device.type != "cpu" or tries_openvino(config, device)):
         return None
     try:
-        return LlamaCheckpoint(read_llama_config(path), headers)
+        return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
     except NotReadableError as error:
+        if quantised is not None:
+            raise ModelError(
+                f"{config.model}: quantised checkpoints are served of Llama, Mistral, Qwen2 and Qwen3, where all that "
+                f"config.json says is known; this one is not: {error}"
+            ) from error
         log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
         return None
 
@@ -247,18 +266,6 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _check_unquantised(name: str, path: Path) -> None:
-    """Refuse checkpoints whose weights are quantised, by the method that their configuration names."""
-    settings = json.loads((path / "config.json").read_text())
-    quantised = settings.get("quantization_config") or settings.get("compression_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        raise ModelError(
-            f"{name}: its weights are quantised (quant_method {method!r}), which cannot be served; take the checkpoint "
-            "in bfloat16, float16 or float32 (on the CPU, --quantization int8 quantises its linear layers)"
-        )
-
-
 def _tell_of_slow_type(dtype: torch.dtype) -> None:
     """Say in the log if computing in ``dtype`` on the CPU is slower than in float32."""
     if dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16()):
@@ -295,8 +302,10 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern)]
+        others = [file.name for pattern in ("*.gguf", "*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
         found = f" (it has {', '.join(others[:3])}: only safetensors are loaded)" if others else ""
+        if others and others[0].endswith(".gguf"):
+            raise ModelError(f"{path} is a GGUF model ({others[0]}), which cannot be served; {INSTEAD}")
         raise ModelError(f"{path} has no weights: no *.safetensors file{found}")
     return files
 

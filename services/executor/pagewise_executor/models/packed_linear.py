@@ -57,8 +57,10 @@ class CpuLinear(nn.Module):
     packed: "PackedWeight | Int8Weight"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        from pagewise_kernels.cpu.linear import PackedWeight
+
         super().__init__()
-        self.packed = self._pack(weight, bias)
+        self.packed = PackedWeight(weight, bias)
         self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,27 +69,22 @@ class CpuLinear(nn.Module):
             return self.packed.linear(x)
         return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
 
-    @staticmethod
-    def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight | Int8Weight":
-        from pagewise_kernels.cpu.linear import PackedWeight
-
-        return PackedWeight(weight, bias)
-
 
 class Int8Linear(CpuLinear):
-    """The same with weights in eight bits."""
+    """The same with weights in eight bits. A ``weight`` that is int8 already comes with ``scales`` [out]."""
 
     packed: "Int8Weight"
 
-    @staticmethod
-    def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight | Int8Weight":
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None = None) -> None:
         from pagewise_kernels.cpu.linear_int8 import Int8Weight
 
-        return Int8Weight(weight, bias)
+        nn.Module.__init__(self)
+        self.packed = Int8Weight(weight, bias, scales)
+        self.weight = torch.empty(weight.shape, device="meta")
 
 
 def pack_linears(
-    model: nn.Module, kernels: Kernels, quantization: Literal["none", "int8"] = "none", within: str = ""
+    model: nn.Module, kernels: Kernels, quantization: Literal["none", "int8", "fp8"] = "none", within: str = ""
 ) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
@@ -103,7 +100,7 @@ def pack_linears(
     kind = _kind_of_int8 if quantization == "int8" else _kind_of_packed(kernels)
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
-        transposed = _is_conv1d(module)
+        transposed = is_conv1d(module)
         if type(module) is not nn.Linear and not transposed:
             continue
         weight, bias = module.weight, module.bias
@@ -138,6 +135,6 @@ def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module
     return kind
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, a linear layer with transposed weights; told without importing it."""
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"

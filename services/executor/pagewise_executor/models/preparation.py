@@ -20,6 +20,8 @@ from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
+from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
+from pagewise_executor.models.quantised_weight import FP8
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,10 @@ def prepare(
     max_model_len: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
-) -> None:
+) -> bool:
     """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
+
+    Returns whether weights in eight bits are computed slowly, because nothing here is made for them.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
 
@@ -46,7 +50,10 @@ def prepare(
     for part in list(_parts(model)):
         if read is not None:
             read(part)
+        if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
+            quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part)
+        make_fast(model, kernels, device, part)
         if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
@@ -59,6 +66,8 @@ def prepare(
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
     if config.quantization == "int8":
         _tell_of_quantisation(model)
+        return False
+    return report(model, asked=config.quantization == "fp8")
 
 
 def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:

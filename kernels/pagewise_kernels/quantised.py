@@ -1,0 +1,277 @@
+"""Linear layers with weights in eight bits, FP8 (e4m3) or int8, and the quantisation of their inputs.
+
+    out = (x · x_scales) · (weight · weight_scales)ᵀ + bias
+
+A scale belongs to a block of the weight: an output (per channel), the whole weight (per tensor), a run of inputs of one
+output (per group), or a rectangle (per block). Scales of inputs belong to a row, or to a run of it. What is constant
+along the sum is multiplied behind it, anything else after each part of it, in float32 (as DeepSeek-V3 does,
+arXiv 2412.19437, section 3.3.2). Sums of int8 are whole numbers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
+from pagewise_kernels.launch import capability, check_device, interpreted, launch
+from pagewise_kernels.shapes import power_of_two
+
+FP8 = torch.float8_e4m3fn
+MOST = {FP8: FP8_MOST, torch.int8: 127.0}
+"""The largest value of each type that weights and inputs may have."""
+
+_LARGEST = 65536
+_SMALLEST_PART = 16
+_WIDE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def e4m3_from_bits(bits):
+    """The float32 of e4m3 in uint8, without instructions for it: as float16 the bits mean 2^-8 of the number."""
+    wide = bits.to(tl.uint16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 256.0
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x,
+    values,
+    scales,
+    static_scale,
+    stride_x,
+    stride_values,
+    stride_scales,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATIC: tl.constexpr,
+    INTEGER: tl.constexpr,
+    MOST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """Programs: row, GROUPS groups of it."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    within = tl.arange(0, PADDED)
+    at = groups[:, None] * GROUP + within[None, :]
+    inside = (within < GROUP)[None, :] & (at < SIZE)
+    wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+    if STATIC:
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(static_scale)
+    else:
+        most = tl.max(tl.abs(wide), 1)
+        scale = tl.where(most > 0, most / MOST, 1.0)
+    tl.store(scales + row * stride_scales + groups, scale, mask=groups * GROUP < SIZE)
+    scaled = wide / scale[:, None]
+    if STATIC:
+        scaled = tl.minimum(tl.maximum(scaled, -MOST), MOST)
+    if INTEGER:
+        # Adding 1.5 * 2^23 leaves the nearest whole number, ties to even, in the lowest bits.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    elif ROUND_FIRST:
+        scaled = round_to_e4m3(scaled)
+    tl.store(values + row * stride_values + at, scaled.to(values.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(
+    x: torch.Tensor, dtype: torch.dtype, *, group: int | None = None, static_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise x [rows, size] to ``dtype`` (float8_e4m3fn or int8), as one kernel.
+
+    ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
+    With ``static_scale`` (float32, one value) all have that one, and what is larger than it allows becomes the largest.
+    Returns values [rows, size] and float32 scales [rows, groups], whose product is x.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1] >= 1:
+        raise ValueError(f"quantise_rows takes contiguous rows [rows, size], not {list(x.shape)}")
+    if x.dtype not in _WIDE or dtype not in MOST:
+        raise TypeError(f"quantise_rows makes float8_e4m3fn or int8 of floats, not {dtype} of {x.dtype}")
+    rows, size = x.shape
+    group = size if group is None else min(group, size)
+    if not 1 <= group <= _LARGEST:
+        raise ValueError(f"groups of {group} are not supported, those of 1 to {_LARGEST} are")
+    if static_scale is not None and (static_scale.numel() != 1 or group != size or static_scale.dtype != torch.float32):
+        raise ValueError("a static scale is one float32 for all rows, without groups")
+    values = torch.empty(rows, size, dtype=dtype, device=x.device)
+    num_groups = triton.cdiv(size, group)
+    scales = torch.empty(rows, num_groups, dtype=torch.float32, device=x.device)
+    check_device(x, values, *([static_scale] if static_scale is not None else []))
+    padded = power_of_two(group)
+    groups = max(1, min(power_of_two(num_groups), 2048 // padded))
+    launch(
+        quantise_rows_kernel,
+        (rows, triton.cdiv(num_groups, groups)),
+        x, values, scales, scales if static_scale is None else static_scale,
+        x.stride(0), values.stride(0), scales.stride(0),
+        SIZE=size, GROUP=group, PADDED=padded, GROUPS=groups, STATIC=static_scale is not None,
+        INTEGER=dtype == torch.int8, MOST=MOST[dtype], ROUND_FIRST=interpreted(),
+        num_warps=min(32, max(4, padded * groups // 2048)),
+    )  # fmt: skip
+    return values, scales
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def scaled_linear_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    num_rows,
+    stride_x,
+    stride_x_scales,
+    stride_weight,
+    stride_weight_scales,
+    stride_out,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_X_SCALES: tl.constexpr,
+    FROM_BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs: tile of rows, tile of columns; neighbours share the weights of a tile of columns."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inner = tl.arange(0, INNER)
+    row_there, column_there = rows < num_rows, columns < SIZE_OUT
+    x_at = x + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
+    weight_at = weight + columns.to(tl.int64)[None, :] * stride_weight + inner[:, None]
+    x_scales_at = x_scales + rows.to(tl.int64) * stride_x_scales
+    weight_scales_at = weight_scales + (columns // BLOCK_OUT).to(tl.int64) * stride_weight_scales
+    in_parts: tl.constexpr = (BLOCK_IN < SIZE_IN) or (X_GROUP < SIZE_IN)
+    sums = tl.zeros([ROWS, COLUMNS], SUM)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, SIZE_IN, INNER):
+        left = inner + start < SIZE_IN
+        a = tl.load(x_at + start, mask=row_there[:, None] & left[None, :], other=0.0)
+        b = tl.load(weight_at + start, mask=column_there[None, :] & left[:, None], other=0.0)
+        if FROM_BITS:
+            b = e4m3_from_bits(b)
+        if in_parts:
+            part = tl.dot(a.to(COMPUTE), b.to(COMPUTE), out_dtype=SUM, input_precision=PRECISION).to(tl.float32)
+            scale = tl.load(weight_scales_at + start // BLOCK_IN, mask=column_there, other=0.0)[None, :]
+            if HAS_X_SCALES:
+                scale *= tl.load(x_scales_at + start // X_GROUP, mask=row_there, other=0.0)[:, None]
+            acc += part * scale
+        else:
+            sums = tl.dot(a.to(COMPUTE), b.to(COMPUTE), sums, out_dtype=SUM, input_precision=PRECISION)
+    if not in_parts:
+        acc = sums.to(tl.float32) * tl.load(weight_scales_at, mask=column_there, other=0.0)[None, :]
+        if HAS_X_SCALES:
+            acc *= tl.load(x_scales_at, mask=row_there, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=column_there, other=0.0).to(tl.float32)[None, :]
+    out_at = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_there[:, None] & column_there[None, :])
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    block: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    *,
+    group: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """A linear layer whose weight [out, in] is float8_e4m3fn or int8, for x [rows, in]; returns [rows, out].
+
+    ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs].
+    x is of the weight's type, with x_scales, float32 [rows, groups] of ``group`` inputs each, by default a row, or it
+    is float16, bfloat16 or float32 without. bias [out]. ``dtype``: that of the result, by default that of x. Rows of
+    int8 sums do not depend on the number of rows; others do in their last bits, because the tile does.
+
+    Raises:
+        ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.
+    """
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(f"scaled_linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and "
+                         f"{list(weight.shape)}")  # fmt: skip
+    quantised = x_scales is not None
+    dtype = x.dtype if dtype is None else dtype
+    if weight.dtype not in MOST or (x.dtype != weight.dtype if quantised else x.dtype not in _WIDE):
+        raise TypeError(
+            f"x is of the weight's type with scales, or of floats without, not {x.dtype} and {weight.dtype}"
+        )
+    if dtype not in _WIDE:
+        raise TypeError(f"the result is float16, bfloat16 or float32, not {dtype}")
+    rows, size_in = x.shape
+    size_out = weight.shape[0]
+    block_out, block_in = min(block[0], size_out), min(block[1], size_in)
+    if weight_scales.shape != (triton.cdiv(size_out, block_out), triton.cdiv(size_in, block_in)):
+        raise ValueError(f"weights {list(weight.shape)} in blocks {list(block)} have other scales than "
+                         f"{list(weight_scales.shape)}")  # fmt: skip
+    group = size_in if group is None else min(group, size_in)
+    if x_scales is not None and (x_scales.shape != (rows, triton.cdiv(size_in, group)) or x_scales.stride(1) != 1):
+        raise ValueError(f"{rows} rows have other scales than {list(x_scales.shape)}")
+    if bias is not None and bias.shape != (size_out,):
+        raise ValueError(f"bias is [{size_out}], not {list(bias.shape)}")
+    check_device(*(tensor for tensor in (x, x_scales, weight, weight_scales, bias) if tensor is not None))
+    from_bits = weight.dtype == FP8 and not quantised and (interpreted() or capability(x.device) < 89)
+    if weight.dtype == FP8 and quantised and capability(x.device) < 89 and not interpreted():
+        raise ValueError("products of float8 need compute capability 8.9")
+    tile, num_warps, num_stages = _tile(rows, x.dtype)
+    inner = _part(tile[2], size_in, block_in, group)
+    out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
+    compute = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
+    launch(
+        scaled_linear_kernel,
+        (triton.cdiv(rows, tile[0]), triton.cdiv(size_out, tile[1])),
+        x, weight_scales if x_scales is None else x_scales, weight.view(torch.uint8) if from_bits else weight,
+        weight_scales, weight_scales if bias is None else bias, out, rows, x.stride(0),
+        0 if x_scales is None else x_scales.stride(0), weight.stride(0), weight_scales.stride(0), out.stride(0),
+        SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=inner, BLOCK_OUT=block_out,
+        BLOCK_IN=block_in, X_GROUP=group, HAS_BIAS=bias is not None, HAS_X_SCALES=quantised, FROM_BITS=from_bits,
+        COMPUTE=tl.float32 if interpreted() else compute if quantised else _WIDE[x.dtype],
+        SUM=tl.int32 if quantised and weight.dtype == torch.int8 and not interpreted() else tl.float32,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out
+
+
+def computable(size_in: int, block_in: int, group: int | None = None) -> bool:
+    """Whether ``scaled_linear`` takes weights with a scale for every ``block_in`` of ``size_in`` inputs.
+
+    ``group``: inputs of a row that share a scale, None for all of them.
+    """
+    return all(size >= size_in or size & -size >= _SMALLEST_PART for size in (block_in, group or size_in))
+
+
+def _part(inner: int, size_in: int, block_in: int, group: int) -> int:
+    """How much of the sum is computed at once: no more than one scale is for."""
+    for size in (block_in, group):
+        if size < size_in:
+            inner = min(inner, size & -size)
+    if inner < _SMALLEST_PART:
+        raise ValueError(f"scales for {min(block_in, group)} inputs are not supported, for multiples of 16 they are")
+    return inner
+
+
+def _tile(rows: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int, int]:
+    """Rows, columns and part of the sum of a program, its warps and stages; not measured on a GPU yet."""
+    if interpreted():
+        return (16, 32, 32), 4, 1
+    if dtype == torch.float32:
+        return (32, 64, 32), 4, 3
+    if rows <= 16:
+        return (16, 32, 256 if dtype in MOST else 128), 4, 4
+    if rows <= 64:
+        return (64, 64, 128), 4, 3
+    return (128, 128, 128 if dtype in MOST else 64), 8, 3

@@ -1,0 +1,253 @@
+"""Reads from config.json how the weights of a checkpoint are quantised, and refuses by name what cannot be served.
+
+Two forms are read: that of compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek
+and Qwen (scales per block) and AutoFP8 (scales per tensor) write. docs/quantization.md lists both.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.models.quantised_weight import FP8, Inputs
+
+log = logging.getLogger(__name__)
+
+INSTEAD = (
+    "take a checkpoint in FP8 or int8 of compressed-tensors, or in FP8 of quant_method 'fp8', or the one in bfloat16, "
+    "whose linear layers --quantization fp8 (on the CPU: int8) quantises while they are loaded"
+)
+"""What to use instead of what is refused."""
+_STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32}
+_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+_NOT_READ = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale)$")
+"""Zero points, which are zero where quantisation is symmetric, and scales of a KV cache."""
+
+
+class Scheme(NamedTuple):
+    """How a linear layer is stored. ``dtype``: of its weight, float8_e4m3fn or int8.
+
+    ``block``: outputs and inputs that share a scale, 0 for all. ``packed``: four int8 lie in an int32.
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    inputs: Inputs
+    packed: bool = False
+
+
+class _Arguments(msgspec.Struct):
+    """How compressed-tensors describes the quantisation of a tensor, with its defaults."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | str = False
+    actorder: bool | str | None = None
+
+
+class _Group(msgspec.Struct):
+    targets: list[str]
+    weights: _Arguments | None = None
+    input_activations: _Arguments | None = None
+    output_activations: _Arguments | None = None
+    format: str | None = None
+
+
+class _CompressedTensors(msgspec.Struct):
+    config_groups: dict[str, _Group]
+    format: str | None = None
+    ignore: list[str] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+class _Fp8(msgspec.Struct):
+    """``quant_method: fp8``. Layers that are not converted are those whose weights are not in FP8."""
+
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    fmt: str = "e4m3"
+
+
+class _UnsupportedError(Exception):
+    """A scheme that cannot be served; the text names it."""
+
+
+class QuantisedCheckpoint:
+    """How the linear layers of a checkpoint are stored. ``name``: the model's, for errors."""
+
+    def __init__(self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool) -> None:
+        self.name = name
+        self._groups, self._ignore, self._strict = groups, ignore, strict
+
+    def scheme(self, linear: str, stored: str | None) -> Scheme | None:
+        """Return how the linear layer called ``linear`` is quantised, None if it is not.
+
+        ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
+
+        Raises:
+            ModelError: the weight is of another type than the configuration says.
+        """
+        found = None
+        if not any(_matches(entry, linear) for entry in self._ignore):
+            found = next(
+                (scheme for targets, scheme in self._groups if any(_matches(t, linear) for t in targets)), None
+            )
+        if found is None and stored not in _STORED:
+            return None
+        if found is not None and stored not in _STORED and (stored is None or not self._strict):
+            return None
+        if found is None or _STORED.get(str(stored)) != (torch.int32 if found.packed else found.dtype):
+            says = "is not quantised" if found is None else f"is {'packed ' * found.packed}{_name(found.dtype)}"
+            raise ModelError(f"{self.name}: its weight {linear} is of type {stored}, but by config.json it {says}")
+        return found
+
+    @staticmethod
+    def is_read(tensor: str) -> bool:
+        """Whether a tensor of the files is one of the weights or their scales."""
+        return _NOT_READ.search(tensor) is None
+
+
+def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
+    """Return how the checkpoint in the folder ``path`` is quantised, None if it is not.
+
+    ``name``: of the model. ``kv_dtype``: the option, for what the log says of a scheme for the KV cache.
+
+    Raises:
+        ModelError: it is quantised in a way that cannot be served; the text names it, and says what to use instead.
+    """
+    try:
+        settings = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever reads the rest of it says so
+    if not isinstance(settings, dict):
+        return None
+    text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else {}
+    found = settings.get("quantization_config") or settings.get("compression_config") or (text or {}).get(
+        "quantization_config"
+    )  # fmt: skip
+    if not found and (path / "hf_quant_config.json").is_file():
+        found = {"quant_method": "modelopt"}
+    if not found:
+        return None
+    method = str(found.get("quant_method", "unknown")) if isinstance(found, dict) else "unknown"
+    try:
+        match method:
+            case "compressed-tensors":
+                return _compressed_tensors(name, msgspec.convert(found, _CompressedTensors), kv_dtype)
+            case "fp8":
+                return _fp8(name, msgspec.convert(found, _Fp8))
+            case _:
+                raise _UnsupportedError
+    except (_UnsupportedError, msgspec.ValidationError) as error:
+        how = f"{name}: its weights are quantised (quant_method {method!r})"
+        raise ModelError(f"{how}{' ' * bool(str(error))}{error}, which cannot be served; {INSTEAD}") from error
+
+
+def _fp8(name: str, found: _Fp8) -> QuantisedCheckpoint:
+    if found.fmt != "e4m3":
+        raise _UnsupportedError(f"in the format {found.fmt}")
+    static = found.activation_scheme == "static"
+    if found.weight_block_size is None:
+        scheme = Scheme(FP8, (0, 0), Inputs(static=static))
+    elif static:
+        raise _UnsupportedError("per block and with static scales of inputs")
+    else:
+        scheme = Scheme(FP8, found.weight_block_size, Inputs(group=found.weight_block_size[1]))
+    return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
+
+
+def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> QuantisedCheckpoint:
+    for what, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
+        if (settings and settings.get("format", "") not in ("dense", "")) or (settings or {}).get("config_groups"):
+            raise _UnsupportedError(f"with a {what}")
+    groups = []
+    for group in found.config_groups.values():
+        form = group.format or found.format or "unknown"
+        if form not in _FORMATS:
+            raise _UnsupportedError(f"in the format {form}")
+        groups.append((group.targets, _scheme(group, form)))
+    if found.kv_cache_scheme:
+        stays = "KV is kept in float8 with scales of its own, by token and head (--kv-dtype fp8)"
+        if kv_dtype != "fp8":
+            stays = "KV is kept in the model's type; --kv-dtype fp8 keeps it in float8, with scales by token and head"
+        log.warning("%s has a kv_cache_scheme, whose scales are not used: %s", name, stays)
+    return QuantisedCheckpoint(name, groups, found.ignore or [], strict=True)
+
+
+def _scheme(group: _Group, form: str) -> Scheme:
+    weights, inputs = group.weights, group.input_activations
+    if weights is None or group.output_activations is not None:
+        raise _UnsupportedError("of which outputs alone are, or are as well")
+    kind = f"{weights.type}{weights.num_bits}"
+    if kind not in ("float8", "int8") or weights.dynamic is not False:
+        raise _UnsupportedError(f"to {kind} weights")
+    if not weights.symmetric or (inputs is not None and not inputs.symmetric):
+        raise _UnsupportedError("asymmetrically (with zero points)")
+    if weights.actorder in (True, "group"):
+        raise _UnsupportedError("in the order of activations (actorder)")
+    packed = form == "pack-quantized"
+    if packed and (kind != "int8" or inputs is not None):
+        raise _UnsupportedError(f"to packed {kind} with quantised inputs or in floats")
+    dtype = FP8 if kind == "float8" else torch.int8
+    return Scheme(dtype, _block(weights), _inputs(inputs, kind), packed)
+
+
+def _block(weights: _Arguments) -> tuple[int, int]:
+    strategy = weights.strategy
+    if strategy is None:  # as compressed-tensors completes it
+        strategy = "tensor" if weights.group_size is None else "channel" if weights.group_size == -1 else "group"
+    structure = weights.block_structure
+    if isinstance(structure, str):
+        structure = [int(size) for size in structure.split("x") if size.isdecimal()]
+    match strategy:
+        case "tensor":
+            return 0, 0
+        case "channel":
+            return 1, 0
+        case "group" if (weights.group_size or 0) > 0:
+            return 1, weights.group_size or 0
+        case "block" if structure is not None and len(structure) == 2 and min(structure) > 0:
+            return structure[0], structure[1]
+        case _:
+            raise _UnsupportedError(f"with weights by the strategy {strategy}")
+
+
+def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
+    if inputs is None:
+        return Inputs(quantised=False)
+    kind = f"{inputs.type}{inputs.num_bits}"
+    if kind != weights:
+        raise _UnsupportedError(f"to {weights} weights with {kind} inputs")
+    match inputs.strategy, inputs.dynamic:
+        case "tensor" | None, False:
+            return Inputs(static=True)
+        case "token" | "tensor" | None, True:
+            # One scale for all rows would make a row depend on the others of its batch: each has its own.
+            return Inputs()
+        case "group", True if (inputs.group_size or 0) > 0:
+            return Inputs(group=inputs.group_size)
+        case strategy, dynamic:
+            how = "dynamic" if dynamic is True else "static" if dynamic is False else str(dynamic)
+            raise _UnsupportedError(f"with {how} inputs by the strategy {strategy}")
+
+
+def _matches(entry: str, linear: str) -> bool:
+    """Whether an entry of compressed-tensors' ``targets`` or ``ignore`` means a linear layer."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), linear) is not None
+    return entry in ("Linear", linear)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,248 @@
+"""Linear layers whose weights stay in eight bits in memory: FP8 or int8, of a checkpoint or quantised while loading."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.kernel_choice import Kernels
+from pagewise_executor.models.packed_linear import is_conv1d
+from pagewise_executor.models.quantised_weight import (
+    FP8,
+    Inputs,
+    QuantisedWeight,
+    join_outputs,
+    quantise,
+    quantise_inputs,
+)
+
+log = logging.getLogger(__name__)
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with a weight in eight bits, in plain PyTorch: right everywhere, and slow.
+
+    ``values``, ``scales``, ``block``: see ``QuantisedWeight``. ``inputs``: how inputs are rounded; ``static_scale``
+    float32 [1]: their scale, if the checkpoint has it. ``weight`` [out, in] gives the type in which the rest of the
+    model computes, and the shape, but has no data. ``inputs_dropped``: inputs should be rounded, and cannot be here.
+    """
+
+    inputs_dropped = False
+
+    def __init__(
+        self,
+        weight: QuantisedWeight,
+        inputs: Inputs,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        static_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.values, self.scales, self.block = nn.Buffer(weight.values), nn.Buffer(weight.scales), weight.block
+        self.inputs = inputs
+        self.bias = None if bias is None else nn.Buffer(bias.detach())
+        self.static_scale = None if static_scale is None else nn.Buffer(static_scale)
+        self.weight = torch.empty(weight.values.shape, dtype=dtype, device="meta")
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        """The weight, to be joined or cut."""
+        return QuantisedWeight(self.values, self.scales, self.block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        return self.compute(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(self.values))
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """Map rows [rows, in] to [rows, out]."""
+        rounded = x.float()
+        if self.inputs.quantised:
+            values, scales = quantise_inputs(x, self.values.dtype, self.inputs, self.static_scale)
+            rounded = values * scales
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(rounded, self.quantised.dequantised(), bias).to(x.dtype)
+
+
+class TritonQuantisedLinear(QuantisedLinear):
+    """The same by Triton kernels: one quantises the inputs, one multiplies."""
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``QuantisedLinear``."""
+        from pagewise_kernels.quantised import quantise_rows, scaled_linear
+
+        group = self.inputs.group
+        if not self.inputs.quantised:
+            return scaled_linear(x, None, self.values, self.scales, self.block, self.bias)
+        values, scales = quantise_rows(x, self.values.dtype, group=group, static_scale=self.static_scale)
+        return scaled_linear(
+            values, scales, self.values, self.scales, self.block, self.bias, group=group, dtype=x.dtype
+        )
+
+
+class ScaledMMLinear(QuantisedLinear):
+    """The same by ``torch._scaled_mm``, for FP8 with a scale per output and per row."""
+
+    def __init__(
+        self,
+        weight: QuantisedWeight,
+        inputs: Inputs,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        static_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(weight.with_block((1, weight.block[1])), inputs, dtype, bias, static_scale)
+        self.column_scales = nn.Buffer(self.scales.t().contiguous())
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``QuantisedLinear``."""
+        from pagewise_kernels.quantised import quantise_rows
+
+        values, scales = quantise_rows(x, FP8, static_scale=self.static_scale)
+        return torch._scaled_mm(values, self.values.t(), scales, self.column_scales, self.bias, out_dtype=x.dtype)
+
+
+class JoinedLinear(nn.Module):
+    """Linear layers of the same inputs that cannot become one, because their weights are of different kinds."""
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+        first: torch.Tensor = linears[0].weight  # type: ignore[assignment]
+        outs = sum(len(linear.weight) for linear in linears)  # type: ignore[arg-type, misc]
+        self.weight = torch.empty(outs, first.shape[1], dtype=first.dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+
+def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
+    """Return one linear layer whose output is the concatenated output of ``linears``, some of which are quantised.
+
+    Static scales of inputs that differ become the largest one, so that nothing is cut off that was not.
+    """
+    quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+    kinds = {(linear.values.dtype, linear.inputs, linear.bias is None) for linear in quantised}
+    if len(quantised) < len(linears) or len(kinds) > 1:
+        return JoinedLinear(linears)
+    first = quantised[0]
+    static: list[torch.Tensor] = [linear.static_scale for linear in quantised if linear.static_scale is not None]
+    bias: list[torch.Tensor] = [linear.bias for linear in quantised if linear.bias is not None]
+    return QuantisedLinear(
+        join_outputs([linear.quantised for linear in quantised]),
+        first.inputs,
+        first.weight.dtype,
+        torch.cat(bias) if bias else None,
+        torch.stack(static).amax(dim=0) if static else None,
+    )
+
+
+def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
+    """Replace the linear layers within a part of a model by quantised ones; return how many.
+
+    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row.
+    """
+    count = 0
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        transposed = is_conv1d(module)
+        if type(module) is nn.Linear or transposed:
+            weight, bias = module.weight, module.bias
+            assert isinstance(weight, torch.Tensor)
+            assert bias is None or isinstance(bias, torch.Tensor)
+            made = quantise(weight.detach().t() if transposed else weight.detach(), dtype)
+            model.set_submodule(name, QuantisedLinear(made, Inputs(), weight.dtype, bias))
+            count += 1
+    return count
+
+
+def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
+    """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have."""
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if type(module) is QuantisedLinear:
+            model.set_submodule(name, _fast(module, kernels, device))
+
+
+def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
+    weight, inputs, dtype = module.quantised, module.inputs, module.weight.dtype
+    whole = module.scales.shape[1] == 1 and inputs.group is None
+    if kernels == "cpu" and _fits_cpu(module):
+        from pagewise_executor.models.packed_linear import Int8Linear
+
+        scales = weight.with_block((1, weight.block[1])).scales[:, 0]
+        return Int8Linear(module.values, module.bias, scales)
+    if kernels != "triton":
+        return module
+    from pagewise_kernels.launch import capability
+    from pagewise_kernels.quantised import computable
+
+    if weight.values.dtype == FP8 and capability(device) < 89:
+        inputs = Inputs(quantised=False)
+    if not computable(weight.values.shape[1], weight.block[1], inputs.group):
+        return module
+    kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
+    fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16
+    if device.type == "cuda" and capability(device) >= 90 and weight.values.dtype == FP8 and whole and fits:
+        kind = ScaledMMLinear if inputs.quantised else kind
+    fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
+    fast.inputs_dropped = inputs != module.inputs
+    return fast
+
+
+def _fits_cpu(module: QuantisedLinear) -> bool:
+    """Whether the CPU operations compute the same: int8 with a scale per output, and inputs with one per row."""
+    from pagewise_kernels.cpu.linear_int8 import MAX_INPUTS
+
+    return (
+        module.values.dtype == torch.int8
+        and module.inputs == Inputs()
+        and module.scales.shape[1] == 1
+        and module.weight.dtype == torch.float32
+        and module.values.shape[1] <= MAX_INPUTS
+    )
+
+
+def has_exact_inputs(model: nn.Module) -> bool:
+    """Whether inputs are not rounded that should be."""
+    return any(getattr(module, "inputs_dropped", False) for module in model.modules())
+
+
+def report(model: nn.Module, asked: bool) -> bool:
+    """Say in the log what is in eight bits and what computes it; return whether that is slower than it should be.
+
+    ``asked``: an option asks for weights in eight bits, so it is worth a warning if most of them are not.
+    """
+    ways = Counter[str]()
+    plain = False
+    size = kept = 0
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            ways[_WAYS[type(module)]] += 1
+            plain |= type(module) is QuantisedLinear
+            size += module.values.numel()
+        elif type(module).__name__ == "Int8Linear":
+            ways["the CPU operations"] += 1
+            size += module.packed.outs * module.packed.ins  # type: ignore[union-attr, operator, assignment]
+        kept += sum(weight.numel() for weight in module.parameters(recurse=False))
+    if not ways and not asked:
+        return False
+    done = ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()) or "no layers"
+    log.log(
+        logging.WARNING if asked and size < kept else logging.INFO,
+        "%.1fM weights are in eight bits (%s), %.1fM are not%s", size / 1e6, done, kept / 1e6,
+        "; their inputs stay as they are, because this GPU has no FP8" if has_exact_inputs(model) else "",
+    )  # fmt: skip
+    if plain:
+        log.warning(
+            "PyTorch computes linear layers with weights in eight bits here, which is slower than with the weights in "
+            "float32: FP8 needs a GPU; on the CPU, --quantization int8 and int8 checkpoints in float32 are fast"
+        )
+    return plain
+
+
+_WAYS = {
+    QuantisedLinear: "PyTorch",
+    TritonQuantisedLinear: "Triton",
+    ScaledMMLinear: "torch._scaled_mm",
+}

@@ -1,0 +1,108 @@
+"""Quantised linear layers as the files of a checkpoint have them, between its headers and the layers that compute."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
+
+_FLOATS = frozenset({"F32", "BF16", "F16"})
+_TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.int32: {"I32"}, torch.int64: {"I64"}}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that keeps its type. ``shape``: that which it gets; ``types``: those that the file may have."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    types: frozenset[str]
+
+    def shape_of(self, found: list[int]) -> list[int]:
+        """Return ``shape`` if a tensor of the shape ``found`` differs from it by dimensions of one only."""
+        return self.shape if [n for n in found if n != 1] == [n for n in self.shape if n != 1] else found
+
+
+class StoredLinear(nn.Module):
+    """A quantised linear layer as the files have it. Its parameters are named as they are there.
+
+    ``scales``, ``input_scale``: the names of the scales, which differ.
+    """
+
+    def __init__(self, scheme: Scheme, outs: int, ins: int, bias: bool, scales: str, input_scale: str) -> None:
+        super().__init__()
+        self.scheme, self.names = scheme, (scales, input_scale)
+        self.block = (scheme.block[0] or outs, scheme.block[1] or ins)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"weight": ((outs, ins), scheme.dtype)}
+        if scheme.packed:
+            shapes = {"weight_packed": ((outs, -(-ins // 4)), torch.int32), "weight_shape": ((2,), torch.int64)}
+        shapes[scales] = (-(-outs // self.block[0]), -(-ins // self.block[1])), torch.float32
+        if scheme.inputs.static:
+            shapes[input_scale] = (1,), torch.float32
+        if bias:
+            shapes["bias"] = (outs,), torch.float32
+        for name, (shape, dtype) in shapes.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.outs, self.ins = outs, ins
+
+    def loaded(self, dtype: torch.dtype) -> QuantisedLinear:
+        """Return the layer of these weights, in a model that computes in ``dtype``.
+
+        Raises:
+            ValueError: packed weights are of another shape.
+        """
+        tensors = {name: weight.detach() for name, weight in self.named_parameters()}
+        values = tensors.get("weight")
+        if values is None:
+            if tensors["weight_shape"].tolist() != [self.outs, self.ins]:
+                raise ValueError(f"packed weights are {tensors['weight_shape'].tolist()}, not {[self.outs, self.ins]}")
+            # Bytes in the order of the inputs, with 128 added.
+            packed = tensors["weight_packed"].view(torch.uint8)[:, : self.ins]
+            values = packed.bitwise_xor(128).view(torch.int8).contiguous()
+        weight = QuantisedWeight(values, tensors[self.names[0]], self.block)
+        return QuantisedLinear(weight, self.scheme.inputs, dtype, tensors.get("bias"), tensors.get(self.names[1]))
+
+
+def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, types: Mapping[str, str]) -> None:
+    """Replace the linear layers of a model that are quantised in the files. ``types``: of the tensors there.
+
+    Raises:
+        ModelError: a weight is of another type than the configuration says.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            stored = types.get(f"{name}.weight") or types.get(f"{name}.weight_packed")
+            if (scheme := checkpoint.scheme(name, stored)) is not None:
+                outs, ins = module.weight.shape
+                # transformers writes the second name of each for quant_method fp8.
+                names = [
+                    second if f"{name}.{second}" in types else first
+                    for first, second in (("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale"))
+                ]
+                model.set_submodule(name, StoredLinear(scheme, outs, ins, module.bias is not None, *names))
+
+
+def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
+    """Return the weights and scales of all stored layers of a model, by their names."""
+    return {
+        f"{name}.{own}": StoredTensor(weight.dtype, list(weight.shape), frozenset(_TYPES.get(weight.dtype, _FLOATS)))
+        for name, module in model.named_modules()
+        if isinstance(module, StoredLinear)
+        for own, weight in module.named_parameters()
+        if own != "bias"
+    }
+
+
+def take_stored(model: nn.Module, within: str, dtype: torch.dtype) -> None:
+    """Replace the stored layers within a part of a model, whose tensors have been read, by layers that compute.
+
+    Raises:
+        ValueError: packed weights are of another shape.
+    """
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if isinstance(module, StoredLinear):
+            model.set_submodule(name, module.loaded(dtype))

@@ -1,0 +1,158 @@
+"""Quantised checkpoints as they lie on disk, made by hand of tiny models, and what they should compute."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+from tests.model_builders import build_model
+
+FP8 = torch.float8_e4m3fn
+MOST = {FP8: 448.0, torch.int8: 127.0}
+
+
+class Form(NamedTuple):
+    """How linear layers are quantised: see ``FORMS``. ``group``: inputs of a row with one scale, 0 for the row."""
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    inputs: str
+    config: dict[str, Any]
+    group: int = 0
+    packed: bool = False
+    scale: str = "weight_scale"
+    input_scale: str = "input_scale"
+
+
+def _compressed(kind: str, strategy: str, inputs: dict[str, Any] | None, form: str, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it into config.json."""
+    common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None, "block_structure": None,
+              "actorder": None, "observer": "minmax", "observer_kwargs": {}}  # fmt: skip
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": strategy, "dynamic": False} | weights,
+        "input_activations": None if inputs is None else common | {"observer": None} | inputs,
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "config_groups": {"group_0": group}, "format": form, "global_compression_ratio": None, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "sparsity_config": {}, "transform_config": {}, "version": "0.13.0",
+    }  # fmt: skip
+
+
+_TOKEN = {"strategy": "token", "dynamic": True}
+_STATIC = {"strategy": "tensor", "dynamic": False}
+_OF_DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 32]}
+
+FORMS = {
+    "fp8 per channel": Form(FP8, (1, 0), "token", _compressed("float", "channel", _TOKEN, "float-quantized")),
+    "fp8 per tensor": Form(FP8, (0, 0), "static", _compressed("float", "tensor", _STATIC, "naive-quantized")),
+    "fp8 per block": Form(
+        FP8,
+        (16, 16),
+        "token",
+        _compressed("float", "block", {"strategy": "group", "group_size": 16, "dynamic": True}, "float-quantized",
+                    block_structure=[16, 16]),
+        group=16,
+    ),
+    "fp8 of deepseek": Form(FP8, (16, 32), "token", _OF_DEEPSEEK, group=32, scale="weight_scale_inv"),
+    "fp8 of autofp8": Form(
+        FP8, (0, 0), "static", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    ),
+    "fp8 of transformers": Form(
+        FP8, (0, 0), "static", _OF_DEEPSEEK | {"weight_block_size": None, "activation_scheme": "static"},
+        scale="weight_scale_inv", input_scale="activation_scale",
+    ),
+    "fp8 weights": Form(FP8, (1, 0), "none", _compressed("float", "channel", None, "float-quantized")),
+    "int8 per channel": Form(torch.int8, (1, 0), "token", _compressed("int", "channel", _TOKEN, "int-quantized")),
+    "int8 static": Form(torch.int8, (1, 0), "static", _compressed("int", "channel", _STATIC, "int-quantized")),
+    "int8 weights": Form(
+        torch.int8, (1, 16), "none", _compressed("int", "group", None, "pack-quantized", group_size=16), packed=True
+    ),
+}  # fmt: skip
+"""The forms that are served, by name."""
+
+
+class OracleLinear(nn.Module):
+    """A quantised linear layer in float64. ``tensors``: as they lie on disk, but for packing."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> None:
+        super().__init__()
+        outs, ins = weight.shape
+        self.form, self.bias = form, None if bias is None else bias.detach()
+        rows, columns = form.block[0] or outs, form.block[1] or ins
+        blocks = [block.split(columns, dim=1) for block in weight.detach().double().split(rows)]
+        # A scale is stored in bfloat16 by most.
+        scales = torch.tensor([[float(block.abs().max()) / MOST[form.dtype] for block in row] for row in blocks])
+        self.scales = scales.bfloat16()
+        spread = self.scales.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:outs, :ins]
+        self.values = rounded(weight.detach().double() / spread, form.dtype)
+        self.exact = self.values.double() * spread
+        self.input_scale = torch.tensor([6.0 / MOST[form.dtype]]) if form.inputs == "static" else None
+        self.weight = weight  # for its type
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        if self.form.inputs != "none":
+            group = self.form.group or x.shape[-1]
+            parts = [
+                rounded(part / scale, self.form.dtype).double() * scale
+                for part in wide.split(group, dim=-1)
+                for scale in [self._scale(part)]
+            ]
+            wide = torch.cat(parts, dim=-1)
+        result = wide @ self.exact.T
+        return (result if self.bias is None else result + self.bias.double()).to(x.dtype)
+
+    def _scale(self, part: torch.Tensor) -> torch.Tensor:
+        if self.input_scale is not None:
+            return self.input_scale.double()
+        most = part.abs().amax(dim=-1, keepdim=True) / MOST[self.form.dtype]
+        return torch.where(most > 0, most, 1.0)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint, by the ends of their names."""
+        found = {self.form.scale: self.scales}
+        if self.form.packed:
+            outs, ins = self.values.shape
+            padded = nn.functional.pad(self.values.int() + 128, (0, -ins % 4)).view(outs, -1, 4)
+            shifted = (padded << torch.tensor([0, 8, 16, 24])).sum(dim=2)
+            found |= {"weight_packed": shifted.to(torch.int32), "weight_shape": torch.tensor([outs, ins])}
+        else:
+            found["weight"] = self.values
+        if self.input_scale is not None:
+            found[self.form.input_scale] = self.input_scale
+        return found if self.bias is None else found | {"bias": self.bias}
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest values of ``dtype``."""
+    cut = exact.clamp(-MOST[dtype], MOST[dtype])
+    return cut.round().to(dtype) if dtype == torch.int8 else cut.float().to(dtype)
+
+
+def build_quantised(form: Form, path: Path, family: str = "llama", **settings: Any) -> transformers.PreTrainedModel:
+    """Save a quantised model under ``path``; return what it should compute."""
+    model = build_model(family, path, **settings)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and name != "lm_head":
+            oracle = OracleLinear(module.weight, module.bias, form)
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in oracle.stored().items()}
+            model.set_submodule(name, oracle)
+    safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    edit_config(path, quantization_config=form.config)
+    return model
+
+
+def edit_config(path: Path, **values: object) -> None:
+    """Change config.json in place."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
