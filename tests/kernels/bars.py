@@ -15,7 +15,12 @@ class Bar(NamedTuple):
 
 
 BARS: dict[tuple[str, str], Bar] = {
+    # Tiles of 64 tokens: without masks, with masks, and the merge of parts.
     ("decode d128 bf16 kv bf16", "attention_kernel"): Bar(250, (325, 600, 320)),
-    ("prefill d128 bf16 kv bf16", "attention_kernel"): Bar(236, (420, 590)),
+    ("decode d128 bf16 deterministic", "attention_kernel"): Bar(226, (440, 605, 120, 44)),
+    ("prefill d128 bf16 deterministic", "attention_kernel"): Bar(232, (440, 605)),
+    # Tiles of 128 tokens.
+    ("decode d128 bf16 kv fp8", "attention_kernel"): Bar(255, (1450, 2500, 320), spilled=96),
+    ("prefill d128 bf16 kv bf16", "attention_kernel"): Bar(255, (650, 990)),
 }
 """By the name of a case of ``compile_cases`` and the name of a kernel that it launches."""
