@@ -63,6 +63,10 @@ def candidates(
         if _wanted(config, device) != ("torch",):
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")
         physical_memory(device)  # refuses what this machine cannot map
+    if config.attention != "auto":
+        from pagewise_executor.attention.prefill_libraries import refuse_attention
+
+        refuse_attention(config, device)
     found = Candidates([], [])
     for kernels in _wanted(config, device):
         match kernels:
