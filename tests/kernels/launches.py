@@ -31,6 +31,16 @@ def probe_kernel(source, target, count, stride, factor, SIZE: tl.constexpr, NAME
     tl.store(target + at * stride, values.to(target.dtype.element_ty))
 
 
+@triton.jit
+def waiting_kernel(source, target, SIZE: tl.constexpr):  # noqa: N803
+    """Copy what the kernel before it has written, if it may begin before that has ended."""
+    at = tl.arange(0, SIZE)
+    tl.extra.cuda.gdc_wait()
+    values = tl.load(source + at)
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.store(target + at, values)
+
+
 def run(driver: FakeDriver, arguments: tuple[Any, ...], grid: tuple[int, ...] = (3,), **options: object) -> Launch:
     """What the driver is told by Triton's launch, and by the first, second and third by a handle."""
     options = {"SIZE": 16, "NAME": "a", "num_warps": 1, "enable_fp_fusion": True} | options
@@ -78,6 +88,16 @@ def check_kinds(driver: FakeDriver) -> None:
     assert run(driver, (floats, floats, -5, -4, 0.5)).values[2:4] == (2**32 - 5, 2**32 - 4)
     driver.stream = 11
     assert run(driver, (floats, floats, 5, 4, 0.5)).stream == 11
+
+
+def check_dependent_launches(driver: FakeDriver) -> None:
+    """A kernel may be launched to begin early (``launch_pdl``), and reads nothing before it has waited."""
+    floats = torch.zeros(64)
+    assert not run(driver, (floats, floats, 5, 4, 0.5)).dependent
+    assert run(driver, (floats, floats, 5, 4, 0.5), launch_pdl=True).dependent
+    ptx: str = waiting_kernel[(1,)](floats, floats, SIZE=64, launch_pdl=True, enable_fp_fusion=True).asm["ptx"]
+    places = [ptx.index(word) for word in ("griddepcontrol.wait", "ld.global", "griddepcontrol.launch", "st.global")]
+    assert places == sorted(places)
 
 
 def check_hooks(driver: FakeDriver) -> None:
@@ -148,6 +168,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, fake_driver(Path(folder)) as driver:
         check_kinds(driver)
+        check_dependent_launches(driver)
         check_hooks(driver)
         check_unexpected(driver)
     print("checked")
