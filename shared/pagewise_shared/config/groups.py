@@ -8,6 +8,7 @@ GROUPS = {
         "device",
         "dtype",
         "kernels",
+        "attention",
         "quantization",
         "deterministic",
         "trust_remote_code",

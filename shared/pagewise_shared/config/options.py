@@ -238,6 +238,10 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
             "slow and only meant for trying the kernels.",
         ),
     ] = "auto"
+    attention: Annotated[
+        Literal["auto", "triton", "fa3", "flashinfer"],
+        _help("attention of prompts on a GPU; auto: FlashAttention 3, FlashInfer or Triton, the first that can"),
+    ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8"],
         _help(

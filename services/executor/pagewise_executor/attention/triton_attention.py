@@ -10,6 +10,7 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
@@ -36,7 +37,7 @@ class TritonStep:
     """The attention of one step, with the plans that its layers have made so far.
 
     ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
-    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes.
+    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunk_tables``: for a library.
     """
 
     backend: "TritonBackend"
@@ -45,8 +46,10 @@ class TritonStep:
     lengths: torch.Tensor
     rows: torch.Tensor
     chunks: list[Chunk]
+    chunk_tables: ChunkTables | None = None
     decode_plans: dict[LayerKind, DecodePlan] = field(default_factory=dict)
     prefill_plans: dict[LayerKind, PrefillPlan] = field(default_factory=dict)
+    library_plans: dict[AttentionShape, Attend] = field(default_factory=dict)
 
     def attend(
         self,
@@ -83,7 +86,14 @@ class TritonStep:
                 softcap=softcap,
                 scales=scales,
             )
-        if self.chunks:
+        library = self.backend.library
+        if self.chunks and library is not None and not library.flaw(kind.head_dim, q.dtype):
+            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+            if (attend := self.library_plans.get(shape)) is None:
+                assert self.chunk_tables is not None
+                attend = self.library_plans[shape] = library.plan(shape, self.chunk_tables)
+            out[decodes:] = attend(q[decodes:], layer.keys, layer.values)
+        elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
             prefill_attention(
                 q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap, scales=scales
@@ -114,13 +124,21 @@ class TritonBackend:
 
     ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
     sends only what has changed. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
-    results do not depend on the batch or on how a prompt is cut into chunks.
+    results do not depend on the batch or on how a prompt is cut into chunks. ``library``: computes the prefill chunks
+    of layers that it supports; None: the kernels do.
     """
 
     def __init__(
-        self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False
+        self,
+        device: torch.device,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        deterministic: bool = False,
+        library: PrefillLibrary | None = None,
     ) -> None:
-        self.deterministic = deterministic
+        self.deterministic, self.library = deterministic, library
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
         self._device = device
@@ -154,7 +172,8 @@ class TritonBackend:
         self.share_prefixes(rows[:decodes], lengths)
         ints = self.upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
         slots = self.upload(batch.slot_mapping(rows, positions))
-        return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks)
+        tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
+        return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks, tables)
 
     def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
         """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read what they share once.
