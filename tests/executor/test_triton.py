@@ -164,7 +164,7 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
     from pagewise_kernels import launch
 
     build_model("llama", tmp_path)
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "device_type", lambda: "cuda")
     with pytest.raises(ModelError, match="TRITON_INTERPRET=1"):
         ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8))
 
