@@ -24,6 +24,7 @@ NO_LAUNCH = {
     "_unsafe_view",
     "new_empty",
     "slice",
+    "split_with_sizes",
     "t",
     "transpose",
     "empty",
