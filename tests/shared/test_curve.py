@@ -15,7 +15,13 @@ from pagewise_shared.connections import Connections, HandshakeFailure
 from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.scheduler_connection import asks_for_key, make_dealer, watch_connection
+from pagewise_shared.scheduler_connection import (
+    SchedulerAddress,
+    asks_for_key,
+    follow_scheduler,
+    make_dealer,
+    watch_connection,
+)
 
 from tests.shared.key_pairs import make_key_pairs
 
@@ -278,7 +284,9 @@ async def test_without_a_key_one_that_is_cut_off_in_the_handshake_asks_why(tmp_p
             try:
                 with pytest.raises(ConfigError, match="asks for a key and there is none"):
                     async with asyncio.timeout(10):
-                        await watch_connection(connections, dealer, f"ipc://{path}", None, lambda: None)
+                        await watch_connection(
+                            connections, dealer, SchedulerAddress(f"ipc://{path}"), None, lambda: None
+                        )
             finally:
                 connections.close()
                 dealer.close()
@@ -308,7 +316,9 @@ async def test_with_a_key_a_scheduler_that_has_none_is_tried_until_it_has_one(
         dealer = make_dealer(context, client, 1024)
         dealer.linger = 0
         connections = Connections(dealer)
-        watch = asyncio.create_task(watch_connection(connections, dealer, f"ipc://{path}", client, lambda: None))
+        watch = asyncio.create_task(
+            watch_connection(connections, dealer, SchedulerAddress(f"ipc://{path}"), client, lambda: None)
+        )
         try:
             async with asyncio.timeout(10):
                 async with await asyncio.start_unix_server(greet, path):
@@ -344,7 +354,7 @@ async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkey
         connections = Connections(dealer)
         dealer.connect(endpoint)
         watch = asyncio.create_task(
-            watch_connection(connections, dealer, endpoint, client, lambda: broken.append(True))
+            watch_connection(connections, dealer, SchedulerAddress(endpoint), client, lambda: broken.append(True))
         )
         try:
             async with asyncio.timeout(10):
@@ -380,3 +390,38 @@ def test_warnings_that_others_cause_are_bounded(caplog: pytest.LogCaptureFixture
 def test_text_of_others_fits_into_a_line() -> None:
     assert printable("a\nb\x1b[31mc") == "a?b?[31mc"
     assert printable("x" * 1000, 3) == "xxx"
+
+
+async def test_a_scheduler_that_moves_is_followed_by_its_file(tmp_path: Path) -> None:
+    file, new = tmp_path / "scheduler", tmp_path / "new"
+    file.write_text(f"ipc://{tmp_path}/first\n")
+    with zmq.asyncio.Context() as context:
+        places = {name: context.socket(zmq.ROUTER) for name in ("first", "second")}
+        for name, router in places.items():
+            router.bind(f"ipc://{tmp_path}/{name}")
+        dealer = make_dealer(context, None, 1000)
+        address = SchedulerAddress(f"file:{file}")
+        dealer.connect(address.endpoint)
+        moved = asyncio.Event()
+        follow = asyncio.create_task(follow_scheduler(dealer, address, moved.set))
+        try:
+            await dealer.send(b"one")
+            assert (await places["first"].recv_multipart())[1] == b"one"
+            new.write_text(f"ipc://{tmp_path}/second\n")
+            new.rename(file)
+            await moved.wait()
+            await dealer.send(b"two")
+            assert (await places["second"].recv_multipart())[1] == b"two"
+        finally:
+            follow.cancel()
+            await asyncio.gather(follow, return_exceptions=True)
+            for socket in (dealer, *places.values()):
+                socket.close(linger=0)
+
+
+def test_a_file_that_does_not_say_where_the_scheduler_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SchedulerAddress(f"file:{tmp_path}/none")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        SchedulerAddress(f"file:{tmp_path}/empty")
