@@ -97,8 +97,8 @@ def _reconcile_kind(kind: Kind, wanted: int, digest: str, all_members: list[Memb
 
 
 def _leavable(members: Sequence[Member]) -> list[Member]:
-    """Return members in the order in which they should go: those that do not serve yet, then those with the least to do;
-    of equals the one with the highest number."""
+    """Return members in the order in which they should go: those that do not serve yet, then those with the least to
+    do; of equals the one with the highest number."""
     return sorted(members, key=lambda one: (one.state == "ready", one.load, -_number(one.name)))
 
 

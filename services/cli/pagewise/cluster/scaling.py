@@ -8,8 +8,8 @@ import math
 from typing import NamedTuple
 
 _STEADY = 0.8
-"""Of the rows of the executors that would remain, what may be in use when one goes. The rest is what keeps it from coming
-back right away."""
+"""Of the rows of the executors that would remain, what may be in use when one goes. The rest keeps it from coming back
+right away."""
 
 
 class Load(NamedTuple):
