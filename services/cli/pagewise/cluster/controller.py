@@ -233,7 +233,7 @@ class Controller:
             strategy = head_if_possible()
         elif kind == "executor":
             remove_groups(self._plan.name, name)
-            bundle: dict[str, float] = {"CPU": process.cpus} | ({"GPU": process.gpus} if process.gpus else {})
+            bundle = {"CPU": process.cpus} | ({"GPU": process.gpus} if process.gpus else {})
             # The ranks of an executor meet on one host.
             group = placement_group(
                 [bundle] * process.ranks,

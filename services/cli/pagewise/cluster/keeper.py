@@ -28,6 +28,8 @@ _PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 _SETTLED_SECONDS = 30.0
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
+_FOLDER = "pagewise-keeper-"
+"""What the names of folders with keys begin with; the process id of the keeper follows."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -60,7 +62,8 @@ class Keeper:
         self._name, self._plan = name, plan
         self._address = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"pagewise-{name}-"))  # its user's alone
+        _remove_folders_of_the_dead()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))  # its user's alone
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._num_lines = 0
         self._listening: list[str] = []
@@ -233,6 +236,13 @@ class Seat:
 def _own_gpus() -> list[str]:
     ids: dict[str, list[Any]] = ray.get_runtime_context().get_accelerator_ids()
     return [str(each) for each in ids.get("GPU", [])]
+
+
+def _remove_folders_of_the_dead() -> None:
+    """Remove what keepers that were killed on this host have left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        if not Path("/proc", folder.name.removeprefix(_FOLDER).split("-")[0]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
