@@ -93,10 +93,33 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
         keys = _read_keys(Path(config.scheduler.keys))
     elif not keys:
         keys = _new_keys()
+    processes, metrics_key = _processes(config, keys, gpus)
+    policy = Policy(
+        minimum=least,
+        maximum=most,
+        queue=config.scale_queue,
+        rows=config.executor.max_num_seqs,
+        up_after=config.scale_up_after,
+        down_after=config.scale_down_after,
+    )
+    return Plan(
+        name=config.name,
+        gateways=config.gateways,
+        executors=config.executors,
+        policy=policy,
+        processes=processes,
+        keys=keys,
+        metrics_key=metrics_key,
+    )
+
+
+def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[dict[Kind, ProcessPlan], str]:
+    """Return how the processes of each kind are started, and an API key for the controller."""
     variables, metrics_key = _gateway_secrets(config)
     executor = config.executor
     if executor.threads == "auto":
         executor = replace(executor, threads=config.executor_cpus)
+    ranks = config.tensor_parallel
     processes: dict[Kind, ProcessPlan] = {
         "scheduler": ProcessPlan(
             kind="scheduler",
@@ -126,23 +149,7 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
             drain_seconds=executor.drain_timeout + _GRACE_SECONDS,
         ),
     }
-    policy = Policy(
-        minimum=least,
-        maximum=most,
-        queue=config.scale_queue,
-        rows=executor.max_num_seqs,
-        up_after=config.scale_up_after,
-        down_after=config.scale_down_after,
-    )
-    return Plan(
-        name=config.name,
-        gateways=config.gateways,
-        executors=config.executors,
-        policy=policy,
-        processes={kind: _sealed(process) for kind, process in processes.items()},
-        keys=keys,
-        metrics_key=metrics_key,
-    )
+    return {kind: _sealed(process) for kind, process in processes.items()}, metrics_key
 
 
 def _sealed(process: ProcessPlan) -> ProcessPlan:
