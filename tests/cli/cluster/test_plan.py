@@ -65,6 +65,13 @@ def test_the_controller_may_read_metrics_where_there_are_api_keys(
     assert not any("sk-1" in argument for argument in plan.processes["gateway"].argv)
 
 
+def test_the_controller_s_own_api_key_stays_the_same() -> None:
+    options = {"gateway": GatewayConfig(api_keys_file="/keys")}
+    plan = plan_of(**options)
+    assert plan.metrics_key
+    assert plan_of(plan.keys, **options).processes == plan.processes
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

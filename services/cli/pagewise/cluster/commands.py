@@ -144,8 +144,8 @@ def _plan(config: UpConfig) -> Plan:
             + (f" (--tensor-parallel {ranks}: its ranks have to be on one node)" if ranks > 1 else "")
         )
     try:
-        keys = ray.get(_controller().plan.remote(), timeout=_ANSWER_SECONDS).keys
-    except (PlanError, ray.exceptions.RayError):  # there is none, or it is of a version that answers differently
+        keys = ray.get(_controller().keys.remote(), timeout=_ANSWER_SECONDS)
+    except (PlanError, ray.exceptions.RayActorError):  # there is none
         keys = None
     return make_plan(config, gpus=gpus, keys=keys)
 
@@ -296,7 +296,7 @@ def _end(deployment: str) -> int:
             placed, _ = ray.wait(asked, num_returns=len(asked), timeout=2.0) if asked else ([], [])
             ends = [actor.stop.remote(False) for ask, actor in zip(asked, some.values(), strict=True) if ask in placed]
             if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=120.0)
+                ray.wait(ends, num_returns=len(ends), timeout=None)  # each has its own bound
             for actor in some.values():
                 ray.kill(actor)
         time.sleep(0.2)

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 import ray
+from msgspec import convert
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -65,9 +66,9 @@ class Controller:
         self._log(f"controller of {plan.name} starts, {len(self._names())} processes are there")
         threading.Thread(target=self._rounds, name="rounds", daemon=True).start()
 
-    def plan(self) -> Plan:
-        """Return the plan."""
-        return self._plan
+    def keys(self) -> dict[str, bytes]:
+        """Return the keys of the deployment, for the next plan."""
+        return self._plan.keys
 
     def report(self) -> dict[str, Any]:
         """Return what is wanted and what is there."""
@@ -116,7 +117,7 @@ class Controller:
 
     @staticmethod
     def _names() -> set[str]:
-        return {name for name in ray.util.list_named_actors() if name != CONTROLLER}
+        return {name for name in ray.util.list_named_actors() if name.rsplit("-", 1)[0] in KINDS}
 
     def _look(self) -> None:
         """Find the keepers that exist, ask each of them, and forget those that have died."""
@@ -138,7 +139,7 @@ class Controller:
             seen = self._seen[name]
             seen.asked = None
             try:
-                seen.described = ray.get(ref)
+                seen.described = convert(ray.get(ref), Description)
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:

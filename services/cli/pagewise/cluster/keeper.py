@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.version import package_version
 from ray.util.placement_group import get_current_placement_group
@@ -96,10 +96,7 @@ class Keeper:
 
     async def stop(self, drain: bool) -> None:
         """End the process, in good order or at once; to be followed by the end of this actor."""
-        if self._stopping.is_set() and self._service is None:
-            self._state = "stopped"
-        if self._state != "stopped":
-            self._state = "stopping"
+        self._state = "stopping"
         self._stopping.set()
         self._pointed.set()
         if self._service is not None:
@@ -112,9 +109,9 @@ class Keeper:
         self._state = "stopped"
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def describe(self) -> Description:
-        """Return the state of the process."""
-        return Description(
+    async def describe(self) -> dict[str, Any]:
+        """Return a ``Description`` as a dictionary: the controller may be of another version."""
+        description = Description(
             digest=self._plan.digest,
             version=package_version(),
             state=self._state,
@@ -127,6 +124,7 @@ class Keeper:
             scheduler=self._scheduler,
             problem=self._problem,
         )
+        return dict(to_builtins(description))
 
     async def lines(self, after: int) -> tuple[int, list[str]]:
         """Return what it has logged behind the first ``after`` lines, as far as it is kept, and the number of lines."""

@@ -115,7 +115,7 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
 
 def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[dict[Kind, ProcessPlan], str]:
     """Return how the processes of each kind are started, and an API key for the controller."""
-    variables, metrics_key = _gateway_secrets(config)
+    variables, metrics_key = _gateway_secrets(config, keys)
     executor = config.executor
     if executor.threads == "auto":
         executor = replace(executor, threads=config.executor_cpus)
@@ -157,7 +157,7 @@ def _sealed(process: ProcessPlan) -> ProcessPlan:
     return replace(process, digest=hashlib.sha256(msgspec.msgpack.encode(process)).hexdigest()[:16])
 
 
-def _gateway_secrets(config: UpConfig) -> tuple[dict[str, str], str]:
+def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str, str], str]:
     """Return the secrets of gateways, and an API key for the controller, which is added to those of clients."""
     variables = secret_variables(config.gateway)
     given = config.gateway.api_keys
@@ -165,9 +165,9 @@ def _gateway_secrets(config: UpConfig) -> tuple[dict[str, str], str]:
         return variables, ""
     if given and ":" not in given:
         return variables, given.strip()  # a single key is its owner's, an operator's
-    # Derived from what is given, so that the same options make the same plan.
-    seed = f"{given}{config.gateway.api_keys_file}{config.name}" if given else secrets.token_hex(16)
-    own = "pw-" + hashlib.sha256(f"metrics {seed}".encode()).hexdigest()[:40]
+    # Derived from another secret of the deployment, so that the same options make the same plan.
+    seed = keys.get("scheduler/scheduler.key_secret") or (given or secrets.token_hex()).encode()
+    own = "pw-" + hashlib.sha256(b"metrics " + seed).hexdigest()[:40]
     entry = f"pagewise-controller: {own} operator=yes"
     return variables | {"PAGEWISE_API_KEYS": f"{given}, {entry}" if given else entry}, own
 
