@@ -104,6 +104,17 @@ GROUPS = {
         "log_level",
         "log_requests",
     ),
+    "Ray": (
+        "ray",
+        "name",
+        "tensor_parallel",
+        "executor_cpus",
+        "min_executors",
+        "max_executors",
+        "scale_queue",
+        "scale_up_after",
+        "scale_down_after",
+    ),
     "security": ("keys", "key_name", "plaintext", "max_unread_bytes"),
 }
 """The options by group, in the order in which the help lists them."""
