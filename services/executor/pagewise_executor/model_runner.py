@@ -22,10 +22,11 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.block_copies import BlockCopier, Tier
-from pagewise_executor.cpu import device_name, set_cpu_threads
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
-from pagewise_executor.input_batch import Chunk, InputBatch, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
@@ -37,10 +38,12 @@ from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.offer import offer
 from pagewise_executor.profile import measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
-from pagewise_executor.sampling.logprobs import LogprobsTensors, gather_logprobs, to_host
+from pagewise_executor.sampling.logprobs import LogprobsTensors, to_host
+from pagewise_executor.sampling.prompt_logprobs import prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.storage.storages import Storages, make_storages
@@ -53,16 +56,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGPROBS_AT_ONCE = 512
-"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
-vocabulary's size."""
-
 
 class ModelRunner:
     """One model, its KV pool, and the input batch that uses it.
 
     ``exchange``: how blocks go to other executors and come from them. ``host_folder``: where host memory outlives the
-    process.
+    process. ``ranks``: the ranks of this executor, each of which has a runner that gets the same calls with the same
+    plans. All hold the same blocks, each with its own part of the KV; rank 0 samples for all.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
@@ -71,10 +71,16 @@ class ModelRunner:
     _report: Report
 
     def __init__(
-        self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
+        self,
+        config: ExecutorConfig,
+        *,
+        exchange: MakePeers | None = None,
+        host_folder: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         threads = set_cpu_threads(config.threads)
-        loaded = load_model(config)
+        self._ranks = ranks = ranks or Ranks()
+        loaded = load_model(config, ranks)
         config = with_block_size(config, loaded.kernels)
         self._device = loaded.device
         self._threads = StepThreads(threads if self._device.type == "cpu" else 1)
@@ -82,7 +88,9 @@ class ModelRunner:
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
+        self._grammars, self._no_grammars = None, "rank 0 samples"
+        if ranks.first:
+            self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
         self._adapters = make_adapters(config, loaded)
         self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
         chosen = choose_engine(config, loaded, self._memory, self._last_tokens, self._adapters)
@@ -96,7 +104,7 @@ class ModelRunner:
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
         reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
-        num_blocks = pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved)
+        num_blocks = ranks.least(pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved))
         self._make_pool(config, loaded, kv_dtype, num_blocks)
         block_format = loaded.block_format(kv_dtype, layout_of(config))
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
@@ -109,10 +117,9 @@ class ModelRunner:
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
         )
         if self._graphs is not None and self._device.type == "cuda":
-            self._warm_up(self._graphs, config, loaded.dtype)
-        if config.profile:
-            self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens))
-            lower = [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
+            self._capture(self._graphs, config)
+        if ranks.first:
+            lower = self._rehearse(config, loaded.dtype, lower)
         store = BlockStore(self._pool, self._tiers)
         self._storages = make_storages(
             config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size
@@ -142,23 +149,8 @@ class ModelRunner:
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool, self._mover)
-        self.info = RunnerInfo(
-            model_fingerprint=loaded.fingerprint,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            bytes_per_block=pool.bytes_per_block,
-            device=device_name(self._device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            kernels=loaded.kernels,
-            fallback=loaded.fallback,
-            no_segments=loaded.no_segments,
-            no_grammars=self._no_grammars,
-            max_loras=config.max_loras if config.enable_lora else 0,
-            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
-            max_grammars=self._grammars.most if self._grammars is not None else 0,
-        )
+        max_grammars = self._grammars.most if self._grammars is not None else 0
+        self.info = offer(config, loaded, pool, self._no_grammars, max_grammars)
 
     def _measure_activations(self, config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Return the bytes of device memory that the largest step takes beside weights and KV."""
@@ -180,16 +172,27 @@ class ModelRunner:
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
-    def _warm_up(self, graphs: "DecodeGraphs", config: ExecutorConfig, dtype: torch.dtype) -> None:
-        """Compile all kernels that serving needs, and capture the CUDA graphs."""
-        from pagewise_executor.warm_up import warm_up
-
+    def _capture(self, graphs: "DecodeGraphs", config: ExecutorConfig) -> None:
+        """Capture the CUDA graphs, which all ranks do together."""
         with torch.inference_mode():
             (graphs.capture if config.cuda_graphs else graphs.warm_up)()
         self._mover.warm_up()
         if self._adapters is not None:
             self._adapters.slots.warm_up()
-        warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
+
+    def _rehearse(self, config: ExecutorConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
+        """Compile the kernels that serving needs, and measure what steps and copies cost; return the measured tiers.
+
+        How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.
+        """
+        if self._device.type == "cuda" and self._graphs is not None:
+            from pagewise_executor.warm_up import warm_up
+
+            warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
+        if not config.profile:
+            return tiers
+        self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens))
+        return [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
 
     def report_copies(self, report: Report) -> None:
         """See ``Runner``."""
@@ -304,8 +307,10 @@ class ModelRunner:
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-        for draft in work.drafts:
-            sampler.check_draftable(draft.row)
+        if self._ranks.first:  # which samples, and knows what that depends on
+            for draft in work.drafts:
+                sampler.check_draftable(draft.row)
+        self._accepted(plan)
         self._copier.begin(plan.epoch, plan.step, work.copies)
         # After the copies, which report what leaves the device by its block hash.
         self._block_hashes.discard_overwritten(batch, work.changed_tables)
@@ -332,6 +337,9 @@ class ModelRunner:
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
 
+    def _accepted(self, plan: StepPlan) -> None:
+        """Called with every plan once it has been found to be right, before anything is done for it."""
+
     def _event(self) -> "torch.cuda.Event | None":
         """Record a CUDA event; None on the CPU."""
         if self._device.type != "cuda":
@@ -343,9 +351,12 @@ class ModelRunner:
     def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
         rows = work.sampled_rows
-        positions = self._upload(self._batch.sampled_positions(work))
-        tokens, logprobs = self._sampler.sample(logits, rows, positions)
-        last = tokens
+        if self._ranks.first:
+            positions = self._upload(self._batch.sampled_positions(work))
+            tokens, logprobs = self._sampler.sample(logits, rows, positions)
+        else:
+            tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
+        last = tokens = self._ranks.share_tokens(tokens)
         if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
             kept = accept(work.drafts, tokens.tolist(), len(work.decoding))
             rows, last = [rows[index] for index in kept], tokens[self._upload(np.array(kept, np.int64))]
@@ -358,6 +369,9 @@ class ModelRunner:
             work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
         )
         if self._sampler.are_simple(work.sampled_rows):
+            if not self._ranks.alone:  # what graphs of other ranks have sampled means nothing
+                tokens = self._ranks.share_tokens(tokens)
+                self._last_tokens[self._upload(work.decoding)] = tokens
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
         # after the next run of the graph as well.
@@ -373,25 +387,8 @@ class ModelRunner:
         kept, reported = batch.kept_logits(work)
         logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
         sampled = len(work.sampled_rows)
-        return logits[:sampled], self._prompt_logprobs(logits[sampled:], reported)
-
-    def _prompt_logprobs(
-        self, logits: torch.Tensor, reported: list[tuple[Chunk, int]]
-    ) -> list[tuple[int, LogprobsTensors]]:
-        """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
-
-        ``logits``: [sum of counts, vocab].
-        """
-        prompts, offset = [], 0
-        for chunk, count in reported:
-            held = self._batch.sequences[chunk.row]
-            first = chunk.start + 1
-            tokens = self._upload(held.tokens[first : first + count].astype(np.int64))
-            indices, counts = list(range(first, first + count)), [held.sampling.prompt_logprobs] * count
-            for start in range(0, count, _LOGPROBS_AT_ONCE):
-                part = slice(start, min(count, start + _LOGPROBS_AT_ONCE))
-                own = logits[offset : offset + count][part]
-                wanted = gather_logprobs(own, tokens[part], indices[part], counts[part], self._compute_logprobs)
-                prompts.append((chunk.row, wanted))
-            offset += count
-        return prompts
+        if not self._ranks.first:
+            return logits, []
+        return logits[:sampled], prompt_logprobs(
+            logits[sampled:], reported, batch, self._compute_logprobs, self._upload
+        )

@@ -85,6 +85,7 @@ GROUPS = {
     "processes": (
         "gateways",
         "executors",
+        "tensor_parallel",
         "profile",
         "cuda_graphs",
         "threads",

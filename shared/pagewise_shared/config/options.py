@@ -8,6 +8,7 @@ from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
+from pagewise_shared.config.parallel_options import TensorParallel
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_FRAME_TO_SCHEDULER
@@ -228,6 +229,7 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     max_num_seqs: MaxNumSeqs = 256
     max_num_batched_tokens: MaxNumBatchedTokens = 2048
     max_model_len: MaxModelLen = None
+    tensor_parallel: TensorParallel = 1
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

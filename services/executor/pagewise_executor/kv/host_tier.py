@@ -267,6 +267,8 @@ class HostTier:
 def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
+    Of an executor with several ranks, each takes the same part of it, for as many blocks.
+
     ``content``: what tells its blocks from those of other models and formats.
 
     Raises:
@@ -274,7 +276,7 @@ def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, co
     """
     if config.host_memory is None:
         return None
-    wanted, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    wanted, free = parse_size(config.host_memory) // config.tensor_parallel, free_memory(torch.device("cpu"))
     if not pool.bytes_per_block <= wanted <= free:
         raise ModelError(
             f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "

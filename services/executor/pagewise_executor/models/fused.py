@@ -4,6 +4,7 @@ Q, K and V are one matrix product, gate and up another, RoPE rotates queries and
 called directly. The results are the same up to the order of floating-point operations.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 
     from pagewise_executor.models.llama_config import LlamaConfig
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums over the ranks that hold parts of a layer; see ``Ranks.reduce``."""
+
 _LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 
 
 class FusedDecoderLayer(nn.Module):
     """Replaces a decoder layer of Llama's structure, and takes over its weights."""
 
-    def __init__(self, layer: nn.Module, operations: Operations) -> None:
+    def __init__(self, layer: nn.Module, operations: Operations, reduce: Reduce) -> None:
         super().__init__()
-        self.operations = operations
+        self.operations, self.reduce = operations, reduce
         source, mlp = layer.self_attn, layer.mlp
         assert isinstance(source, nn.Module)
         assert isinstance(mlp, nn.Module)
@@ -62,9 +66,9 @@ class FusedDecoderLayer(nn.Module):
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         cos, sin = position_embeddings
         attended = compute.attend(layer, qkv, self.shape, cos[0], sin[0], self.head_norm)
-        output = self.out(attended.reshape(len(hidden), -1))
+        output = self.reduce(self.out(attended.reshape(len(hidden), -1)))
         gate_up = self.gate_up(compute.add_rms_norm(output, hidden, after.weight, after.eps))
-        hidden += self.down(compute.silu_mul(gate_up))
+        hidden += self.reduce(self.down(compute.silu_mul(gate_up)))
         return hidden_states
 
 
@@ -79,7 +83,9 @@ class _NormWeight(nn.Module):
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
-def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> int:
+def fuse_layers(
+    model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = lambda partial: partial
+) -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
     ``within``: the name of the module of ``model`` that is, or has, the layers; empty: all of the model.
@@ -87,7 +93,7 @@ def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> i
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module).__name__ in _LAYERS and _fusible(module):
-            model.set_submodule(name, FusedDecoderLayer(module, operations))
+            model.set_submodule(name, FusedDecoderLayer(module, operations, reduce))
             count += 1
     return count
 

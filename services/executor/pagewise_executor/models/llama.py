@@ -12,7 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
+from pagewise_executor.models.shards import LLAMA_PLAN, Shards, shard_config, vocabulary_names
 
 _TYPES = {"F32", "BF16", "F16"}
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -127,6 +129,14 @@ class LlamaForCausalLM(nn.Module):
         self.model = LlamaModel(config)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return what transformers' models do."""
+        return self.model.embed_tokens  # type: ignore[no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return what transformers' models do."""
+        return self.lm_head
+
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
     ) -> CausalLMOutput:
@@ -141,7 +151,7 @@ class LlamaCheckpoint:
     """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
 
     ``model``: its weights have no data before they are read. ``headers``: of each file, as safetensors has them: by the
-    name of a tensor its ``dtype`` and ``shape``.
+    name of a tensor its ``dtype`` and ``shape``. ``shard``: makes this the part of the model that one rank holds.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model.
@@ -150,6 +160,7 @@ class LlamaCheckpoint:
     def __init__(self, config: LlamaConfig, headers: Mapping[Path, Mapping[str, Any]]) -> None:
         self.config = config
         self.model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        self._shards: Shards | None = None
         wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
         if config.tie_word_embeddings:
             del wanted["lm_head.weight"]
@@ -164,6 +175,17 @@ class LlamaCheckpoint:
             self._names[file] = names
         if wanted:
             raise NotReadableError(f"it has no weight {min(wanted)}")
+
+    def shard(self, name: str, ranks: Ranks) -> Shards:
+        """Take the part of the model, called ``name``, that this rank holds.
+
+        Raises:
+            ModelError: the model cannot be divided among so many ranks.
+        """
+        shard_config(name, self.config, ranks.size)
+        self.model = LlamaForCausalLM(self.config).eval().requires_grad_(False)
+        self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
+        return self._shards
 
     def read(self, part: str, dtype: torch.dtype) -> None:
         """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.
@@ -186,8 +208,13 @@ class LlamaCheckpoint:
             with safe_open(file, framework="pt") as opened:
                 for name in own:
                     # A copy even where the type is the same: the original is the file, which may change or go.
-                    weights[name.removeprefix(f"{part}.")] = opened.get_tensor(name).to(dtype, copy=True)
+                    weights[name.removeprefix(f"{part}.")] = self._read_one(opened, name).to(dtype, copy=True)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
+
+    def _read_one(self, opened: Any, name: str) -> torch.Tensor:
+        if self._shards is None:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
+        return self._shards.read(opened.get_slice(name), name, list(self.model.get_parameter(name).shape))
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -15,7 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
-from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.fused import Reduce, fuse_layers
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
@@ -30,10 +30,12 @@ def prepare(
     num_layers: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
+    reduce: Reduce = lambda partial: partial,
 ) -> None:
     """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
+    ``reduce``: sums over the ranks that hold parts of a layer.
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
@@ -44,7 +46,7 @@ def prepare(
     for part in list(_parts(model)):
         if read is not None:
             read(part)
-        fused += fuse_layers(model, operations, part)
+        fused += fuse_layers(model, operations, part, reduce)
         if device.type == "cpu" and not config.deterministic:
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
