@@ -49,6 +49,8 @@ def complete(server: Served, **fields: Any) -> str:
             ["2", "GPU-5f", "2", "GPU-5f"],
         ),
         ({"executors": 2}, ["0"], ["0", "0"]),
+        ({"executors": 2, "executor": ExecutorConfig(tensor_parallel=2)}, ["0", "1", "5", "6"], ["0,1", "5,6"]),
+        ({"executors": 1, "executor": ExecutorConfig(tensor_parallel=2)}, ["0", "1"], [None]),
     ],
 )
 def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expected: list[str | None]) -> None:
@@ -75,6 +77,11 @@ def test_executors_share_the_cores_unless_somebody_has_chosen(
 def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:
     with pytest.raises(StartError, match=r"3 executors share 2 GPUs: .*--kv-memory"):
         gpu_variables(ServeConfig(executors=3, executor=ExecutorConfig(device="cuda")), ["0", "1"])
+
+
+def test_an_executor_needs_as_many_gpus_as_it_has_ranks() -> None:
+    with pytest.raises(StartError, match="each executor needs 4 GPUs, and there are 2"):
+        gpu_variables(ServeConfig(executor=ExecutorConfig(tensor_parallel=4)), ["0", "1"])
 
 
 def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
-from pagewise_executor.models.shards import LLAMA_PLAN, Shards, shard_config, vocabulary_names
+from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
 
 _TYPES = {"F32", "BF16", "F16"}
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -176,16 +176,12 @@ class LlamaCheckpoint:
         if wanted:
             raise NotReadableError(f"it has no weight {min(wanted)}")
 
-    def shard(self, name: str, ranks: Ranks) -> Shards:
-        """Take the part of the model, called ``name``, that this rank holds.
-
-        Raises:
-            ModelError: the model cannot be divided among so many ranks.
-        """
-        shard_config(name, self.config, ranks.size)
-        self.model = LlamaForCausalLM(self.config).eval().requires_grad_(False)
-        self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
-        return self._shards
+    def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
+        """Return the part of the model that this rank holds, whose sizes ``config`` has been changed to."""
+        if not ranks.alone:
+            self.model = LlamaForCausalLM(self.config).eval().requires_grad_(False)
+            self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
+        return self.model, self._shards
 
     def read(self, part: str, dtype: torch.dtype) -> None:
         """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.

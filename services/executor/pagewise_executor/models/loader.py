@@ -98,25 +98,17 @@ def load_model(config: ExecutorConfig, ranks: Ranks = _ALONE) -> LoadedModel:
     _check_unquantised(config.model, path)
     dtype = choose_dtype(config, text)
     vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
-    shards: Shards | None = None
-    if not ranks.alone:
-        if checkpoint is not None:
-            shards = checkpoint.shard(config.model, ranks)
-        else:
-            shard_config(config.model, text, ranks.size)
+    shard_config(config.model, text, ranks.size)
     found = candidates(config, text, device, dtype)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     if device.type == "cpu":
         _tell_of_slow_type(dtype)
     fixed: list[str] = []
     if checkpoint is not None:
-        model: torch.nn.Module = checkpoint.model
+        model, shards = checkpoint.shard(ranks)
     else:
         with _errors_of_loading(config, device):
-            if ranks.alone:
-                model = _load_with_transformers(config, path, model_config, dtype)
-            else:
-                model, shards = _load_part(config, files, model_config, dtype, ranks)
+            model, shards = _load_with_transformers(config, path, files, model_config, dtype, ranks)
             fixed = _complete(model, device, max_model_len)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
@@ -220,13 +212,16 @@ def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfi
 
 
 def _load_with_transformers(
-    config: ExecutorConfig, path: Path, model_config: Any, dtype: torch.dtype
-) -> torch.nn.Module:
+    config: ExecutorConfig, path: Path, files: list[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
+) -> tuple[torch.nn.Module, Shards | None]:
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
+    from pagewise_executor.models.sharded_loading import load_part
 
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+    if not ranks.alone:
+        return load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
         path,
         config=model_config,
         dtype=dtype,
@@ -234,16 +229,7 @@ def _load_with_transformers(
         use_safetensors=True,
         trust_remote_code=config.trust_remote_code,
     )
-    return model
-
-
-def _load_part(
-    config: ExecutorConfig, files: list[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
-) -> tuple[torch.nn.Module, Shards]:
-    from pagewise_executor.attention.paged import NAME
-    from pagewise_executor.models.sharded_loading import load_part
-
-    return load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
+    return model, None
 
 
 def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) -> list[str]:

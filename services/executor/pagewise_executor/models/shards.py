@@ -58,13 +58,13 @@ class Slice(Protocol):
 
 
 def shard_config(name: str, text: Any, size: int) -> None:
-    """Make the configuration ``text`` of a whole model that of the part of one of ``size`` ranks.
+    """Make the configuration ``text`` of a whole model that of the part of one of ``size`` ranks, which may be one.
 
     Raises:
         ModelError: the model cannot be divided like that; the text says which numbers of ranks are possible.
     """
-    if text.num_attention_heads is None:
-        raise ModelError(f"--tensor-parallel {size}: {name} does not tell its attention heads")
+    if size == 1:
+        return
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     for key, count in _counts(text).items():
         if count % size:
