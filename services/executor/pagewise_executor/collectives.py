@@ -85,7 +85,19 @@ class Ranks:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
         return int(shared)
 
+    def of_first(self, number: int) -> int:
+        """Return the number that rank 0 gives."""
+        if self.size == 1:
+            return number
+        shared = torch.tensor(number)
+        torch.distributed.broadcast(shared, 0)
+        return int(shared)
+
     def leave(self) -> None:
         """End the connections between the ranks."""
         if self.size > 1:
             torch.distributed.destroy_process_group()
+
+
+ALONE = Ranks()
+"""The only rank of an executor."""

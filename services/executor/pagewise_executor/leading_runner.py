@@ -26,6 +26,7 @@ class LeadingRunner(ModelRunner):
             self.info,
             block_endpoint=" ".join(endpoints) if all(endpoints) else "",
             bytes_per_block=leader.size * self.info.bytes_per_block,
+            device=f"{self.info.device}, {leader.size} ranks",
         )
 
     def _rehearse(self, config: ExecutorConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
@@ -99,7 +100,7 @@ class LeadingRunner(ModelRunner):
         return super().num_closed + sum(each.counted.num_closed for each in self._leader.followers)
 
     def close(self) -> None:
-        """See ``ModelRunner``; and end the other ranks."""
+        """See ``ModelRunner``; the other ranks end too."""
+        self._leader.stop()  # all leave each other at the same time
         super().close()
-        self._leader.close()
-        self._ranks.leave()
+        self._leader.wait()

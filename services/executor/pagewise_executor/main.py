@@ -133,6 +133,7 @@ def build_runner(
     # time, and would take longer whenever the collector looks again while requests run.
     gc.disable()
     try:
+        from pagewise_executor.collectives import ALONE
         from pagewise_executor.kv.block_endpoint import block_listener
         from pagewise_executor.kv.peers import Peers
         from pagewise_executor.model_runner import ModelRunner
@@ -145,9 +146,9 @@ def build_runner(
         log.info("using %d CPU threads (set --threads for another number)", config.threads)
     if leader is not None:
         seat = 0, leader.size, leader.folder
-    ranks = _join(config, *seat) if seat is not None else None
+    ranks = _join(config, *seat) if seat is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
-    rank = seat[0] if seat is not None else 0
+    rank = ranks.rank
     exchange = (lambda store: Peers(store, *block_listener(config, rank), keys, rank)) if config.lend_blocks else None
     if leader is None:
         return ModelRunner(config, exchange=exchange, host_folder=folder, ranks=ranks)

@@ -22,7 +22,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.block_copies import BlockCopier, Tier
-from pagewise_executor.collectives import Ranks
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
@@ -76,10 +76,10 @@ class ModelRunner:
         *,
         exchange: MakePeers | None = None,
         host_folder: Path | None = None,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         threads = set_cpu_threads(config.threads)
-        self._ranks = ranks = ranks or Ranks()
+        self._ranks = ranks
         loaded = load_model(config, ranks)
         config = with_block_size(config, loaded.kernels)
         self._device = loaded.device
@@ -111,7 +111,7 @@ class ModelRunner:
         # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
-        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}")
+        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks)
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
         log.info(
             "KV pool: %d blocks of %d tokens, %.2f GiB", num_blocks, config.block_size, num_blocks * block_bytes / 2**30
@@ -259,6 +259,7 @@ class ModelRunner:
             self._adapters.close()
         for tier in self._tiers.values():
             tier.close()
+        self._ranks.leave()
 
     def reset(self, welcome: Welcome) -> None:
         """See ``Runner``."""

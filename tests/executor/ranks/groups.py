@@ -58,6 +58,12 @@ class ThreadRanks(Ranks):
     def least(self, count: int) -> int:
         return int(torch.stack(self._all(torch.tensor(count))).min())
 
+    def of_first(self, number: int) -> int:
+        return int(self._all(torch.tensor(number))[0])
+
+    def leave(self) -> None:
+        pass
+
 
 class ThreadGroup:
     """A runner of ranks that are threads: every call goes to all of them, and rank 0 answers."""

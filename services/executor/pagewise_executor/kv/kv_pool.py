@@ -291,7 +291,9 @@ def pool_size(
         wanted = parse_size(config.kv_memory)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
-        room = int(free * _CUDA_SHARE) - reserved if device.type == "cuda" else min(int(free * _CPU_SHARE), _CPU_MOST)
+        room = min(int(free * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel  # its ranks share the host's memory
+        if device.type == "cuda":
+            room = int(free * _CUDA_SHARE) - reserved
         wanted = min(useful, room)
     if wanted > free:
         raise ModelError(

@@ -19,7 +19,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from safetensors import SafetensorError
 
-from pagewise_executor.collectives import Ranks
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
-
-_ALONE = Ranks()
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class LoadedModel:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def load_model(config: ExecutorConfig, ranks: Ranks = _ALONE) -> LoadedModel:
+def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """Find, check and load the model that ``config`` names, or the part of it that this one of the ``ranks`` holds.
 
     Raises:

@@ -104,10 +104,13 @@ class Follower:
             raise RuntimeError(f"rank {self.rank} answered {found!r}, not {kind.__name__}")
         return found
 
-    def close(self) -> None:
-        """Tell it to end, and kill it if it does not."""
+    def stop(self) -> None:
+        """Tell it to end."""
         self._closing = True
         self.tell(encode(Stop()))
+
+    def wait(self) -> None:
+        """Wait for its end, and kill it if it does not come."""
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -211,10 +214,15 @@ class Leader:
         """End the executor: its ranks are not in step any more."""
         self._lost(reason, 1)
 
-    def close(self) -> None:
-        """End all other ranks."""
+    def stop(self) -> None:
+        """Tell all other ranks to end."""
         for follower in self.followers:
-            follower.close()
+            follower.stop()
+
+    def wait(self) -> None:
+        """Wait for the end of all other ranks."""
+        for follower in self.followers:
+            follower.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill(self) -> None:
