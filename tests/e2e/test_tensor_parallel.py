@@ -57,7 +57,8 @@ def test_a_group_serves_what_one_rank_does_and_is_started_anew_when_a_rank_dies(
 @pytest.mark.timeout(400)
 async def test_a_rank_is_killed_under_load_and_no_stream_notices(tmp_path: Path) -> None:
     cases = make_cases(20, 40)
-    blocks = ("--num-blocks=160", "--host-memory=32MiB", "--verify-copies")
+    (tmp_path / "host").mkdir()
+    blocks = ("--num-blocks=160", "--host-memory=32MiB", f"--host-memory-dir={tmp_path / 'host'}", "--verify-copies")
     with running(Cluster(tmp_path / "one", executor_options=blocks), 1) as cluster:
         expected = await references(cluster.url, cases)
     cluster = Cluster(tmp_path / "two", executor_options=(*blocks, "--tensor-parallel=2"))

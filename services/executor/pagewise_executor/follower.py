@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -43,7 +44,8 @@ _COUNT_SECONDS = 1.0
 class _Link:
     """The frames between this rank and rank 0. Messages that wait for steps are put into ``inbox``."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, folder: str) -> None:
+        self._folder = folder
         self.inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
         self.runner: Runner | None = None
         self._connection = connection
@@ -66,6 +68,7 @@ class _Link:
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
+            shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed
             os._exit(1)
 
 
@@ -78,7 +81,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
-    link = _Link(connection)
+    link = _Link(connection, seat.folder)
     threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
     try:
         _follow(link, config, seat)

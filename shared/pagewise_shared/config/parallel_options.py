@@ -7,8 +7,7 @@ from msgspec import Meta
 
 from pagewise_shared.config.kinds import described
 from pagewise_shared.errors import ConfigError
-
-MAX_RANKS = 64
+from pagewise_shared.protocol.limits import MAX_RANKS
 
 TensorParallel = Annotated[
     int,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol.limits import MAX_RANKS
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
@@ -25,7 +26,6 @@ _DIVIDED = (
     "shared_expert_intermediate_size",
 )
 """Settings that are divided among the ranks; KV heads and the vocabulary need not be divisible."""
-_MOST_RANKS = 64
 _COLUMNS, _PACKED, _ROWS = "colwise", "packed_colwise", "rowwise"
 _SUMMED = (_ROWS, "moe_tp_experts")
 """Styles of modules whose outputs are summed over the ranks."""
@@ -91,7 +91,7 @@ def _indivisible(name: str, text: Any, size: int, what: str) -> str:
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     possible = [
         str(count)
-        for count in range(1, _MOST_RANKS + 1)
+        for count in range(1, MAX_RANKS + 1)
         if not any(each % count for each in _counts(text).values()) and not (kv_heads % count and count % kv_heads)
     ]
     return f"--tensor-parallel {size}: of {name}, {what}; numbers of ranks that work: {', '.join(possible)}"

@@ -159,11 +159,11 @@ class Leader:
     def __init__(self, config: ExecutorConfig, lost: Lost = end_process) -> None:
         self.size = config.tensor_parallel
         self.folder = Path(tempfile.mkdtemp(prefix="pagewise-ranks-"))
-        self._lost = lost
+        self._report_loss = lost
         self._agreement: Agreement | None = None
         self._num_steps = 0
         self.followers = [
-            Follower(Seat(rank, self.size, str(self.folder)), config, lost) for rank in range(1, self.size)
+            Follower(Seat(rank, self.size, str(self.folder)), config, self._lost) for rank in range(1, self.size)
         ]
 
     def tell(self, message: ToRank) -> None:
@@ -210,6 +210,13 @@ class Leader:
         self.tell(ListBlocks())
         return common_blocks([own(), *(follower.answer(Listed).inventory for follower in self.followers)])
 
+    def _lost(self, reason: str, code: int) -> None:
+        self._remove_folder()
+        self._report_loss(reason, code)
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def give_up(self, reason: str) -> None:
         """End the executor: its ranks are not in step any more."""
         self._lost(reason, 1)
@@ -223,10 +230,10 @@ class Leader:
         """Wait for the end of all other ranks."""
         for follower in self.followers:
             follower.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_folder()
 
     def kill(self) -> None:
         """End all other ranks at once."""
         for follower in self.followers:
             follower.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._remove_folder()
