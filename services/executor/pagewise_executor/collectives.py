@@ -5,6 +5,7 @@ The ranks of an executor with ``--tensor-parallel`` hold a part of the model eac
 """
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Ranks:
 
         # All ranks are on this host. What else the interfaces of a host lead to has no way to these connections.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")
+            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=dist.FileStore(str(folder / "ranks"), size),  # type: ignore[attr-defined]

@@ -2,17 +2,20 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import Runner
 from pagewise_shared.errors import ModelError
 
+from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
 DIVIDED = ("llama", "qwen3", "gemma3", "qwen3_moe")
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 150, "top_p": 0.95}
 LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 
 
@@ -50,6 +53,33 @@ def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:
     group = ThreadGroup(tmp_path, 2, kernels=kernels)
     assert greedy(group)[0] == expected  # type: ignore[arg-type]
     group.close()
+
+
+@pytest.mark.long
+def test_weights_in_eight_bits(tmp_path: Path) -> None:
+    """Ranks round parts of rows, so the tokens are those of other weights; but they are the same every time."""
+    need_cpu_kernels()
+    build_model("llama", tmp_path, seed=7)
+    group = ThreadGroup(tmp_path, 2, kernels="cpu", quantization="int8")
+    first, _ = greedy(group)  # type: ignore[arg-type]
+    assert greedy(group)[0] == first  # type: ignore[arg-type]
+    group.close()
+
+
+@pytest.mark.interpreted
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_triton_kernels_and_the_buffers_of_decode_graphs(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=7)
+
+    def outputs(runner: Runner) -> list[list[int]]:
+        requests = [request(list(range(5, 5 + n)), 6, f"r{n}", **kind) for n, kind in ((3, {}), (9, SAMPLED))]
+        run_requests(runner, requests, max_num_seqs=4, max_num_batched_tokens=16)
+        return [one.sequences[0].output_token_ids.tolist() for one in requests]
+
+    expected = outputs(ModelRunner(config_of(tmp_path, 1, kernels="triton")))
+    with group_of(tmp_path, 2, kernels="triton") as group:
+        assert outputs(group) == expected
 
 
 @pytest.mark.parametrize("size", [2, 4])
