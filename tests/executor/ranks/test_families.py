@@ -8,6 +8,7 @@ import pytest
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import Runner
 from pagewise_shared.errors import ModelError
+from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
@@ -42,6 +43,29 @@ def test_tokens_of_ranks_equal_those_of_one(family: str, size: int, tmp_path: Pa
     assert found == expected
     assert preempted > 0
     assert len({tuple(tokens) for tokens in found}) == len(found), "a model this dull would prove nothing"
+
+
+def test_segments_are_moved_on_every_rank(tmp_path: Path) -> None:
+    build_model("llama", tmp_path, seed=7)
+    rng = random.Random(5)
+    documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (24, 33, 16)]
+    group, found = ThreadGroup(tmp_path, 2), []
+    for runner in (group, ModelRunner(config_of(tmp_path, 1))):
+        requests = []
+        for number in range(6):
+            prompt: list[int] = [number + 3] * (1 + 3 * number)
+            ranges = []
+            for document in (documents[number % 3], documents[(number + 1) % 3]):
+                ranges.append((len(prompt), len(prompt) + len(document)))
+                prompt += [*document, 9]
+            made = request(prompt, 10, f"r{number}")
+            made.segments = make_segments(len(prompt), ranges, root=ALL_BEFORE, boundary=0)
+            mark_segments(made.prompt_token_ids, made.segments)
+            requests.append(made)
+        run_requests(runner, requests, max_num_batched_tokens=40)  # type: ignore[arg-type]
+        found.append([one.sequences[0].output_token_ids.tolist() for one in requests])
+    group.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
