@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+from pagewise_shared.service_process import CANNOT_START
 
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
 from benchmarks.processes import EXECUTOR, Cluster, Process, Served, alive, children, running, serving
@@ -51,6 +54,14 @@ def test_a_group_serves_what_one_rank_does_and_is_started_anew_when_a_rank_dies(
         (follower,) = followers(executor)
         os.kill(executor, signal.SIGKILL)
         wait_until(lambda: not alive(follower), "no rank is left behind")
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_model_ends_the_start() -> None:
+    command = [sys.executable, "-m", EXECUTOR, "--tensor-parallel", "3", "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == CANNOT_START, ended.stderr
+    assert "num_attention_heads is 4; numbers of ranks that work: 1, 2, 4" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.long
