@@ -8,7 +8,6 @@ from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, Loo
 
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.ranks.agreement import Agreement
 from pagewise_executor.ranks.leader import Leader
 from pagewise_executor.runner import Report
@@ -19,7 +18,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, leader: Leader, config: ExecutorConfig, **arguments: object) -> None:
         self._leader = leader
-        self._leads = False
+        self._leads = self._told = False
         super().__init__(config, **arguments)  # type: ignore[arg-type]
         endpoints = [self.info.block_endpoint, *self._endpoints]
         self.info = dataclasses.replace(
@@ -37,17 +36,19 @@ class LeadingRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> IssuedStep:
         """See ``Runner``."""
+        self._told = False
         try:
             return super().execute(plan)
-        except InvalidPlanError:  # raised before the other ranks were told of the plan
-            raise
         except Exception as error:
-            # The others may be waiting for this rank in the middle of a layer.
-            self._leader.give_up(f"rank 0 failed in step {plan.step}: {error}")
+            # What is raised before the others were told of the plan, such as that it is wrong, is the step's own error.
+            # Later on they may be waiting for this rank in the middle of a layer.
+            if self._told:
+                self._leader.give_up(f"rank 0 failed in step {plan.step}: {error}")
             raise
 
     def _accepted(self, plan: StepPlan) -> None:
         if self._leads:
+            self._told = True
             self._leader.begin_step(plan)
 
     def reset(self, welcome: Welcome) -> None:
