@@ -56,6 +56,7 @@ def test_a_group_serves_what_one_rank_does_and_is_started_anew_when_a_rank_dies(
         wait_until(lambda: not alive(follower), "no rank is left behind")
 
 
+@pytest.mark.long
 def test_a_number_of_ranks_that_does_not_divide_the_model_ends_the_start() -> None:
     command = [sys.executable, "-m", EXECUTOR, "--tensor-parallel", "3", "--device", "cpu"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
