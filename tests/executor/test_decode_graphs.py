@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pagewise_executor import model_runner
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.decode_graphs import DecodeGraphs
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.model_runner import ModelRunner
@@ -161,7 +162,7 @@ def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     monkeypatch.setattr(graphs, "_compute", lambda size: (sizes.append(size), compute(size))[1])
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
     with caplog.at_level(logging.WARNING):
-        runner._warm_up(graphs, config, torch.float32)
+        runner._capture(graphs, config)
     (line,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert "capturing them failed (CUDA error: operation failed" in line
     assert "more lines" not in line
@@ -172,12 +173,52 @@ def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     assert cuda.replayed == 0
 
 
+class OtherRanks(Ranks):
+    """Ranks of which another one cannot do something, once it is asked for the time ``fails_at``."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(0, 2)
+        self.asked, self.fails_at = 0, fails_at
+
+    def least(self, count: int) -> int:
+        self.asked += 1
+        return min(count, int(self.asked != self.fails_at))
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_no_rank_has_graphs_if_one_has_none(
+    fails_at: int,
+    cuda: FakeCuda,
+    graphs: DecodeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = OtherRanks(fails_at)
+    monkeypatch.setattr(graphs, "_ranks", ranks)
+    assert not graphs.capture()
+    assert ranks.asked == fails_at, "before the first capture, and after each"
+    assert len(cuda.captures) == fails_at - 1
+    assert "without CUDA graphs, slower: another rank has none" in caplog.text
+    assert not graphs._graphs
+
+
+def test_a_rank_that_fails_alone_tells_the_others(
+    cuda: FakeCuda, graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = OtherRanks(0)
+    monkeypatch.setattr(graphs, "_ranks", ranks)
+    cuda.fails_at = 2
+    assert not graphs.capture()
+    assert ranks.asked == 3
+    assert (cuda.stream, len(cuda.captures)) == ("main", 2)
+
+
 def test_an_executor_with_graphs_is_as_fast_as_it_can_be(
     cuda: FakeCuda, graphs: DecodeGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "info", model_runner.dataclasses.replace(runner.info, fallback=False))
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
-    runner._warm_up(graphs, config, torch.float32)
+    runner._capture(graphs, config)
     assert not runner.info.fallback
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
     assert cuda.replayed == 1

@@ -18,6 +18,7 @@ from pagewise_kernels.sampling import sample
 
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
@@ -34,7 +35,7 @@ class DecodeGraphs:
     """Runs decode steps of up to ``num_rows`` sequences from static buffers.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that was sampled last for each row; the last entry belongs to the
-    queries that pad a batch. ``adapters``: those that rows may have.
+    queries that pad a batch. ``adapters``: those that rows may have. ``ranks``: that capture the same graphs, or none.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class DecodeGraphs:
         last_tokens: torch.Tensor,
         block_size: int,
         adapters: TritonSlots | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._adapters = adapters
+        self._adapters, self._ranks = adapters, ranks
         self._forward, self._forward_context, self._backend, self._token_sampler = (
             forward,
             forward_context,
@@ -73,11 +75,14 @@ class DecodeGraphs:
         """Capture the graphs. This takes seconds, and memory for the activations of the largest one.
 
         Returns whether there are graphs. A model that waits for the device cannot be captured, and a capture may fail:
-        then steps run without graphs, and the log says why.
+        then steps run without graphs on all ranks, and the log says why.
+
+        Raises:
+            RuntimeError: a step fails while other ranks wait for it.
         """
         began = time.perf_counter()
         self._lengths.zero_()
-        reason = self._why_not()
+        reason = self._agreed(self._why_not())
         if reason is None:
             reason = self._capture_all()
         if reason is not None:
@@ -87,32 +92,51 @@ class DecodeGraphs:
         log.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - began)
         return True
 
+    def _agreed(self, reason: str | None) -> str | None:
+        """Return why there cannot be graphs on this rank or on another one, None if there can."""
+        possible = self._ranks.least(reason is None)
+        return None if possible else reason or "another rank has none"
+
     def _capture_all(self) -> str | None:
-        """Capture the graphs; None. If that fails, drop all of them and return why."""
-        stream = torch.cuda.current_stream()
+        """Capture the graphs; None. If that fails on any rank, drop all of them and return why."""
+        reason = pool = None
         try:
             largest = self._compute(self._sizes[-1])[0]
             self._logits = torch.empty_like(largest)
             del largest
-            pool = None
             for size, uses in product(reversed(self._sizes), self._variants()):
                 self._use_adapters(size, uses=uses)
                 self._compute(size)  # compiles kernels that are not compiled yet
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # Only what this thread does may spoil the capture: those of the host tier use the device as well.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    logits, tokens = self._compute(size)
-                    self._logits[:size].copy_(logits)
-                    self._tokens[:size].copy_(tokens)
-                del logits, tokens
+                reason = self._agreed(self._capture_one(graph, size, self._logits, pool))
+                if reason is not None:
+                    break
                 pool = graph.pool()
                 self._graphs[size, uses] = graph
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
+            if not self._ranks.alone:
+                raise  # the others wait in the middle of a step for this rank, which they cannot go on without
+            reason = _failed(error)
+        if reason is not None:
             self._graphs.clear()
             self._logits = None
-            return f"capturing them failed ({_first_line(error)})"
+        return reason
+
+    def _capture_one(
+        self, graph: torch.cuda.CUDAGraph, size: int, results: torch.Tensor, pool: tuple[int, int] | None
+    ) -> str | None:
+        """Capture a step into ``graph``; None. If that fails, return why: nothing of the step has run on the device."""
+        stream = torch.cuda.current_stream()
+        try:
+            # Only what this thread does may spoil the capture: those of the host tier use the device as well.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits, tokens = self._compute(size)
+                results[:size].copy_(logits)
+                self._tokens[:size].copy_(tokens)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
+            return _failed(error)
         return None
 
     def warm_up(self) -> None:
@@ -196,6 +220,10 @@ def graph_sizes(most: int) -> list[int]:
     """Return the batch sizes that get a graph: a ladder that never pads by much, up to ``most``."""
     ladder = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
     return [*(size for size in ladder if size < most), most]
+
+
+def _failed(error: RuntimeError) -> str:
+    return f"capturing them failed ({_first_line(error)})"
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -83,6 +83,7 @@ def _with_triton(
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
     graphs = DecodeGraphs(
-        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots
-    )
+        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots,
+        loaded.ranks,
+    )  # fmt: skip
     return EngineChoice(engine, token_sampler, TritonPenalties(rows, loaded.vocab_size, device), token_logprobs, graphs)

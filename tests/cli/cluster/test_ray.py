@@ -283,7 +283,7 @@ async def test_other_options_are_taken_on_one_process_after_the_other(deployment
 
 def test_what_cannot_run_is_said(deployment: Deployment) -> None:
     deployment.add_node(4)
-    said = deployment.run("up", "--tensor-parallel=64", "--simulate")
+    said = deployment.run("up", "--tensor-parallel=64")
     assert (said.returncode, "has 64 CPU" in said.stderr) == (1, True), said.stderr
     assert "its ranks have to be on one node" in said.stderr
     said = deployment.run("up", "/no/such/model", "--port=0")

@@ -5,6 +5,7 @@ called directly. What a sublayer returns is added to the residual by the norm th
 behind the last one. The results are the same up to the order of floating-point operations.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagewise_executor.models.llama_config import LlamaConfig
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums over the ranks that hold parts of a layer; see ``Ranks.reduce``."""
 
 _DECODERS = {
     "LlamaDecoderLayer": "LlamaModel",
@@ -69,9 +73,9 @@ class FusedDecoder(nn.Module):
 class FusedDecoderLayer(nn.Module):
     """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only."""
 
-    def __init__(self, layer: nn.Module, operations: Operations) -> None:
+    def __init__(self, layer: nn.Module, operations: Operations, reduce: Reduce) -> None:
         super().__init__()
-        self.operations = operations
+        self.operations, self.reduce = operations, reduce
         source, mlp = layer.self_attn, layer.mlp
         assert isinstance(source, nn.Module)
         assert isinstance(mlp, nn.Module)
@@ -111,9 +115,9 @@ class FusedDecoderLayer(nn.Module):
         qkv = self.qkv(normed).view(len(residual), -1, self.head_dim)
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
-        output = self.out(attended.reshape(len(residual), -1))
+        output = self.reduce(self.out(attended.reshape(len(residual), -1)))
         normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
-        return self.down(compute.gated(self.gate_up, normed))  # type: ignore[no-any-return]
+        return self.reduce(self.down(compute.gated(self.gate_up, normed)))
 
 
 class _NormWeight(nn.Module):
@@ -127,7 +131,9 @@ class _NormWeight(nn.Module):
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
-def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> int:
+def fuse_layers(
+    model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = lambda partial: partial
+) -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
     They compute after ``fuse_decoder`` only. ``within``: the name of the module of ``model`` that is, or has, the
@@ -136,7 +142,7 @@ def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> i
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module).__name__ in _DECODERS and _fusible(model, name, module):
-            model.set_submodule(name, FusedDecoderLayer(module, operations))
+            model.set_submodule(name, FusedDecoderLayer(module, operations, reduce))
             count += 1
     return count
 
