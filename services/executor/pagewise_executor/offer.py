@@ -12,7 +12,10 @@ log = logging.getLogger(__name__)
 
 
 def offer(config: SizedConfig, loaded: LoadedModel, pool: KVPool, no_grammars: str, max_grammars: int) -> RunnerInfo:
-    """Describe an executor of this model and pool; all ranks call this. ``no_grammars``, ``max_grammars``: see ``Hello``."""
+    """Describe an executor of this model and pool, with what its ranks have agreed on, who all call this.
+
+    ``no_grammars``, ``max_grammars``: see ``Hello``.
+    """
     longest = loaded.max_model_len
     # A rank that computes in a slower way keeps all the others waiting.
     fallback = not loaded.ranks.least(not loaded.fallback)

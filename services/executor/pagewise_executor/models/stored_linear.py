@@ -140,7 +140,7 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
     if shape[0] < outs:
         if outs % shape[0]:
             raise UnknownShardError(
-                f"--tensor-parallel: its {name} is quantised, and has {outs} outputs, which are no multiple of {shape[0]}"
+                f"--tensor-parallel: {name} is quantised, and its {outs} outputs are no multiple of {shape[0]}"
             )
         start, stop = shards.span(outs, shape[0])
         weight, bias = weight.rows(start, stop), None if bias is None else bias[start:stop]
