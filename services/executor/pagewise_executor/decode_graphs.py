@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,9 +124,7 @@ class DecodeGraphs:
             self._logits = None
         return reason
 
-    def _capture_one(
-        self, graph: torch.cuda.CUDAGraph, size: int, results: torch.Tensor, pool: tuple[int, int] | None
-    ) -> str | None:
+    def _capture_one(self, graph: torch.cuda.CUDAGraph, size: int, results: torch.Tensor, pool: Any) -> str | None:
         """Capture a step into ``graph``; None. If that fails, return why: nothing of the step has run on the device."""
         stream = torch.cuda.current_stream()
         try:

@@ -136,7 +136,8 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
     Raises:
         UnknownShardError: the outputs cannot be divided.
     """
-    (outs, ins), weight, bias = linear.values.shape, linear.quantised, linear.bias
+    (outs, ins), weight = linear.values.shape, linear.quantised
+    bias: torch.Tensor | None = linear.bias
     if shape[0] < outs:
         if outs % shape[0]:
             raise UnknownShardError(
