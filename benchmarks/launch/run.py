@@ -194,7 +194,7 @@ def main() -> None:
     if reason := missing():
         raise SystemExit(reason)
     torch.set_num_threads(1)
-    PackedLinear.forward = _make_empty  # type: ignore[method-assign]
+    PackedLinear.forward = _make_empty  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as folder, fake_driver(Path(folder)) as driver:
         build_model(Path(folder) / "model", args.layers)
         runner = build_runner(Path(folder) / "model")

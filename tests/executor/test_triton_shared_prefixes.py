@@ -78,7 +78,7 @@ def test_steps_that_share_nothing_copy_nothing() -> None:
         return torch.from_numpy(array)
 
     backend = TritonBackend(torch.device("cpu"), 4, 80, 8)
-    backend._upload = upload  # type: ignore[assignment]
+    backend.upload = upload  # type: ignore[assignment]
     plan = backend.decode_plan(LayerKind(4, 2, 16, torch.float32, None))
     own, common = np.arange(40, dtype=np.int32).reshape(4, 10), np.zeros((4, 10), np.int32)
     stretches = []

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from pagewise_shared.config import UpConfig, secret_variables, to_argv
+from pagewise_shared.config import DEFAULT_NUM_SEQS, UpConfig, secret_variables, to_argv
 from pagewise_shared.version import package_version
 
 from pagewise.cluster.reconcile import Kind
@@ -95,7 +95,8 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
         minimum=least,
         maximum=most,
         queue=config.scale_queue,
-        rows=config.executor.max_num_seqs,
+        # What executors choose by their device is never less, and too few keep an executor that might have gone.
+        rows=config.executor.max_num_seqs or DEFAULT_NUM_SEQS,
         up_after=config.scale_up_after,
         down_after=config.scale_down_after,
     )
