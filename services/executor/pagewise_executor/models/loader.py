@@ -101,8 +101,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     shard_config(config.model, text, ranks.size)
     found = candidates(config, text, device, dtype, quantised is not None)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
-    if device.type == "cpu":
-        _tell_of_slow_type(dtype)
+    _tell_of_slow_type(device, dtype)
     fixed: list[str] = []
     if checkpoint is not None:
         model, shards = checkpoint.shard(ranks)
@@ -114,13 +113,12 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     shapes = [_kv_shape(module, text) for module in attention]
     rotations, no_segments = _key_rotations(config.model, model, attention, device, checkpoint)
     kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
-    slow = False
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
-            slow = prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks.reduce)
+            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks.reduce)
             if shards is not None:
                 connect(model, shards, vocab_size)
     return LoadedModel(
@@ -138,7 +136,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         shapes=shapes,
         kernels=kernels,
         compiled=compiled,
-        fallback=fallback or slow,
+        fallback=fallback,
         rotations=rotations,
         no_segments=no_segments,
         ranks=ranks,
@@ -281,9 +279,9 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tell_of_slow_type(dtype: torch.dtype) -> None:
-    """Say in the log if computing in ``dtype`` on the CPU is slower than in float32."""
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16()):
+def _tell_of_slow_type(device: torch.device, dtype: torch.dtype) -> None:
+    """Say in the log if computing in ``dtype`` is slower than in float32, as on many CPUs."""
+    if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16())):
         log.warning("this CPU has no instructions for %s: --dtype float32 is faster, in more memory", _name(dtype))
 
 
