@@ -178,7 +178,7 @@ def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatc
         max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64, deterministic=True,
     )  # fmt: skip
     loaded = load_model(options)
-    monkeypatch.setattr(model_runner, "load_model", lambda _: loaded)
+    monkeypatch.setattr(model_runner, "load_model", lambda *_: loaded)
     runner = ModelRunner(options)
     plans: dict[LayerKind, DecodePlan] = {}
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
