@@ -69,7 +69,7 @@ def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> No
         _, expected = outputs(runner, requests(), **settings)
         scheduler, found = outputs(runner, requests(), **settings, speculative=NGRAM)
         assert found == expected
-        # 20 to 38. With "swap" it depends on the timing: while blocks come back from the host, a sequence gets no drafts.
+        # 20 to 38. With "swap" that depends on when blocks come back from the host: until then there are no drafts.
         assert scheduler.speculation.num_accepted_tokens > 10
         assert (scheduler.num_preemptions > 0) == bool(more)
 
