@@ -69,7 +69,8 @@ def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> No
         _, expected = outputs(runner, requests(), **settings)
         scheduler, found = outputs(runner, requests(), **settings, speculative=NGRAM)
         assert found == expected
-        assert scheduler.speculation.num_accepted_tokens > 20
+        # 20 to 38. With "swap" that depends on when blocks come back from the host: until then there are no drafts.
+        assert scheduler.speculation.num_accepted_tokens > 10
         assert (scheduler.num_preemptions > 0) == bool(more)
 
 

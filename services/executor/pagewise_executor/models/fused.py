@@ -156,9 +156,11 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
     config = layer.self_attn.config  # type: ignore[union-attr]
-    decoder = model.get_submodule(_decoder_name(name))
-    known = type(decoder).__name__ == _DECODERS[type(layer).__name__]
-    return known and decoder is not model and getattr(config, "hidden_act", None) == "silu"
+    decoder = _decoder_name(name)
+    # A model that has its decoder within another module may give it embeddings of its own instead of ids (GOT-OCR2).
+    is_own = bool(decoder) and "." not in decoder
+    known = type(model.get_submodule(decoder)).__name__ == _DECODERS[type(layer).__name__]
+    return is_own and known and getattr(config, "hidden_act", None) == "silu"
 
 
 def _decoder_name(layer_name: str) -> str:
