@@ -65,15 +65,15 @@ def _with_triton(
 ) -> EngineChoice:
     from pagewise_kernels.logprobs import token_logprobs
 
-    from pagewise_executor.attention.prefill_libraries import choose_prefill_library
+    from pagewise_executor.attention.prefill_libraries import choose_prefill_library, layer_shapes
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.decode_graphs import DecodeGraphs
     from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
-    head_dims = [dim for _, dim in loaded.shapes]
+    shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
     kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, device)
-    library, is_unfit = choose_prefill_library(config, device, head_dims, loaded.dtype, kv_dtype)
+    library, is_unfit = choose_prefill_library(config, device, shapes, kv_dtype)
     loaded.fallback |= is_unfit
     backend = TritonBackend(
         device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library

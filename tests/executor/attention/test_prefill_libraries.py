@@ -2,21 +2,28 @@
 
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pagewise_executor.attention import prefill_libraries
+from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.prefill_libraries import (
     LIBRARIES,
     AttentionShape,
     PrefillLibrary,
+    TriedLibrary,
     choose_prefill_library,
     error_of,
+    layer_shapes,
 )
+from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
+from transformers import PretrainedConfig
 
 from tests.executor.attention.fake_libraries import FAKES
 from tests.executor.driver import request, run_requests
@@ -74,7 +81,7 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
     monkeypatch.setattr(type(library), "flaw", lambda *_: "")  # a stand-in computes in float32, with any heads
     calls = 0
 
-    def sampled(chosen: PrefillLibrary | None) -> list[list[int]]:
+    def sampled(chosen: TriedLibrary | None) -> list[list[int]]:
         monkeypatch.setattr(prefill_libraries, "choose_prefill_library", lambda *_: (chosen, False))
         config = ExecutorConfig(
             model=str(tmp_path), device="cpu", dtype="float32", kernels="triton", block_size=4, num_blocks=60,
@@ -85,23 +92,23 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
         run_requests(ModelRunner(config), requests, num_blocks=20, max_num_batched_tokens=11, arrive_every=2)
         return [asked.sequences[0].output_token_ids.tolist() for asked in requests]
 
-    plan = library.plan
+    tried = TriedLibrary(library, 4, torch.device("cpu"))
+    plan = tried.plan
 
     def counted(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         return plan(*arguments)  # type: ignore[arg-type]
 
-    library.plan = counted  # type: ignore[method-assign, assignment]
-    assert sampled(library) == sampled(None)
+    tried.plan = counted  # type: ignore[assignment]
+    assert sampled(tried) == sampled(None)
     assert calls
 
 
-def choose(head_dims: list[int], dtype: torch.dtype = BF16, **options: object) -> tuple[PrefillLibrary | None, bool]:
+def choose(head_dims: list[int], dtype: torch.dtype = BF16, **options: object) -> tuple[TriedLibrary | None, bool]:
     config = ExecutorConfig(**options)  # type: ignore[arg-type]
-    return choose_prefill_library(
-        config, GPU, head_dims, dtype, torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    )
+    shapes = [AttentionShape(8, 2, dim, dtype, dim**-0.5) for dim in head_dims]
+    return choose_prefill_library(config, GPU, shapes, torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype)
 
 
 @pytest.fixture
@@ -206,3 +213,93 @@ def test_options_that_a_library_does_not_support_are_refused(options: dict[str, 
     config = ExecutorConfig(attention="fa3", **options)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=said):
         prefill_libraries.refuse_attention(config, GPU)
+
+
+# ---- kinds of layers ----------------------------------------------------------------------------------------
+
+
+PLAIN, WINDOWED = (AttentionShape(8, 2, 128, BF16, 0.09, window) for window in (None, 4096))
+CAPPED = AttentionShape(8, 2, 128, BF16, 0.09, softcap=50.0)
+SMALL_HEADS = AttentionShape(8, 2, 64, BF16, 0.125)
+
+
+@pytest.mark.interpreted
+def test_each_kind_of_layer_is_computed_by_what_is_right_for_it(
+    library: PrefillLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that has been compiled without windows, and one that is wrong for one size of heads."""
+    cpu = torch.device("cpu")
+    tried = TriedLibrary(library, 16, cpu)
+    assert all(map(tried.computes, (PLAIN, WINDOWED, CAPPED, SMALL_HEADS)))
+    plan = type(library).plan
+    for broken, change in (
+        (WINDOWED, {"window": None}),
+        (CAPPED, {"softcap": None}),
+        (SMALL_HEADS, {"scale": 0.5}),
+    ):
+
+        def wrong(self: object, shape: AttentionShape, tables: object, broken=broken, change=change) -> object:  # type: ignore[no-untyped-def]
+            same = shape.head_dim == broken.head_dim and all(getattr(shape, name) for name in change)
+            return plan(self, replace(shape, **change) if same else shape, tables)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(library), "plan", wrong)
+        tried = TriedLibrary(library, 16, cpu)
+        others = [shape for shape in (PLAIN, WINDOWED, CAPPED, SMALL_HEADS) if shape != broken]
+        assert not tried.computes(broken)
+        assert all(map(tried.computes, others))
+        assert "results differ from PyTorch's by" in tried.try_out(broken)
+
+
+@pytest.mark.interpreted
+def test_a_library_without_windows_leaves_the_layers_that_have_one_to_triton(
+    installed: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: object, shape: AttentionShape, *__: object) -> float:
+        if shape.window is not None:
+            raise RuntimeError("This flash attention build does not support local attention.")
+        return 0.001
+
+    monkeypatch.setattr(prefill_libraries, "error_of", fails)
+    del installed["flashinfer"]
+    found, unfit = choose_prefill_library(ExecutorConfig(), GPU, [PLAIN, WINDOWED, PLAIN], BF16)
+    assert found is not None
+    assert unfit
+    assert found.computes(PLAIN)
+    assert not found.computes(WINDOWED)
+    assert "does not support local attention. (8 heads of 128 over 2, window 4096)" in caplog.text
+    with pytest.raises(ModelError, match=r"--attention fa3: .*local attention"):
+        choose_prefill_library(ExecutorConfig(attention="fa3"), GPU, [PLAIN, WINDOWED], BF16)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "qwen2", "gpt2", "llama"])
+def test_the_kinds_of_layers_are_those_that_compute(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1} if family == "qwen2" else {}
+    build_model(family, tmp_path, **more)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", kernels="torch", num_blocks=20, profile=False)
+    )
+    seen = []
+    attend = PagedLayer.attend
+
+    def watched(
+        layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        seen.append(AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window, softcap))
+        return attend(layer, q, k, v, scale, window, softcap)
+
+    monkeypatch.setattr(PagedLayer, "attend", watched)
+    run_requests(runner, [request([3, 4, 5], 1, "r")], num_blocks=20)
+    engine = runner._engine
+    assert isinstance(engine, TorchEngine)
+    modules = engine._layers
+    kv_shapes = [(shape.kv_heads, shape.head_dim) for shape in seen]
+    assert layer_shapes(modules, kv_shapes, torch.float32) == seen
+
+
+def test_a_library_that_is_asked_for_by_name_is_not_dropped_with_the_triton_kernels() -> None:
+    config, found = ExecutorConfig(attention="fa3"), Candidates(["triton", "torch"], [])
+    with pytest.raises(ModelError, match=r"--attention fa3: it needs the Triton kernels; triton: heads of 320 are too"):
+        choose_kernels(config, found, torch.nn.Module(), PretrainedConfig(), [], [(1, 320)])

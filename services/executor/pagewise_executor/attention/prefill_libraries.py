@@ -1,7 +1,8 @@
 """Attention of prefill chunks by libraries that may be faster than the Triton kernel: FlashAttention 3 and FlashInfer.
 
 ``--attention`` chooses one when the executor starts. It must be installed, support the model, and give PyTorch's
-results for a small problem. Decodes are computed by the Triton kernels, which CUDA graphs have recorded.
+results for a small problem of each kind of layer that the model has: with its heads, and with a window and a cap of the
+scores where layers have them. Decodes are computed by the Triton kernels, which CUDA graphs have recorded.
 
 Written from the sources of flash-attn's ``hopper/flash_attn_interface.py`` and of flashinfer 0.6.6. It has not been run
 on a device, which is why the results are compared.
@@ -10,8 +11,8 @@ on a device, which is why the results are compared.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -164,6 +165,39 @@ class FlashInfer:
         return attend
 
 
+class TriedLibrary:
+    """A library that computes those kinds of layers for which it gives PyTorch's results; others are left to Triton.
+
+    ``block_size``: of the pool, in tokens.
+    """
+
+    def __init__(self, library: PrefillLibrary, block_size: int, device: torch.device) -> None:
+        self.name, self.plan = library.name, library.plan
+        self._library, self._block_size, self._device = library, block_size, device
+        self._flaws: dict[AttentionShape, str] = {}
+
+    def computes(self, shape: AttentionShape) -> bool:
+        """Whether it computes layers of this kind. One that was not tried when the executor started is tried now."""
+        if shape not in self._flaws and (flaw := self.try_out(shape)):
+            log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, flaw)
+        return not self._flaws[shape]
+
+    def try_out(self, shape: AttentionShape) -> str:
+        """Return why layers of this kind cannot be computed; empty if they can."""
+        flaw = self._library.flaw(shape.head_dim, shape.dtype)
+        if not flaw:
+            try:
+                error = error_of(self._library, _small(shape), self._block_size, self._device)
+            except Exception as raised:  # a library of others, which may compile and load what does not fit
+                flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
+            else:
+                if not error <= _TOLERANCE:  # also if it is not a number
+                    flaw = f"results differ from PyTorch's by {error:.3f}"
+            flaw = flaw and f"{flaw} ({_described(shape)})"
+        self._flaws[shape] = flaw
+        return flaw
+
+
 LIBRARIES: dict[str, tuple[str, Callable[[torch.device], PrefillLibrary]]] = {
     "fa3": ("flash_attn_interface", FlashAttention3),
     "flashinfer": ("flashinfer", FlashInfer),
@@ -189,11 +223,11 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
 
 
 def choose_prefill_library(
-    config: ExecutorConfig, device: torch.device, head_dims: list[int], dtype: torch.dtype, kv_dtype: torch.dtype
-) -> tuple[PrefillLibrary | None, bool]:
+    config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape], kv_dtype: torch.dtype
+) -> tuple[TriedLibrary | None, bool]:
     """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
 
-    ``head_dims``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel.
+    ``shapes``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel.
 
     Raises:
         ModelError: a library is asked for by name, and cannot compute the model; the text says why.
@@ -206,7 +240,7 @@ def choose_prefill_library(
         module, make = LIBRARIES[name]
         if not named and importlib.util.find_spec(module) is None:
             continue  # nobody has asked for what is not installed
-        library, flaw = _prepared(make, device, head_dims, dtype, kv_dtype, config.block_size)
+        library, flaw = _prepared(make, device, shapes, kv_dtype, config.block_size)
         if flaw and (named or library is None):
             unfit.append(f"{name}: {flaw}")
         elif library is not None:
@@ -233,25 +267,56 @@ def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
 def _prepared(
     make: Callable[[torch.device], PrefillLibrary],
     device: torch.device,
-    head_dims: list[int],
-    dtype: torch.dtype,
+    shapes: Sequence[AttentionShape],
     kv_dtype: torch.dtype,
     block_size: int,
-) -> tuple[PrefillLibrary | None, str]:
+) -> tuple[TriedLibrary | None, str]:
     """Return a library that can compute some layers, if it can, and why it cannot compute the others."""
-    if kv_dtype != dtype:
-        return None, f"KV is {kv_dtype}, and the model {dtype}"
+    if kv_dtype != shapes[0].dtype:
+        return None, f"KV is {kv_dtype}, and the model {shapes[0].dtype}"
     try:
-        library = make(device)
-        flaws = {dim: library.flaw(dim, dtype) for dim in head_dims}
-        for dim in (dim for dim, flaw in flaws.items() if not flaw):
-            error = error_of(library, AttentionShape(4, 2, dim, dtype, dim**-0.5), block_size, device)
-            if not error <= _TOLERANCE:  # also if it is not a number
-                flaws[dim] = f"results differ from PyTorch's by {error:.3f}"
-    except Exception as error:  # a library of others, which may compile and load what does not fit
+        library = TriedLibrary(make(device), block_size, device)
+    except Exception as error:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    told = "; ".join(dict.fromkeys(filter(None, flaws.values())))
-    return (library if "" in flaws.values() else None), told
+    flaws = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
+    return (library if "" in flaws else None), "; ".join(dict.fromkeys(filter(None, flaws)))
+
+
+def layer_shapes(
+    attention: Iterable[torch.nn.Module], kv_shapes: Iterable[tuple[int, int]], dtype: torch.dtype
+) -> list[AttentionShape]:
+    """Return the shape of each attention layer, as far as its module tells. ``kv_shapes``: (kv_heads, head_dim)."""
+    return [_shape_of(module, *kv, dtype) for module, kv in zip(attention, kv_shapes, strict=True)]
+
+
+def _shape_of(module: torch.nn.Module, kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionShape:
+    config: Any = getattr(module, "config", None)
+    # Most keep a layer's window on the layer, some in the configuration, and some say beside it whether it holds.
+    source = module if hasattr(module, "sliding_window") else config
+    window = getattr(source, "sliding_window", None) if getattr(module, "is_sliding", True) else None
+    return AttentionShape(
+        heads=int(getattr(config, "num_attention_heads", kv_heads)),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        scale=getattr(module, "scaling", None) or head_dim**-0.5,
+        window=window,
+        softcap=getattr(module, "attn_logit_softcapping", None),
+    )
+
+
+def _small(shape: AttentionShape) -> AttentionShape:
+    """Return the same kind of layer with numbers that matter for contexts as short as those of ``error_of``."""
+    window = None if shape.window is None else min(shape.window, 7)
+    softcap = None if shape.softcap is None else min(shape.softcap, 2.0)
+    return replace(shape, scale=1.25 * shape.head_dim**-0.5, window=window, softcap=softcap)
+
+
+def _described(shape: AttentionShape) -> str:
+    """Return what distinguishes a kind of layer, for the log."""
+    return f"{shape.heads} heads of {shape.head_dim} over {shape.kv_heads}" + "".join(
+        f", {name} {value:g}" for name, value in (("window", shape.window), ("cap", shape.softcap)) if value is not None
+    )
 
 
 def error_of(library: PrefillLibrary, shape: AttentionShape, block_size: int, device: torch.device) -> float:

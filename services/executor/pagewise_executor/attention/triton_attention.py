@@ -10,7 +10,7 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, PrefillLibrary
+from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, TriedLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
@@ -86,9 +86,10 @@ class TritonStep:
                 softcap=softcap,
                 scales=scales,
             )
-        library = self.backend.library
-        if self.chunks and library is not None and not library.flaw(kind.head_dim, q.dtype):
-            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+        library = self.backend.library if self.chunks else None
+        if library is not None and library.computes(
+            shape := AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+        ):
             if (attend := self.library_plans.get(shape)) is None:
                 assert self.chunk_tables is not None
                 attend = self.library_plans[shape] = library.plan(shape, self.chunk_tables)
@@ -136,7 +137,7 @@ class TritonBackend:
         block_size: int,
         *,
         deterministic: bool = False,
-        library: PrefillLibrary | None = None,
+        library: TriedLibrary | None = None,
     ) -> None:
         self.deterministic, self.library = deterministic, library
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)

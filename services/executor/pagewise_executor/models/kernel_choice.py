@@ -122,6 +122,8 @@ def choose_kernels(
             case "torch":
                 flaw = ""
         if not flaw:
+            if config.attention != "auto" and kernels != "triton":
+                raise ModelError(f"--attention {config.attention}: it needs the Triton kernels; {'; '.join(unfit)}")
             _report(config, kernels, unfit)
             computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
             return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()), compiled)
