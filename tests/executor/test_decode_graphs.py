@@ -14,7 +14,9 @@ from pagewise_executor import model_runner
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.decode_graphs import DecodeGraphs
 from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.graph_capture import graphs_bytes, why_failed
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.gated_rows import graph_milliseconds
 from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_shared.config import ExecutorConfig
 
@@ -124,7 +126,8 @@ def test_the_mode_is_changed_back_though_torch_warns_that_it_is_a_prototype(cuda
 
 def test_graphs_are_captured_while_other_threads_use_the_device(cuda: FakeCuda, graphs: DecodeGraphs) -> None:
     assert graphs.capture()
-    assert len(cuda.captures) == 3
+    assert len(cuda.captures) == graphs.num_graphs == 3
+    assert (graphs_bytes(graphs, 32), graphs_bytes(None, 32)) == (3 * 32 * 640 * 1024, 0)
     assert {each["capture_error_mode"] for each in cuda.captures} == {"thread_local"}
     assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool"]
     assert (cuda.mode, cuda.stream) == ("default", "main")
@@ -171,6 +174,21 @@ def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     assert runner.info.fallback, "a metric of the scheduler says that this executor is slower"
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
     assert cuda.replayed == 0
+
+
+def test_a_measurement_that_cannot_be_captured_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
+    cuda.fails_at = 1
+    with pytest.raises(RuntimeError, match="operation failed"):
+        graph_milliseconds(lambda: None)
+    assert cuda.stream == "main"
+
+
+def test_graphs_without_room_name_the_option_that_gives_them_some() -> None:
+    for error in (torch.OutOfMemoryError("no room\nmore lines"), RuntimeError("CUDA error: out of memory")):
+        assert why_failed(error).endswith("); --gpu-memory-utilization or --kv-memory may leave them more memory")
+    assert why_failed(RuntimeError("CUDA error: operation failed")) == (
+        "capturing them failed (CUDA error: operation failed)"
+    )
 
 
 class OtherRanks(Ranks):

@@ -20,6 +20,7 @@ from pagewise_kernels.sampling import sample
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.graph_capture import captured, why_failed
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
@@ -118,7 +119,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             if not self._ranks.alone:
                 raise  # the others wait in the middle of a step for this rank, which they cannot go on without
-            reason = _failed(error)
+            reason = why_failed(error)
         if reason is not None:
             self._graphs.clear()
             self._logits = None
@@ -126,17 +127,19 @@ class DecodeGraphs:
 
     def _capture_one(self, graph: torch.cuda.CUDAGraph, size: int, results: torch.Tensor, pool: Any) -> str | None:
         """Capture a step into ``graph``; None. If that fails, return why: nothing of the step has run on the device."""
-        stream = torch.cuda.current_stream()
         try:
-            # Only what this thread does may spoil the capture: those of the host tier use the device as well.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with captured(graph, pool):
                 logits, tokens = self._compute(size)
                 results[:size].copy_(logits)
                 self._tokens[:size].copy_(tokens)
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
-            return _failed(error)
+            return why_failed(error)
         return None
+
+    @property
+    def num_graphs(self) -> int:
+        """See ``Graphs``."""
+        return len(self._sizes) * len(self._variants())
 
     def warm_up(self) -> None:
         """Compile the kernels of steps that run without graphs: one variant for each power of two of the batch size."""
@@ -219,10 +222,6 @@ def graph_sizes(most: int) -> list[int]:
     """Return the batch sizes that get a graph: a ladder that never pads by much, up to ``most``."""
     ladder = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, most + 32, 32)]
     return [*(size for size in ladder if size < most), most]
-
-
-def _failed(error: RuntimeError) -> str:
-    return f"capturing them failed ({_first_line(error)})"
 
 
 def _first_line(error: RuntimeError) -> str:

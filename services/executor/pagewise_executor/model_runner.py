@@ -27,6 +27,7 @@ from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
+from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.block_hashes import BlockHashes
@@ -166,8 +167,7 @@ class ModelRunner:
         """Return the bytes of device memory that the largest step takes beside weights, KV, and what steps keep."""
         # There cannot be more chunks than rows.
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
-        rows = -(-tokens // loaded.max_model_len)
-        self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * rows)
+        self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * -(-tokens // loaded.max_model_len))
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.allocate()
@@ -181,7 +181,7 @@ class ModelRunner:
             self._memory.free()
         # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
-        peak += staging_bytes(config)
+        peak += staging_bytes(config) + config.cuda_graphs * graphs_bytes(self._graphs, len(loaded.shapes))
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 

@@ -30,6 +30,8 @@ FP8 = torch.float8_e4m3fn
 
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 * 2**30
+_OUTSIDE_MOST = 2**30
+"""Bytes of a GPU that this process may have taken without torch: for its context, kernels and libraries."""
 _MOST_OF_FREE = 0.98
 """The share of the memory that is free on a GPU of which a pool may be made: allocations have gaps."""
 
@@ -314,12 +316,15 @@ def pool_size(
 def _cuda_room(config: SizedConfig, device: torch.device, free: int, reserved: int) -> int:
     """Return the bytes of a GPU's memory that are left for the pool of what ``--gpu-memory-utilization`` allows.
 
-    What this process has allocated counts, not what others have: several executors may share a GPU, with a share each.
+    What this process has taken counts, not what others have: several executors may share a GPU, with a share each.
+    What torch has allocated is known. Of what else is not free, nobody says whose it is: if it is little, it counts as
+    this process's context and libraries, and if others use the GPU as well, so much of it does.
 
     Raises:
         ModelError: nothing is left.
     """
-    total, taken = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+    total, allocated = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+    taken = allocated + min(max(0, total - free - allocated), _OUTSIDE_MOST)
     allowed, most = int(total * config.gpu_memory_utilization) - taken, int(free * _MOST_OF_FREE)
     if allowed > most:
         log.warning(
@@ -333,9 +338,9 @@ def _cuda_room(config: SizedConfig, device: torch.device, free: int, reserved: i
     if room <= 0:
         raise ModelError(
             f"not enough memory on {device} for a KV pool: of {size_text(total)}, --gpu-memory-utilization "
-            f"{config.gpu_memory_utilization:g}, weights take {size_text(taken)} and steps {size_text(reserved)}, and "
-            f"{size_text(free)} are free. Raise it, lower --max-num-batched-tokens or --max-num-seqs, or take a "
-            "smaller model"
+            f"{config.gpu_memory_utilization:g}, weights and the context take {size_text(taken)} and steps "
+            f"{size_text(reserved)}, and {size_text(free)} are free. Raise it, lower --max-num-batched-tokens or "
+            "--max-num-seqs, or take a smaller model"
         )
     return room
 

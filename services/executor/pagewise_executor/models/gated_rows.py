@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from pagewise_executor.graph_capture import captured
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
 
@@ -70,7 +71,7 @@ def graph_milliseconds(call: Callable[[], None]) -> float:
     call()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with captured(graph):
         call()
     times = []
     for _ in range(_REPEATS):
