@@ -54,13 +54,29 @@ def test_what_is_asked_for_counts_on_any_device() -> None:
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.model) == (7, 300, "m")
     assert with_step_limits(ExecutorConfig(max_num_batched_tokens=300), H200).max_num_seqs == 300
     assert with_step_limits(ExecutorConfig(max_num_seqs=4), H200).max_num_batched_tokens == 8192
+    assert with_step_limits(ExecutorConfig(max_num_seqs=3000), L4).max_num_batched_tokens == 3000
+
+
+def test_a_share_of_a_gpu_that_is_not_there_has_no_effect_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with_step_limits(ExecutorConfig(), None)
+    with_step_limits(ExecutorConfig(gpu_memory_utilization=0.5), H200)
+    assert not caplog.messages
+    with_step_limits(ExecutorConfig(gpu_memory_utilization=0.5), None)
+    assert "--gpu-memory-utilization 0.5 has no effect, because this executor uses no GPU" in caplog.text
 
 
 class Card:
-    """The memory of a GPU: ``total`` bytes, of which torch has ``taken`` some, and other processes others."""
+    """The memory of a GPU: ``total`` bytes, of which torch has ``taken`` some, this process's ``context`` and libraries
+    some more, and other processes others."""
 
     def __init__(self, total: int, taken: int, others: int = 0) -> None:
-        self.total, self.taken, self.others = total, taken, others
+        self.total, self.taken, self.context, self.others = total, taken, 0, others
+
+    @property
+    def free(self) -> int:
+        return self.total - self.taken - self.context - self.others
 
     def pool(self, *, reserved: int = 0, **options: object) -> int:
         """Bytes of the pool."""
@@ -73,7 +89,7 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card(total=80 * GIB, taken=16 * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.total - card.taken - card.others, card.total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.free, card.total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: card.taken)
     return card
 
@@ -85,9 +101,16 @@ def test_the_pool_takes_what_an_executors_share_of_the_gpu_leaves(card: Card) ->
 
 
 def test_executors_that_share_a_gpu_have_a_share_each(card: Card) -> None:
+    card.context = GIB
     alone = card.pool(gpu_memory_utilization=0.45)
     card.others = 36 * GIB
     assert card.pool(gpu_memory_utilization=0.45) == alone
+
+
+def test_what_a_process_takes_without_torch_is_part_of_its_share(card: Card) -> None:
+    card.context = GIB // 2
+    assert card.pool(gpu_memory_utilization=0.95) == (76 - 16) * GIB - GIB // 2
+    assert card.pool(gpu_memory_utilization=0.95) + card.taken + card.context == 76 * GIB
 
 
 def test_memory_that_others_use_is_not_counted_on(card: Card, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +123,7 @@ def test_memory_that_others_use_is_not_counted_on(card: Card, caplog: pytest.Log
 
 def test_a_gpu_without_room_for_a_pool_says_what_takes_it(card: Card) -> None:
     with pytest.raises(
-        ModelError, match=r"--gpu-memory-utilization 0\.25, weights take 16GiB and steps 5120MiB"
+        ModelError, match=r"--gpu-memory-utilization 0\.25, weights and the context take 16GiB and steps 5120MiB"
     ) as why:
         card.pool(gpu_memory_utilization=0.25, reserved=5 * GIB)
     assert "64GiB are free" in str(why.value)

@@ -63,6 +63,11 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--gpu-memory-utilization", "0.5"], {"PAGEWISE_NUM_BLOCKS": "4"}, "--num-blocks and --gpu-memory"),
         (["--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization: Expected `float` > 0.0"),
         (["--gpu-memory-utilization", "90"], {}, "--gpu-memory-utilization: Expected `float` <= 1.0"),
+        (
+            ["--max-num-seqs", "300"],
+            {"PAGEWISE_MAX_NUM_BATCHED_TOKENS": "128"},
+            "--max-num-seqs 300 is more than --max-num-batched-tokens 128: each sequence",
+        ),
         (["--max-num-batched-tokens", "100000"], {}, "--max-num-batched-tokens: Expected `int` <= 65536"),
         (["--max-model-len", "0"], {}, "--max-model-len: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
         (["--max-model-len", "long"], {}, "(got 'long'; words that it takes: auto)"),

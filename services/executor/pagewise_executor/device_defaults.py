@@ -1,10 +1,13 @@
 """Defaults that depend on the device: how large steps are."""
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig
+
+log = logging.getLogger(__name__)
 
 _LARGE_MEMORY = 70 * 2**30
 _LARGE_MAJOR = 9
@@ -41,10 +44,17 @@ def with_step_limits(
 
     vLLM's rule for its server: large steps on cards of 70 GiB and more, but not on an A100, whose steps of 8,192 tokens
     take so long that they cost throughput (vLLM's pull request 17885). Here the compute capability tells these apart.
-    More sequences than tokens cannot run.
+    More sequences than tokens cannot run, so a budget that is not given has room for the sequences that are.
     """
+    if gpu is None and config.gpu_memory_utilization != ExecutorConfig().gpu_memory_utilization:
+        log.warning(
+            "--gpu-memory-utilization %g has no effect, because this executor uses no GPU: set the size of the KV pool "
+            "with --kv-memory",
+            config.gpu_memory_utilization,
+        )
     large = least(gpu is not None and gpu.total_memory >= _LARGE_MEMORY and gpu.major >= _LARGE_MAJOR)
-    tokens = config.max_num_batched_tokens or (_LARGE_BATCHED_TOKENS if large else DEFAULT_BATCHED_TOKENS)
+    default = _LARGE_BATCHED_TOKENS if large else DEFAULT_BATCHED_TOKENS
+    tokens = config.max_num_batched_tokens or max(default, config.max_num_seqs or 0)
     rows = config.max_num_seqs or min(tokens, _LARGE_NUM_SEQS if large else DEFAULT_NUM_SEQS)
     options = msgspec.structs.asdict(config) | {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
     return SizedConfig(**options)

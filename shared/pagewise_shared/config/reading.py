@@ -19,7 +19,7 @@ from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.config.parallel_options import REFUSED, check_parallel
-from pagewise_shared.config.size_options import check_pool_options
+from pagewise_shared.config.size_options import check_pool_options, check_step_options
 from pagewise_shared.config.speculative import parse_speculative
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
@@ -123,6 +123,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
             value = text.split() if _is_list(option.hint) else text
             values[option.name] = _convert(value, option.hint, option.variable)
     check_pool_options(values)
+    check_step_options(values)
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])

@@ -19,8 +19,8 @@ MaxNumSeqs = Annotated[
         f"maximum number of sequences that run at the same time, per executor (default: {DEFAULT_NUM_SEQS}, or by the "
         "GPU)",
         "N",
-        f"Each executor chooses its own by its device, with the token budget: {_BY_DEVICE}. It is never more than the "
-        "token budget.",
+        f"Each executor chooses its own by its device, with the token budget: {_BY_DEVICE}. Each sequence needs a "
+        "token of the budget: more are refused, or raise a budget that is not given.",
     ),
 ]
 MaxNumBatchedTokens = Annotated[
@@ -47,9 +47,23 @@ GpuMemoryUtilization = Annotated[
     described(
         "share of a GPU's memory that an executor may take, for weights, steps and the KV pool",
         "SHARE",
-        "Not with `--num-blocks` or `--kv-memory`.",
+        "Not with `--num-blocks` or `--kv-memory`. Without effect on the CPU, as a warning says.",
     ),
 ]
+
+
+def check_step_options(values: dict[str, Any]) -> None:
+    """Check that a step has room for a token of every sequence, if both limits were given.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    rows, tokens = values.get("max_num_seqs"), values.get("max_num_batched_tokens")
+    if rows is not None and tokens is not None and rows > tokens:
+        raise ConfigError(
+            f"--max-num-seqs {rows} is more than --max-num-batched-tokens {tokens}: each sequence that runs needs a "
+            "token of every step"
+        )
 
 
 def check_pool_options(values: dict[str, Any]) -> None:
