@@ -60,6 +60,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _DECODER
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}
+"""Families that single tests need."""
+
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 
@@ -69,7 +84,7 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
 
     ``more``: settings of its configuration that differ from the family's.
     """
-    name, settings = FAMILIES[family]
+    name, settings = (FAMILIES | OTHERS)[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**settings | more)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.models.packed_linear import Int8Linear
 from pagewise_executor.models.quantised_linear import (
     JoinedLinear,
     QuantisedLinear,
@@ -252,6 +253,18 @@ def test_other_families_are_quantised_while_they_are_loaded(tmp_path: Path) -> N
         assert sum(isinstance(module, QuantisedLinear) for module in loaded.model.modules()) == layers
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_a_gate_of_one_output_is_not_quantised(quantization: str, tmp_path: Path) -> None:
+    build_model("qwen2_moe", tmp_path, num_hidden_layers=1)
+    if quantization == "int8":
+        need_cpu_kernels()
+    layer = load(tmp_path, quantization=quantization).model.model.layers[0]
+    assert not isinstance(layer.mlp.shared_expert_gate, QuantisedLinear | Int8Linear)
+    kind = QuantisedLinear if quantization == "fp8" else Int8Linear
+    assert isinstance(layer.mlp.shared_expert.gate_proj, kind)
+    assert isinstance(layer.self_attn.o_proj, kind)
+
+
 def test_fingerprints_tell_quantised_weights_apart(tmp_path: Path) -> None:
     build_model("llama", tmp_path / "exact")
     build_quantised(FORMS["fp8 per channel"], tmp_path / "stored")
@@ -265,6 +278,7 @@ def test_fingerprints_tell_quantised_weights_apart(tmp_path: Path) -> None:
 
 
 COMPRESSED = FORMS["fp8 per channel"].config
+OF_DEEPSEEK = FORMS["fp8 of deepseek"].config
 
 
 def group_of(**changes: Any) -> dict[str, Any]:
@@ -290,6 +304,12 @@ def group_of(**changes: Any) -> dict[str, Any]:
         (group_of(output_activations={"num_bits": 8}), "outputs"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config"),
         (COMPRESSED | {"config_groups": 3}, "config_groups"),
+        (COMPRESSED | {"ignore": ["lm_head", "re:.*(mlp"]}, "by a pattern 're:.*(mlp' that is no regular expression"),
+        (COMPRESSED | {"config_groups": group_of(targets=["re:*lm_head"])["config_groups"]}, "by a pattern 're:*lm_h"),
+        (OF_DEEPSEEK | {"scale_fmt": "ue8m0"}, "with scales in the format ue8m0"),
+        (OF_DEEPSEEK | {"expert_dtype": "fp4"}, "with experts in fp4"),
+        (OF_DEEPSEEK | {"modules_to_convert": ["model.embed_tokens"]}, "other modules than linear layers (model.embed"),
+        (OF_DEEPSEEK | {"rounding": "up"}, "unknown field `rounding`"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "in the format e5m2"),
         ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}, "per block and"),
     ],

@@ -112,8 +112,8 @@ def pack_linears(
     return count
 
 
-def _kind_of_int8(_: torch.Tensor) -> type[nn.Module] | None:
-    return Int8Linear
+def _kind_of_int8(weight: torch.Tensor) -> type[nn.Module] | None:
+    return None if 1 in weight.shape else Int8Linear  # a gate of one output weighs nothing, and scales all others
 
 
 def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module] | None]:

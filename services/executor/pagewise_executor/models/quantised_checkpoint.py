@@ -71,12 +71,21 @@ class _CompressedTensors(msgspec.Struct):
     transform_config: dict[str, Any] | None = None
 
 
-class _Fp8(msgspec.Struct):
-    """``quant_method: fp8``. Layers that are not converted are those whose weights are not in FP8."""
+class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
+    """``quant_method: fp8``. Layers that are not converted are those whose weights are not in FP8, whatever the lists
+    say. A key that is not known here may change what is computed, so it is refused."""
 
+    quant_method: Literal["fp8"]
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     weight_block_size: tuple[int, int] | None = None
     fmt: str = "e4m3"
+    scale_fmt: str | None = None
+    expert_dtype: str | None = None
+    modules_to_convert: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    kv_cache_scheme: Any = None
+    dequantize: bool = False
 
 
 class _UnsupportedError(Exception):
@@ -146,7 +155,7 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
             case "compressed-tensors":
                 return _compressed_tensors(name, msgspec.convert(found, _CompressedTensors), kv_dtype)
             case "fp8":
-                return _fp8(name, msgspec.convert(found, _Fp8))
+                return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
             case _:
                 raise _UnsupportedError
     except (_UnsupportedError, msgspec.ValidationError) as error:
@@ -154,9 +163,17 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
         raise ModelError(f"{how}{' ' * bool(str(error))}{error}, which cannot be served; {INSTEAD}") from error
 
 
-def _fp8(name: str, found: _Fp8) -> QuantisedCheckpoint:
+def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     if found.fmt != "e4m3":
         raise _UnsupportedError(f"in the format {found.fmt}")
+    if found.scale_fmt not in (None, "float"):  # ue8m0: those of inputs are rounded to powers of two
+        raise _UnsupportedError(f"with scales in the format {found.scale_fmt}")
+    if found.expert_dtype not in (None, "fp8"):
+        raise _UnsupportedError(f"with experts in {found.expert_dtype}")
+    if found.modules_to_convert:
+        raise _UnsupportedError(f"with other modules than linear layers ({found.modules_to_convert[0]})")
+    if found.kv_cache_scheme:
+        _tell_of_kv_scales(name, kv_dtype)
     static = found.activation_scheme == "static"
     if found.weight_block_size is None:
         scheme = Scheme(FP8, (0, 0), Inputs(static=static))
@@ -171,6 +188,11 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
     for what, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
         if (settings and settings.get("format", "") not in ("dense", "")) or (settings or {}).get("config_groups"):
             raise _UnsupportedError(f"with a {what}")
+    for entry in [
+        *(found.ignore or []),
+        *(target for group in found.config_groups.values() for target in group.targets),
+    ]:
+        _check_pattern(entry)
     groups = []
     for group in found.config_groups.values():
         form = group.format or found.format or "unknown"
@@ -178,11 +200,23 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
             raise _UnsupportedError(f"in the format {form}")
         groups.append((group.targets, _scheme(group, form)))
     if found.kv_cache_scheme:
-        stays = "KV is kept in float8 with scales of its own, by token and head (--kv-dtype fp8)"
-        if kv_dtype != "fp8":
-            stays = "KV is kept in the model's type; --kv-dtype fp8 keeps it in float8, with scales by token and head"
-        log.warning("%s has a kv_cache_scheme, whose scales are not used: %s", name, stays)
+        _tell_of_kv_scales(name, kv_dtype)
     return QuantisedCheckpoint(name, groups, found.ignore or [], strict=True)
+
+
+def _tell_of_kv_scales(name: str, kv_dtype: str) -> None:
+    stays = "KV is kept in float8 with scales of its own, by token and head (--kv-dtype fp8)"
+    if kv_dtype != "fp8":
+        stays = "KV is kept in the model's type; --kv-dtype fp8 keeps it in float8, with scales by token and head"
+    log.warning("%s has a kv_cache_scheme, whose scales are not used: %s", name, stays)
+
+
+def _check_pattern(entry: str) -> None:
+    """Raise _UnsupportedError if an entry of ``targets`` or ``ignore`` is no regular expression and should be one."""
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error as error:
+        raise _UnsupportedError(f"by a pattern {entry!r} that is no regular expression ({error})") from None
 
 
 def _scheme(group: _Group, form: str) -> Scheme:

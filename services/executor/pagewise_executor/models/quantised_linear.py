@@ -142,7 +142,8 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     """Replace the linear layers within a part of a model by quantised ones; return how many.
 
-    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row.
+    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row. Layers with one output stay
+    as they are: they weigh little, and gate what others compute, as that of the shared expert of Qwen2-MoE does.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
@@ -151,7 +152,10 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
             weight, bias = module.weight, module.bias
             assert isinstance(weight, torch.Tensor)
             assert bias is None or isinstance(bias, torch.Tensor)
-            made = quantise(weight.detach().t() if transposed else weight.detach(), dtype)
+            plain = weight.detach().t() if transposed else weight.detach()
+            if len(plain) == 1:
+                continue
+            made = quantise(plain, dtype)
             model.set_submodule(name, QuantisedLinear(made, Inputs(), weight.dtype, bias))
             count += 1
     return count
