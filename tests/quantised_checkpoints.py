@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 import transformers
+from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.loader import LoadedModel
+from pagewise_shared.config import ExecutorConfig
 from torch import nn
 
+from tests.executor.driver import request, run_requests
 from tests.model_builders import build_model
 
 FP8 = torch.float8_e4m3fn
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 40)]
 MOST = {FP8: 448.0, torch.int8: 127.0}
 ERROR = 0.002
 """Largest error of a linear layer beside float64, relative to its largest output: an input may be rounded the other way
@@ -136,6 +140,30 @@ class OracleLinear(nn.Module):
         return found if self.bias is None else found | {"bias": self.bias}
 
 
+NAMES, MIXTRAL_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+
+
+class OracleExperts(nn.ModuleList):
+    """The experts of a mixture, each of three such layers, with the names that the files give them."""
+
+    def __init__(self, fused: Any, form: Form, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names, self.act = names, [fused.act_fn]  # not as a module, which would be an expert
+        for gate_up, down in zip(fused.gate_up_proj.detach(), fused.down_proj.detach(), strict=True):
+            weights = (*gate_up.chunk(2), down)
+            linears = {name: OracleLinear(one, None, form) for name, one in zip(names, weights, strict=True)}
+            self.append(nn.ModuleDict(linears))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+            for expert, share in zip(experts, shares, strict=True):
+                gate, up, down = (self[expert][name] for name in self.names)  # type: ignore[index]
+                row = x[token : token + 1]
+                result[token] += share * down(self.act[0](gate(row)) * up(row))[0]
+        return result
+
+
 def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The nearest values of ``dtype``."""
     cut = exact.clamp(-MOST[dtype], MOST[dtype])
@@ -152,6 +180,14 @@ def build_quantised(form: Form, path: Path, family: str = "llama", **settings: A
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in oracle.stored().items()}
             model.set_submodule(name, oracle)
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            experts = OracleExperts(module, form, MIXTRAL_NAMES if family == "mixtral" else NAMES)
+            there = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{there}.")}
+            for own, linear in experts.named_modules(prefix=there):
+                if isinstance(linear, OracleLinear):
+                    tensors |= {f"{own}.{end}": tensor.contiguous() for end, tensor in linear.stored().items()}
+            model.set_submodule(name, experts)
     safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
     edit_config(path, quantization_config=form.config)
     return model
@@ -182,3 +218,19 @@ def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.fl
             assert found.dtype == dtype
             error = (found.double() - expected).abs().max() / expected.abs().max()
             assert float(error) <= (ERROR if dtype == torch.float32 else 0.01)
+
+
+def check_served(path: Path, oracle: Any, **options: Any) -> None:
+    """Tokens that are generated are likely to the oracle, with the log-probabilities that it gives them."""
+    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", num_blocks=64, **options))
+    requests = [request(prompt, 12, f"r{n}", logprobs=0) for n, prompt in enumerate(PROMPTS)]
+    for prompt, asked in zip(PROMPTS, requests, strict=True):
+        _, outputs = run_requests(runner, [asked], max_num_batched_tokens=24)
+        tokens = asked.sequences[0].output_token_ids.tolist()
+        found = torch.tensor([entry.logprob for output in outputs for entry in output.logprobs.values()])
+        with torch.no_grad():
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = logits.log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.0)
+        assert bool((expected >= logprobs.amax(dim=1) - 0.05).all())

@@ -30,7 +30,7 @@ def test_fused_layers_compute_what_the_originals_compute(
     fused = loader.load_model(ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64))
     assert sum(type(m).__name__ == "FusedDecoderLayer" for m in fused.model.modules()) == len(fused.attention)
     tokens, logprobs = tokens_and_logprobs(tmp_path, "float32")
-    monkeypatch.setattr(loader, "_llama_checkpoint", lambda *_: None)  # which has no layers but fused ones
+    monkeypatch.setattr(loader, "llama_checkpoint", lambda *_: None)  # which has no layers but fused ones
     monkeypatch.setattr(preparation, "fuse_layers", lambda *_: 0)
     monkeypatch.setattr(preparation, "pack_linears", lambda *_: 0)
     plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")

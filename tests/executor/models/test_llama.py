@@ -67,7 +67,7 @@ def test_it_computes_exactly_what_it_computes_when_transformers_loads_it(
     build_model(family, tmp_path, **settings)
     assert isinstance(load(tmp_path), LlamaForCausalLM)
     own = tokens_and_logprobs(tmp_path, dtype)
-    monkeypatch.setattr(loader, "_llama_checkpoint", lambda *_: None)
+    monkeypatch.setattr(loader, "llama_checkpoint", lambda *_: None)
     assert not isinstance(load(tmp_path), LlamaForCausalLM)
     assert own == tokens_and_logprobs(tmp_path, dtype)
 

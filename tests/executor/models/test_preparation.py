@@ -33,7 +33,7 @@ options, own = json.loads(sys.argv[1])
 if not own:
     import transformers
     transformers.LlamaForCausalLM
-    loader._llama_checkpoint = lambda *_: None
+    loader.llama_checkpoint = lambda *_: None
 before = resident("VmRSS")
 loaded = loader.load_model(ExecutorConfig(device="cpu", **options))
 assert (type(loaded.model).__module__ == "pagewise_executor.models.llama") is own
@@ -92,7 +92,7 @@ def test_weights_are_the_same_whoever_reads_them(
     build_model(family, tmp_path, tie_word_embeddings=family == "qwen2")
     config = ExecutorConfig(model=str(tmp_path), device="cpu", **options)  # type: ignore[arg-type]
     own = weights_of(load_model(config))
-    monkeypatch.setattr(loader, "_llama_checkpoint", lambda *_: None)
+    monkeypatch.setattr(loader, "llama_checkpoint", lambda *_: None)
     theirs = weights_of(load_model(config))
     assert own.keys() == theirs.keys()
     assert len([name for name in own if name.endswith(("qkv", "out", "gate_up", "down", "lm_head"))]) == 13

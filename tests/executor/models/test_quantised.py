@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int8Linear
 from pagewise_executor.models.quantised_linear import (
@@ -24,13 +23,20 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.executor.driver import request, run_requests
+from tests.executor.driver import run_requests
 from tests.executor.runners import build_runner
 from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import FUSED, build_model, spoil_weights
-from tests.quantised_checkpoints import FORMS, FP8, OracleLinear, build_quantised, check_layers, edit_config
-
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 40)]
+from tests.quantised_checkpoints import (
+    FORMS,
+    FP8,
+    PROMPTS,
+    OracleLinear,
+    build_quantised,
+    check_layers,
+    check_served,
+    edit_config,
+)
 
 
 def load(path: Path, **options: Any) -> LoadedModel:
@@ -41,22 +47,6 @@ def refused(path: Path, **options: Any) -> str:
     with pytest.raises(ModelError) as error:
         load(path, **options)
     return str(error.value)
-
-
-def check_served(path: Path, oracle: Any, **options: Any) -> None:
-    """Tokens that are generated are likely to the oracle, with the log-probabilities that it gives them."""
-    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", num_blocks=64, **options))
-    requests = [request(prompt, 12, f"r{n}", logprobs=0) for n, prompt in enumerate(PROMPTS)]
-    for prompt, asked in zip(PROMPTS, requests, strict=True):
-        _, outputs = run_requests(runner, [asked], max_num_batched_tokens=24)
-        tokens = asked.sequences[0].output_token_ids.tolist()
-        found = torch.tensor([entry.logprob for output in outputs for entry in output.logprobs.values()])
-        with torch.no_grad():
-            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-        logprobs = logits.log_softmax(-1)
-        expected = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.0)
-        assert bool((expected >= logprobs.amax(dim=1) - 0.05).all())
 
 
 INTERPRETED = ("fp8 per tensor", "fp8 of deepseek", "int8 per channel", "int8 weights")
@@ -235,7 +225,7 @@ def test_linear_layers_become_fp8_while_they_are_loaded(
             assert float(largest.max()) < 1 / 16, "three bits of mantissa, rounded"
             oracle.set_submodule(name, one)
     if not own:
-        monkeypatch.setattr("pagewise_executor.models.loader._llama_checkpoint", lambda *_: None)
+        monkeypatch.setattr("pagewise_executor.models.loader.llama_checkpoint", lambda *_: None)
     with caplog.at_level(logging.INFO):
         loaded = load(tmp_path, quantization="fp8", kernels=kernels)
     check_layers(loaded, oracle)

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
+from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
-from pagewise_executor.models.stored_linear import place_stored, place_whole, stored_tensors, take_stored
-
-_TYPES = {"F32", "BF16", "F16"}
-_FREQUENCIES = ".rotary_emb.inv_freq"
-"""Old checkpoints carry the frequencies of RoPE, which follow from the configuration."""
+from pagewise_executor.models.stored_linear import place_whole
 
 
 class CausalLMOutput(NamedTuple):
@@ -135,17 +131,10 @@ class LlamaForCausalLM(nn.Module):
         return CausalLMOutput(self.lm_head(hidden))
 
 
-class LlamaCheckpoint:
-    """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
+class LlamaCheckpoint(Checkpoint):
+    """The weight files of such a model. The arguments are those of ``Checkpoint``."""
 
-    ``model``: its weights have no data before they are read. ``headers``: of each file, as safetensors has them: by the
-    name of a tensor its ``dtype`` and ``shape``. ``device``: where weights go. ``quantised``: how linear layers are
-    stored in eight bits, if they are. ``shard``: makes this the part of the model that one rank holds.
-
-    Raises:
-        NotReadableError: the files do not have exactly the weights of the model.
-        ModelError: linear layers are not stored as ``quantised`` says.
-    """
+    model: LlamaForCausalLM
 
     def __init__(
         self,
@@ -154,80 +143,22 @@ class LlamaCheckpoint:
         device: torch.device,
         quantised: QuantisedCheckpoint | None = None,
     ) -> None:
-        self.config, self.device = config, device
-        self.model = LlamaForCausalLM(config).eval().requires_grad_(False)
-        self.model.model.rotary_emb.to(device)
-        self._names: dict[Path, list[str]] = {}
-        types: dict[str, str] = {}
-        for file, header in headers.items():
-            self._names[file] = [
-                name
-                for name in header
-                if name != "__metadata__"
-                and not name.endswith(_FREQUENCIES)
-                and (quantised is None or quantised.is_read(name))
-            ]
-            types |= {name: header[name]["dtype"] for name in self._names[file]}
-        if quantised is not None:
-            place_stored(self.model, quantised, types)
-        self._stored = stored_tensors(self.model)
-        self._shards: Shards | None = None
-        wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
-        if config.tie_word_embeddings:
-            del wanted["lm_head.weight"]
-        for file, names in self._names.items():
-            for name in names:
-                shape = headers[file][name]["shape"]
-                stored = self._stored.get(name)
-                if (stored.shape_of(shape) if stored else shape) != wanted.pop(name, None):
-                    raise NotReadableError(f"its weight {name} has an unexpected name or shape")
-                if types[name] not in (stored.types if stored else _TYPES):
-                    raise NotReadableError(f"its weight {name} is of type {types[name]}")
-        if wanted:
-            raise NotReadableError(f"it has no weight {min(wanted)}")
+        self.config = config
+        super().__init__(_empty(config, device), headers, device, quantised, tied=config.tie_word_embeddings)
 
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return the part of the model that this rank holds, whose sizes ``config`` has been changed to."""
         if not ranks.alone:
-            whole, self.model = self.model, LlamaForCausalLM(self.config).eval().requires_grad_(False)
-            self.model.model.rotary_emb.to(self.device)
+            whole, self.model = self.model, _empty(self.config, self.device)
             place_whole(self.model, whole)
             self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
         return self.model, self._shards
 
-    def read(self, part: str, dtype: torch.dtype) -> None:
-        """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.
 
-        A head that is tied to the embedding has to be read after it.
-
-        Raises:
-            OSError: a file cannot be read.
-            RuntimeError: there is not enough memory. ValueError: packed weights are not what they should be.
-            UnknownShardError: a quantised weight cannot be divided.
-        """
-        if part == "lm_head" and self.config.tie_word_embeddings:
-            self.model.lm_head.weight = self.model.model.embed_tokens.weight
-            return
-        weights = {}
-        for file, names in self._names.items():
-            own = [name for name in names if name.startswith(f"{part}.")]
-            if not own:
-                continue
-            # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
-            with safe_open(file, framework="pt") as opened:
-                for name in own:
-                    stored = self._stored.get(name)
-                    kind = dtype if stored is None else stored.dtype
-                    # A copy even where the type is the same: the original is the file, which may change or go.
-                    tensor = self._read_one(opened, name).to(self.device, kind, copy=True)
-                    weights[name.removeprefix(f"{part}.")] = tensor if stored is None else tensor.view(stored.shape)
-        self.model.get_submodule(part).load_state_dict(weights, assign=True)
-        take_stored(self.model, part, dtype, self._shards)
-
-    def _read_one(self, opened: Any, name: str) -> torch.Tensor:
-        if self._shards is None or name in self._stored:
-            return opened.get_tensor(name)  # type: ignore[no-any-return]
-        return self._shards.read(opened.get_slice(name), name, list(self.model.get_parameter(name).shape))
+def _empty(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.model.rotary_emb.to(device)
+    return model
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

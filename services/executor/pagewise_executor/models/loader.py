@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
+from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
+from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
-from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError, read_llama_config
+from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.preparation import prepare
-from pagewise_executor.models.quantised_checkpoint import INSTEAD, QuantisedCheckpoint, read_quantisation
+from pagewise_executor.models.quantised_checkpoint import INSTEAD, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 
@@ -92,35 +94,40 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     files = _weight_files(path)
     headers = {file: _checked_header(file) for file in files}
     device = choose_device(config)
-    checkpoint = _llama_checkpoint(config, path, headers, device, quantised)
+    checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
     vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
     shard_config(config.model, text, ranks.size)
-    found = candidates(config, text, device, dtype, quantised is not None)
+    able = candidates(config, text, device, dtype, quantised is not None)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
     _tell_of_slow_type(device, dtype)
-    fixed: list[str] = []
-    if checkpoint is not None:
-        model, shards = checkpoint.shard(ranks)
-    else:
-        with _errors_of_loading(config, device):
+    stored: Checkpoint | None = checkpoint
+    with _errors_of_loading(config, device):
+        if stored is None and quantised is not None:
+            stored = family_checkpoint(config, model_config, headers, device, quantised, dtype, max_model_len, ranks)
+        if stored is not None:
+            (model, shards), fixed = stored.shard(ranks), stored.fixed
+        else:
             model, shards = _load_with_transformers(config, path, files, model_config, dtype, ranks)
             fixed = _complete(model, device, max_model_len)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    rotations, no_segments = _key_rotations(config.model, model, attention, device, checkpoint)
-    kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
+    found = None
+    if checkpoint is not None or stored is None:  # a model without weights cannot be tried before they are read
+        found = _key_rotations(config.model, model, attention, device, checkpoint)
+    kernels, fallback, compiled = choose_kernels(config, able, model, text, attention, shapes)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
         with _errors_of_loading(config, device):
-            read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
+            read = (lambda part: stored.read(part, dtype)) if stored is not None else None
             fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks.reduce)
             if shards is not None:
                 connect(model, shards, vocab_size)
+    rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
@@ -181,37 +188,6 @@ def _rounding(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module) 
     """
     name = "" if config.quantization == "none" else f"-{config.quantization}"
     return name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
-
-
-def _llama_checkpoint(
-    config: ExecutorConfig,
-    path: Path,
-    headers: dict[Path, dict[str, Any]],
-    device: torch.device,
-    quantised: QuantisedCheckpoint | None,
-) -> LlamaCheckpoint | None:
-    """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
-
-    On a GPU the imports are a small part of the start, and transformers loads large models in parallel. OpenVINO
-    converts models of transformers. Weights in eight bits are loaded here wherever they are computed: transformers
-    would make them large first.
-
-    Raises:
-        ModelError: the checkpoint is quantised, and cannot be loaded here.
-    """
-    eight_bits = quantised is not None or config.quantization == "fp8"
-    if not eight_bits and (device.type != "cpu" or tries_openvino(config, device)):
-        return None
-    try:
-        return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
-    except NotReadableError as error:
-        if quantised is not None:
-            raise ModelError(
-                f"{config.model}: quantised checkpoints are served of Llama, Mistral, Qwen2 and Qwen3, where all that "
-                f"config.json says is known; this one is not: {error}"
-            ) from error
-        log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
-        return None
 
 
 def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":

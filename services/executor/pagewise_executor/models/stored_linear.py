@@ -70,16 +70,21 @@ class StoredLinear(nn.Module):
         return QuantisedLinear(weight, self.scheme.inputs, dtype, tensors.get("bias"), tensors.get(self.names[1]))
 
 
-def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, types: Mapping[str, str]) -> None:
-    """Replace the linear layers of a model that are quantised in the files. ``types``: of the tensors there.
+def place_stored(
+    model: nn.Module, checkpoint: QuantisedCheckpoint, types: Mapping[str, str], known: Mapping[str, str]
+) -> None:
+    """Replace the linear layers of a model that are quantised in the files.
+
+    ``types``: of the tensors there, by their names in the model. ``known``: their names in the files, by the same.
 
     Raises:
         ModelError: a weight is of another type than the configuration says.
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            stored = types.get(f"{name}.weight") or types.get(f"{name}.weight_packed")
-            if (scheme := checkpoint.scheme(name, stored)) is not None:
+            weight = f"{name}.weight" if f"{name}.weight" in types else f"{name}.weight_packed"
+            there = known.get(weight, weight).rpartition(".")[0]
+            if (scheme := checkpoint.scheme(there, types.get(weight))) is not None:
                 outs, ins = module.weight.shape
                 # transformers writes the second name of each for quant_method fp8.
                 names = [

@@ -1,0 +1,80 @@
+"""Decides which checkpoints are read here, and not by transformers."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.kernel_choice import tries_openvino
+from pagewise_executor.models.llama import LlamaCheckpoint
+from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
+from pagewise_executor.models.quantised_families import FAMILIES, FamilyCheckpoint
+
+log = logging.getLogger(__name__)
+
+Headers = dict[Path, dict[str, Any]]
+"""Of each weight file: by the name of a tensor, its dtype and shape."""
+
+
+def llama_checkpoint(
+    config: ExecutorConfig, path: Path, headers: Headers, device: torch.device, quantised: QuantisedCheckpoint | None
+) -> LlamaCheckpoint | None:
+    """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
+
+    On a GPU the imports are a small part of the start, and transformers loads large models in parallel. OpenVINO
+    converts models of transformers. Weights in eight bits are loaded here wherever they are computed: transformers
+    would make them large first.
+
+    Raises:
+        ModelError: the checkpoint is quantised, and cannot be loaded here, or by ``family_checkpoint``.
+    """
+    eight_bits = quantised is not None or config.quantization == "fp8"
+    if not eight_bits and (device.type != "cpu" or tries_openvino(config, device)):
+        return None
+    try:
+        return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
+    except NotReadableError as error:
+        if quantised is None:
+            log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
+        elif json.loads((path / "config.json").read_text()).get("model_type") not in FAMILIES:
+            raise _not_served(config, error) from error
+        return None
+
+
+def family_checkpoint(
+    config: ExecutorConfig,
+    model_config: Any,
+    headers: Headers,
+    device: torch.device,
+    quantised: QuantisedCheckpoint,
+    dtype: torch.dtype,
+    max_model_len: int,
+    ranks: Ranks,
+) -> FamilyCheckpoint:
+    """Return a quantised checkpoint of one of transformers' families. ``model_config``: what config.json says.
+
+    Raises:
+        ModelError: it cannot be loaded here.
+    """
+    if not ranks.alone:
+        raise ModelError(
+            f"--tensor-parallel {ranks.size}: quantised checkpoints of {model_config.model_type} are not divided among "
+            "ranks, those of Llama, Mistral, Qwen2 and Qwen3 are"
+        )
+    try:
+        return FamilyCheckpoint(model_config, headers, device, quantised, dtype, max_model_len)
+    except NotReadableError as error:
+        raise _not_served(config, error) from error
+
+
+def _not_served(config: ExecutorConfig, error: NotReadableError) -> ModelError:
+    return ModelError(
+        f"{config.model}: quantised checkpoints are served of Llama, Mistral, Qwen2 and Qwen3, where all that "
+        f"config.json says is known, and of {', '.join(FAMILIES)}; this one is not: {error}"
+    )

@@ -1,0 +1,153 @@
+"""Models of transformers' families whose checkpoints are quantised: built without weights, and read as they are stored.
+
+transformers would make bfloat16 of quantised weights, and it keeps the experts of a mixture in tensors of three
+dimensions, for which scales differ by expert. So its modules compute here, but their weights are read by
+``Checkpoint``, and each expert has linear layers of its own, as the files have them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.llama_config import NotReadableError
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_NOT_TEXT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+_OF_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
+
+
+class _Family(NamedTuple):
+    """``experts``: what the files call gate, up and down of an expert. ``named``: see ``Checkpoint``."""
+
+    experts: tuple[str, str, str] = _PROJECTIONS
+    named: Callable[[str], str | None] = str
+
+
+def _text_of_gemma3(name: str) -> str | None:
+    """Return the name in the model of text alone; None for what looks at images."""
+    if _NOT_TEXT.match(name):
+        return None
+    bare = _OF_TEXT.sub("", name)
+    return bare if bare == name or bare.startswith("lm_head.") else f"model.{bare}"
+
+
+FAMILIES: dict[str, _Family] = {
+    "gemma2": _Family(),
+    "gemma3": _Family(named=_text_of_gemma3),
+    "gemma3_text": _Family(),
+    "mixtral": _Family(("w1", "w3", "w2"), lambda name: name.replace(".block_sparse_moe.", ".mlp.")),
+    "phi3": _Family(),
+    "qwen2_moe": _Family(),
+    "qwen3_moe": _Family(),
+}
+"""By the model_type of config.json."""
+
+
+class FamilyCheckpoint(Checkpoint):
+    """The weight files of a model of one of these families, and the model without weights. Images are left out.
+
+    ``config``: of transformers. The other arguments are those of ``Checkpoint``.
+
+    Raises:
+        NotReadableError: the files do not have exactly the weights of the model.
+        ModelError: linear layers are not stored as ``quantised`` says. ValueError: see ``fix_rope``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        headers: Mapping[Path, Mapping[str, Any]],
+        device: torch.device,
+        quantised: QuantisedCheckpoint,
+        dtype: torch.dtype,
+        max_model_len: int,
+    ) -> None:
+        from pagewise_executor.models.rope import fix_rope
+
+        family, text = FAMILIES[config.model_type], config.get_text_config(decoder=True)
+        tied = bool(text.tie_word_embeddings)
+        model = _empty(text, device, dtype)
+        for name, module in list(model.named_modules()):
+            if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+                model.set_submodule(name, Experts(module, family.experts))
+
+        def named(name: str) -> str | None:
+            own = family.named(name)
+            return None if tied and own == "lm_head.weight" else own
+
+        super().__init__(model, headers, device, quantised, tied=tied, named=named)
+        self.fixed = fix_rope(model, max_model_len)
+
+
+class Experts(nn.ModuleList):
+    """The experts of a mixture, each with linear layers of its own. It replaces a module of transformers, ``fused``.
+
+    ``names``: of the layers for gate, up and down.
+    """
+
+    def __init__(self, fused: nn.Module, names: tuple[str, str, str]) -> None:
+        gate_up, down = fused.gate_up_proj, fused.down_proj
+        assert isinstance(gate_up, nn.Parameter)
+        assert isinstance(down, nn.Parameter)
+        count, hidden, inner = down.shape
+        assert gate_up.shape == (count, 2 * inner, hidden)
+        assert isinstance(fused.act_fn, nn.Module)
+        super().__init__(_Expert(hidden, inner, fused.act_fn, names) for _ in range(count))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of what the experts of each token make of it.
+
+        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: theirs. On a GPU this waits for the device,
+        because the host has to know how many tokens each expert has.
+        """
+        result = torch.zeros_like(x)
+        order = chosen.flatten().argsort(stable=True)
+        sizes = chosen.flatten().bincount(minlength=len(self)).tolist()
+        for expert, places in zip(self, torch.split(order, sizes), strict=True):
+            if len(places):
+                rows = places // chosen.shape[1]
+                made = expert(x[rows]) * weights.flatten()[places, None]
+                result.index_add_(0, rows, made.to(x.dtype))
+        return result
+
+
+class _Expert(nn.Module):
+    """An expert without weights: gate, up, and down behind them."""
+
+    def __init__(self, hidden: int, inner: int, act_fn: nn.Module, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.act_fn, self._names = act_fn, names
+        for name, (ins, outs) in zip(names, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True):
+            self.add_module(name, nn.Linear(ins, outs, bias=False, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [rows, hidden] to [rows, hidden]."""
+        gate, up, down = (self.get_submodule(name) for name in self._names)  # which have been replaced since
+        made: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
+        return made
+
+
+def _empty(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build a model whose weights have no data, but whose buffers have."""
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)  # type: ignore[no-untyped-call]
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False))
+        for name, buffer in own.items():
+            module._buffers[name] = torch.full_like(buffer, float("nan"), device=device)
+        if own:
+            with torch.no_grad():
+                model._init_weights(module)  # as transformers does when it has loaded a model that was built like this
+            if any(bool(buffer.isnan().any()) for buffer in module.buffers(recurse=False)):
+                raise NotReadableError(f"transformers does not say what its {type(module).__name__} begins with")
+    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
