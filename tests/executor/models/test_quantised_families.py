@@ -11,7 +11,7 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int8Linear
 from pagewise_executor.models.quantised_families import FAMILIES, Experts
-from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_linear import QuantisedLinear, TritonQuantisedLinear
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -66,6 +66,17 @@ def test_each_linear_layer_and_expert_computes_what_the_files_say(form: str, fam
     assert check_linears(loaded, oracle) == count
     assert count >= 4 * settings["num_hidden_layers"]
     assert sum(isinstance(module, Experts) for module in loaded.model.modules()) == (family in MIXTURES)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8 of deepseek"), ("gemma3_text", "fp8 per channel")])
+def test_the_triton_kernels_compute_them(family: str, form: str, tmp_path: Path) -> None:
+    oracle = build_quantised(FORMS[form], tmp_path, BUILT[family], **settings_of(family))
+    loaded = load(tmp_path, kernels="triton")
+    kinds = {type(module) for module in loaded.model.modules() if isinstance(module, QuantisedLinear)}
+    assert kinds == {TritonQuantisedLinear}
+    assert not loaded.no_segments
+    check_linears(loaded, oracle)
 
 
 @pytest.mark.parametrize("family", BUILT)
