@@ -111,13 +111,11 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         if stored is not None:
             (model, shards), fixed = stored.shard(ranks), stored.fixed
         else:
-            model, shards = _load_with_transformers(config, path, files, model_config, dtype, ranks)
-            fixed = _complete(model, device, max_model_len)
+            model, shards, fixed = _load_with_transformers(config, path, files, model_config, dtype, ranks)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
-    found = None
-    if checkpoint is not None or stored is None:  # a model without weights cannot be tried before they are read
-        found = _key_rotations(config.model, model, attention, device, checkpoint)
+    # A model without weights cannot be tried before they are read.
+    found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
     kernels, fallback, compiled = choose_kernels(config, able, model, text, attention, shapes)
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
@@ -130,10 +128,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
-        # A rope that was fixed for a length makes other keys with another length.
-        fingerprint=fingerprint(path, files)
-        + (f"-{max_model_len}" if fixed else "")
-        + _rounding(config, kernels, model),
+        fingerprint=fingerprint(path, files) + _variant(config, kernels, model, max_model_len if fixed else None),
         weight_files=files,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
@@ -180,14 +175,16 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
 
 
-def _rounding(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module) -> str:
-    """Return what a fingerprint says of quantised weights: they are another model, whose tokens are others.
+def _variant(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module, length: int | None) -> str:
+    """Return what a fingerprint says of a rope that was fixed for a ``length``, which makes other keys with another
+    one, and of quantised weights: they are another model, whose tokens are others.
 
     OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again; so are they where
     a GPU has no FP8, so that inputs which should be rounded are not.
     """
     name = "" if config.quantization == "none" else f"-{config.quantization}"
-    return name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
+    fixed = "" if length is None else f"-{length}"
+    return fixed + name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
 
 
 def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
@@ -204,14 +201,17 @@ def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfi
 
 def _load_with_transformers(
     config: ExecutorConfig, path: Path, files: list[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
-) -> tuple[torch.nn.Module, Shards | None]:
+) -> tuple[torch.nn.Module, Shards | None, list[str]]:
+    """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``."""
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
     from pagewise_executor.models.sharded_loading import load_part
 
+    device, max_model_len = choose_device(config), _max_model_len(config, model_config.get_text_config(decoder=True))
     if not ranks.alone:
-        return load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
+        model, shards = load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
+        return model, shards, _complete(model, device, max_model_len)
     model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
         path,
         config=model_config,
@@ -220,7 +220,7 @@ def _load_with_transformers(
         use_safetensors=True,
         trust_remote_code=config.trust_remote_code,
     )
-    return model, None
+    return model, None, _complete(model, device, max_model_len)
 
 
 def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) -> list[str]:
