@@ -70,14 +70,14 @@ def test_greedy_tokens_of_shared_prefixes_equal_transformers(
 
 @pytest.mark.interpreted
 def test_steps_that_share_nothing_copy_nothing() -> None:
-    uploads = []
+    uploads: list[npt.NDArray[np.int32]] = []
 
     def upload(array: npt.NDArray[np.int32]) -> torch.Tensor:
         uploads.append(array)
         return torch.from_numpy(array)
 
     backend = TritonBackend(torch.device("cpu"), 4, 80, 8)
-    backend._upload = upload  # type: ignore[assignment]
+    backend.upload = upload  # type: ignore[assignment]
     plan = backend.decode_plan(LayerKind(4, 2, 16, torch.float32, None))
     own, common = np.arange(40, dtype=np.int32).reshape(4, 10), np.zeros((4, 10), np.int32)
     stretches = []

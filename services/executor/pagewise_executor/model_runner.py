@@ -22,7 +22,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.block_copies import BlockCopier, Tier
-from pagewise_executor.cpu import device_name, set_cpu_threads
+from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
@@ -40,17 +40,18 @@ from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import Report, RunnerInfo
+from pagewise_executor.runner_info import describe
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
-from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs, to_host
+from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
-from pagewise_executor.uploads import Uploads
+from pagewise_executor.uploads import Array, Uploads, to_host
 
 if TYPE_CHECKING:
-    from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class ModelRunner:
         self._adapters = make_adapters(config, loaded)
         self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
         chosen = choose_engine(config, loaded, self._memory, self._last_tokens, self._adapters)
-        self._engine, self._graphs = chosen.engine, chosen.graphs
+        self._engine, self._graphs, self._mixed = chosen.engine, chosen.graphs, chosen.mixed
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
         self._tiers: dict[int, Tier] = {}
@@ -156,26 +157,8 @@ class ModelRunner:
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool, self._mover)
-        fits = num_blocks * config.block_size if config.max_model_len == "auto" else self._longest
-        self.info = RunnerInfo(
-            model_fingerprint=loaded.fingerprint,
-            vocab_size=loaded.vocab_size,
-            max_model_len=min(fits, self._longest),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            bytes_per_block=pool.bytes_per_block,
-            device=device_name(self._device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            kernels=loaded.kernels,
-            fallback=loaded.fallback,
-            no_segments=loaded.no_segments,
-            no_grammars=self._no_grammars,
-            max_loras=config.max_loras if config.enable_lora else 0,
-            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
-            max_grammars=self._grammars.most if self._grammars is not None else 0,
-        )
+        grammars = self._grammars.most if self._grammars is not None else 0
+        self.info = describe(config, loaded, pool, no_grammars=self._no_grammars, max_grammars=grammars)
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Return the bytes of device memory that the largest step takes beside weights, KV, and what steps keep."""
@@ -190,11 +173,13 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
+        if self._mixed is not None and config.cuda_graphs:  # graphs have memory of their own
+            peak += peak * min(tokens, self._mixed.sizes[-1]) // tokens
         del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
         self._engine.detach()
         if self._memory is not None:
             self._memory.free()
-        # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
+        # Decode graphs keep their logits as well; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config)
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
@@ -202,12 +187,14 @@ class ModelRunner:
 
     def _warm_up(self, graphs: "DecodeGraphs", config: SizedConfig, dtype: torch.dtype) -> None:
         """Compile all kernels that serving needs, and capture the CUDA graphs."""
+        from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
         from pagewise_executor.warm_up import warm_up
 
+        assert self._mixed is not None
         with torch.inference_mode():
             if not config.cuda_graphs:
                 graphs.warm_up()
-            elif not graphs.capture():
+            elif not capture_graphs(self._mixed, graphs):
                 self.info = dataclasses.replace(self.info, fallback=True)
         self._mover.warm_up()
         if self._adapters is not None:
@@ -340,9 +327,9 @@ class ModelRunner:
             tokens, logprobs = self._decode(self._graphs, work)
         elif len(work.decoding) or work.chunks:
             with self._threads.step(work.num_tokens):
-                logits, prompts = self._forward(work)
-                if work.sampled_rows:
-                    tokens, logprobs = self._sample(work, logits)
+                logits, at, prompts = self._forward(work)
+                if len(logits):
+                    tokens, logprobs = self._sample(work, logits, at)
         rows = [batch.sequences[row] for row in work.sampled_rows]
         kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
         batch.advance(work)
@@ -363,16 +350,27 @@ class ModelRunner:
         event.record()
         return event
 
-    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
+    def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
+        """Return what sampling needs on the device: positions, rows as kernels take them, and as PyTorch does."""
+        rows = np.array(work.sampled_rows, np.int64)
+        return self._batch.sampled_positions(work), rows.astype(np.int32), rows
+
+    def _sample(
+        self, work: StepWork, logits: torch.Tensor, at: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample tokens for the sampled rows from their logits, and keep them for the next step.
+
+        ``at``: what ``_sampled_at`` returned, on the device.
+        """
         rows = work.sampled_rows
-        positions = self._upload(self._batch.sampled_positions(work))
-        tokens, logprobs = self._sampler.sample(logits, rows, positions)
+        positions, on_device, index = at
+        tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
         last = tokens
         if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
-            kept = accept(work.drafts, tokens.tolist(), len(work.decoding))
-            rows, last = [rows[index] for index in kept], tokens[self._upload(np.array(kept, np.int64))]
-        self._last_tokens[self._upload(np.array(rows, np.int64))] = last
+            kept = np.array(accept(work.drafts, tokens.tolist(), len(work.decoding)), np.int64)
+            chosen, index = self._upload.together(kept, np.array(rows, np.int64)[kept])
+            last = tokens[chosen]
+        self._last_tokens[index] = last
         return tokens, logprobs
 
     def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
@@ -384,17 +382,17 @@ class ModelRunner:
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
         # after the next run of the graph as well.
-        return self._sample(work, logits.clone())
+        return self._sample(work, logits.clone(), self._upload.together(*self._sampled_at(work)))
 
-    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, LogprobsTensors]]]:
-        """Return the logits [sampled rows, vocab], and by row the log-probabilities of prompts that report them."""
+    def _forward(
+        self, work: StepWork
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[tuple[int, LogprobsTensors]]]:
+        """Return the logits [sampled rows, vocab], what ``_sampled_at`` returns on the device, and by row the
+        log-probabilities of prompts that report them."""
         batch = self._batch
-        _, positions = batch.flat_batch(work)
-        ids = self._last_tokens[self._upload(work.decoding)]
-        if work.chunks:
-            ids = torch.cat([ids, self._upload(batch.chunk_tokens(work))])
         kept, reported = batch.kept_logits(work)
-        logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
-        sampled = len(work.sampled_rows)
-        prompts = prompt_logprobs(logits[sampled:], reported, batch.sequences, self._upload, self._compute_logprobs)
-        return logits[:sampled], prompts
+        sampled = self._sampled_at(work)
+        logits, at = self._engine.compute(work, np.array(kept, np.int64), sampled)
+        number = len(sampled[0])
+        prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
+        return logits[:number], at, prompts

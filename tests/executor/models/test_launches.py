@@ -88,7 +88,7 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
     one, two = ["gated_linear_kernel"], ["mm", "silu_mul_kernel"]
     for rows, gated in ((4, one), (3, two)):
         operations.gated_rows = rows
-        launched = record(lambda: graphs._compute(4))
+        launched = record(lambda: graphs.compute(4))
         # Attention of a long context is merged by a kernel of its own.
         found = [name for name in launched if name not in ONCE | {"reduce_kernel"}]
         layer = [*attention, "rms_norm_kernel", *gated, "mm"]

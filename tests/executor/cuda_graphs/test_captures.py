@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from pagewise_executor import model_runner
-from pagewise_executor.decode_graphs import DecodeGraphs
+from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
+from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.profile import dummy_prefill
 from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_shared.config import ExecutorConfig
 
@@ -86,7 +89,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     path = tmp_path_factory.mktemp("model")
-    build_model("llama", path)
+    build_model("llama", path, num_hidden_layers=1)
     return ModelRunner(
         ExecutorConfig(
             model=str(path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=3,
@@ -100,8 +103,14 @@ def graphs(runner: ModelRunner) -> Iterator[DecodeGraphs]:
     assert runner._graphs is not None
     with torch.inference_mode():
         yield runner._graphs
-    runner._graphs._graphs.clear()
-    runner._graphs._logits = None
+    runner._graphs.drop()
+
+
+@pytest.fixture
+def mixed(runner: ModelRunner) -> Iterator[MixedGraphs]:
+    assert runner._mixed is not None
+    yield runner._mixed
+    runner._mixed.drop()
 
 
 def test_the_mode_is_changed_back_though_torch_warns_that_it_is_a_prototype(cuda: FakeCuda) -> None:
@@ -121,11 +130,13 @@ def test_the_mode_is_changed_back_though_torch_warns_that_it_is_a_prototype(cuda
     assert cuda.mode == "default"
 
 
-def test_graphs_are_captured_while_other_threads_use_the_device(cuda: FakeCuda, graphs: DecodeGraphs) -> None:
-    assert graphs.capture()
-    assert len(cuda.captures) == 3
+def test_graphs_are_captured_while_other_threads_use_the_device(
+    cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs
+) -> None:
+    assert capture_graphs(mixed, graphs)
+    assert len(cuda.captures) == 1 + 3
     assert {each["capture_error_mode"] for each in cuda.captures} == {"thread_local"}
-    assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool"]
+    assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool", "pool"], "they share their memory"
     assert (cuda.mode, cuda.stream) == ("default", "main")
 
 
@@ -140,25 +151,26 @@ def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
         return forward(ids, positions)
 
     monkeypatch.setattr(graphs, "_forward", waiting)
-    assert not graphs.capture()
+    assert not capture_graphs(graphs)
     assert cuda.mode == "default"
     assert not cuda.captures
     assert "a step waits for the device (called a synchronizing" in caplog.text
 
 
-@pytest.mark.parametrize("fails_at", [1, 3])
+@pytest.mark.parametrize("fails_at", [2, 4])
 def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     fails_at: int,
     cuda: FakeCuda,
     graphs: DecodeGraphs,
+    mixed: MixedGraphs,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cuda.fails_at = fails_at
     sizes: list[int] = []
-    compute = graphs._compute
-    monkeypatch.setattr(graphs, "_compute", lambda size: (sizes.append(size), compute(size))[1])
+    compute = graphs.compute
+    monkeypatch.setattr(graphs, "compute", lambda size: (sizes.append(size), compute(size))[1])
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
     with caplog.at_level(logging.WARNING):
         runner._warm_up(graphs, config, torch.float32)
@@ -166,18 +178,41 @@ def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     assert "capturing them failed (CUDA error: operation failed" in line
     assert "more lines" not in line
     assert cuda.stream == "main"
-    assert sizes[-3:] == [1, 2, 3], "every kernel that steps without graphs need is compiled"
+    assert sizes[-4:-1] == [1, 2, 3], "every kernel that steps without graphs need is compiled"
     assert runner.info.fallback, "a metric of the scheduler says that this executor is slower"
+    before = cuda.replayed  # by warming up with chunks
+    assert mixed.runs, "the other graphs stay"
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
-    assert cuda.replayed == 0
+    assert cuda.replayed == before
 
 
 def test_an_executor_with_graphs_is_as_fast_as_it_can_be(
-    cuda: FakeCuda, graphs: DecodeGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "info", model_runner.dataclasses.replace(runner.info, fallback=False))
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
     runner._warm_up(graphs, config, torch.float32)
     assert not runner.info.fallback
+    before = cuda.replayed  # by warming up with chunks
+    assert before
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
-    assert cuda.replayed == 1
+    assert cuda.replayed == before + 1
+    dummy_prefill(runner, 0, 5)
+    assert cuda.replayed == before + 2
+
+
+def test_chunks_run_without_graphs_if_theirs_cannot_be_captured(
+    cuda: FakeCuda,
+    graphs: DecodeGraphs,
+    mixed: MixedGraphs,
+    runner: ModelRunner,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda.fails_at = 1
+    assert not capture_graphs(mixed, graphs)
+    assert "steps with prefill chunks run without CUDA graphs, slower: capturing them failed" in caplog.text
+    assert cuda.stream == "main"
+    assert len(graphs.graphs) == 3
+    assert not mixed.runs
+    dummy_prefill(runner, 0, 5)
+    assert cuda.replayed == 0
