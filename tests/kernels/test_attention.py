@@ -79,7 +79,7 @@ def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device
     case = SMALL[name]
     case.pool(device)
     size, decodes, lengths = 24, 2, torch.tensor([*case.lengths[:2], -1, -1], dtype=torch.int32, device=device)
-    chunks = [Chunk(2, 40, 14, 2), Chunk(16, case.lengths[0] - 3, 3, 0)]
+    chunks = [Chunk(2, 19, 14, 2), Chunk(16, 9, 3, 4)]
     q, out = case.queries(size), torch.full((size, case.heads, case.head_dim), 7.0, device=device)
     inputs = torch.zeros(1 + size * UNIT_FIELDS + size, dtype=torch.int32, device=device)
     count, units, positions = inputs.split([1, size * UNIT_FIELDS, size])
