@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 TORCH := $(shell grep '^torch==' constraints.txt)
+RAY ?= $(HOME)/.cache/pagewise-ray
+RAY_VERSION := '$(shell sed -n 's/^    "\(ray>.*\)",/\1/p' pyproject.toml)'
 AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format json
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-agents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,10 +45,14 @@ test: setup ## The whole suite (no GPU, no Docker)
 	$(PY) -m pytest -n 2 --dist loadfile -m "not long and not chaos and not gpu and not compose" $(ARGS)
 
 test-long: setup ## Tests that take minutes
-	$(PY) -m pytest -m "long and not agents" $(ARGS)
+	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
 
 test-agents: setup ## Agent frameworks call tools by way of Pagewise (installs them, beside it, into ~/.cache)
 	$(PY) -m pytest -m agents $(ARGS)
+
+test-ray: setup ## Deployments on Ray clusters of several nodes (installs Ray, beside it, into ~/.cache; RAY=DIR takes another)
+	@test -d $(RAY)/ray || $(PY) -m pip install --quiet --target $(RAY) $(RAY_VERSION)
+	PYTHONPATH=$(PYTHONPATH):$(RAY) $(PY) -m pytest -m ray $(ARGS)
 
 fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFORT=100
 	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)

@@ -25,6 +25,7 @@ from pagewise_shared.config import (
     Option,
     SchedulerConfig,
     ServeConfig,
+    UpConfig,
     options_of,
 )
 from pagewise_shared.config.groups import GROUPS
@@ -34,12 +35,13 @@ DOCUMENTS = (Path(__file__).parent / "operations.md", Path(__file__).parents[1] 
 
 COMMANDS: dict[str, type[Struct]] = {
     "serve": ServeConfig,
+    "up": UpConfig,
     "gateways": GatewaysConfig,
     "gateway": GatewayConfig,
     "scheduler": SchedulerConfig,
     "executor": ExecutorConfig,
 }
-"""The configuration of each command; the first two are of ``pagewise``, the others are ``pagewise-NAME``."""
+"""The configuration of each command; the first three are of ``pagewise``, the others are ``pagewise-NAME``."""
 
 METRIC_MODULES = {"scheduler": "pagewise_scheduler.metrics", "gateway": "pagewise_gateway.metrics"}
 """Where the class ``Metrics`` of each kind of process is, whose ``registry`` holds them."""

@@ -1,6 +1,6 @@
 """What ``--quantization`` and ``--dtype bfloat16`` change: next-token distributions, beside those in float32.
 
-    python -m benchmarks.quantization.run [--model FOLDER] [--json FILE]
+    python -m benchmarks.quantization.run [--model FOLDER] [--only NAME ...] [--json FILE]
 
 The texts are modules of Python's standard library, which the demo model was trained on. All models see the same
 tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
@@ -113,6 +113,7 @@ def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pagewise-demo")
+    parser.add_argument("--only", nargs="+", help="what to compare, such as fp8; by default everything")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     path = resolve_model(args.model)
@@ -133,7 +134,11 @@ def main() -> None:
     texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
     ids = [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in texts]
     with torch.inference_mode():
-        numbers = {name: _differences(exact, other, ids) for name, other in others.items()}
+        numbers = {
+            name: _differences(exact, other, ids)
+            for name, other in others.items()
+            if args.only is None or name in args.only
+        }
     for name, row in numbers.items():
         for key, value in row.items():
             print(f"{name:>13} {key:>17} {value}")

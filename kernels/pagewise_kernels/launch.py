@@ -11,12 +11,16 @@ from typing import Any
 import torch
 import triton
 
+from pagewise_kernels.handles import Handles
+
 NOMINAL_SMS = 132
 """Multiprocessors that are assumed where there is no GPU: those of an H100 or H200."""
 
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _watcher: Watcher | None = None
 _watched_capability = 90
+_pretends = False
+_handles: Handles | None = Handles()
 
 
 def interpreted() -> bool:
@@ -41,14 +45,41 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
     options.setdefault("enable_fp_fusion", True)
     if _watcher is not None:
         _watcher(kernel, arguments, options)
-    else:
+    elif _handles is None or _INTERPRETED:
         kernel[grid](*arguments, **options)
+    else:
+        _handles.launch(kernel, grid, arguments, options)
 
 
 def watch_launches(watcher: Watcher | None, capability: int = 90) -> None:
     """Hand every launch to ``watcher``, for a device of ``capability``, instead of running it; None ends that."""
     global _watcher, _watched_capability
     _watcher, _watched_capability = watcher, capability
+
+
+def use_handles(use: bool) -> None:
+    """Launch by the handles of compiled kernels (see ``handles``), as is done from the start, or through Triton."""
+    global _handles
+    _handles = Handles() if use else None
+
+
+def num_unfrozen_launches() -> int:
+    """The number of launches that should have been by handles, and were made by Triton, which the log explains."""
+    return _handles.num_unfrozen if _handles is not None else 0
+
+
+def pretend_gpu(capability: int | None) -> None:
+    """Take tensors of the CPU for those of a GPU of ``capability``, because Triton's driver is a fake; None ends that.
+
+    Kernels compute nothing then.
+    """
+    global _pretends, _watched_capability
+    _pretends, _watched_capability = capability is not None, capability or 90
+
+
+def device_type() -> str:
+    """Where tensors lie for these kernels, "cuda" or "cpu"."""
+    return "cpu" if _INTERPRETED or _pretends else "cuda"
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -70,11 +101,12 @@ def check_device(*tensors: torch.Tensor) -> None:
     Raises:
         ValueError: they do not, or cannot.
     """
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"tensors lie on different devices: {', '.join(sorted(map(str, devices)))}")
-    kind = tensors[0].device.type
-    if _watcher is None and kind != ("cpu" if _INTERPRETED else "cuda"):
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            devices = {str(tensor.device) for tensor in tensors}
+            raise ValueError(f"tensors lie on different devices: {', '.join(sorted(devices))}")
+    if _watcher is None and device.type != device_type():
         wanted = "the CPU, because TRITON_INTERPRET=1 is set" if _INTERPRETED else "a CUDA device"
         raise ValueError(f"tensors lie on {tensors[0].device}, these kernels run on {wanted}")
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 
 import zmq
@@ -24,6 +25,43 @@ _RETRY_SECONDS = 2.0
 _GREETING_SECONDS = 2.0
 _OWN_SECONDS = 0.5
 """If a connection breaks so soon after reconnecting, it is the old one, which reconnecting has closed."""
+_MOVED_SECONDS = 0.25
+"""Pause between two looks at a file that says where the scheduler is."""
+
+
+class SchedulerAddress:
+    """Where the scheduler is: a ZeroMQ endpoint, or ``file:PATH`` of a file that holds one.
+
+    Whoever moves the scheduler to another host replaces that file, by renaming another one over it.
+    """
+
+    def __init__(self, given: str) -> None:
+        """Read the file, if it is one.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        self._file = Path(given.removeprefix("file:")) if given.startswith("file:") else None
+        self.endpoint = given if self._file is None else self._read()
+
+    async def moved(self) -> str:
+        """Wait until the file holds another endpoint, which is then ``endpoint``; returns the one before."""
+        while True:
+            await asyncio.sleep(_MOVED_SECONDS if self._file is not None else 3600.0)
+            with contextlib.suppress(ConfigError):  # it is being replaced
+                before, self.endpoint = self.endpoint, self._read() if self._file is not None else self.endpoint
+                if self.endpoint != before:
+                    return before
+
+    def _read(self) -> str:
+        assert self._file is not None
+        try:
+            text = self._file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--scheduler: {self._file} cannot be read: {error.strerror}") from error
+        if not text:
+            raise ConfigError(f"--scheduler: {self._file} is empty and should hold the scheduler's endpoint")
+        return text
 
 
 def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
@@ -53,11 +91,11 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
 async def watch_connection(
     connections: Connections,
     socket: zmq.asyncio.Socket,
-    endpoint: str,
+    address: SchedulerAddress,
     keys: Keys | None,
     on_broken: Callable[[], None],
 ) -> None:
-    """Watch the connection to the scheduler at ``endpoint``, and restore it. Runs until cancelled.
+    """Watch the connection to the scheduler at ``address``, and restore it. Runs until cancelled.
 
     A connection that breaks is made again, and ``on_broken`` is called. If the scheduler refuses this process's key, or
     has none itself, that is logged and tried again after a pause: its allow-list may have grown, or it may have got
@@ -70,6 +108,7 @@ async def watch_connection(
     renewed = 0.0
     while True:
         failure = await connections.next()
+        endpoint = address.endpoint
         if isinstance(failure, Broken):
             if monotonic() > renewed + _OWN_SECONDS:
                 _reconnect(socket, endpoint)
@@ -100,8 +139,21 @@ async def watch_connection(
             await asyncio.sleep(_RETRY_SECONDS)
             with contextlib.suppress(zmq.ZMQError):
                 socket.disconnect(endpoint)
-            socket.connect(endpoint)
+            socket.connect(address.endpoint)
             renewed = monotonic()
+
+
+async def follow_scheduler(
+    socket: zmq.asyncio.Socket, address: SchedulerAddress, on_broken: Callable[[], None]
+) -> None:
+    """Connect to where the scheduler has moved, whenever it moves, and call ``on_broken``. Runs until cancelled."""
+    while True:
+        before = await address.moved()
+        log.info("the scheduler has moved from %s to %s", before, address.endpoint)
+        with contextlib.suppress(zmq.ZMQError):
+            socket.disconnect(before)
+        _reconnect(socket, address.endpoint)
+        on_broken()
 
 
 async def asks_for_key(endpoint: str) -> bool:

@@ -19,6 +19,7 @@ from tests.executor.references import reference
 from tests.model_builders import VOCAB_SIZE, build_model
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_greedy_tokens_of_shared_prefixes_equal_transformers(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,20 @@ def test_all_builds_compute_the_same_bits(build: Variant) -> None:
 _FIRST: list[torch.Tensor] = []
 
 
+def test_weights_that_are_int8_already_keep_their_scales() -> None:
+    need_cpu_kernels()
+    values = torch.randint(-128, 128, (70, 131), dtype=torch.int8)
+    values[3] = -128
+    scales, bias, x = torch.rand(70) + 0.1, torch.randn(70), torch.randn(5, 131)
+    found = Int8Weight(values, bias, scales).linear(x)
+    rows = x.abs().amax(dim=1) / 127
+    product = (x * (1 / rows)[:, None]).round().double() @ values.double().t()
+    expected = product * (rows[:, None].double() * scales.double()) + bias
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(TypeError, match=r"weights are torch\.int8"):
+        Int8Weight(values.float(), bias, scales)
+
+
 def test_extremes(build: Variant) -> None:
     """The largest sums that there are fit; zeros stay zeros, and what is no number is none in its own row alone."""
     ones = torch.ones(3, MAX_INPUTS)

@@ -40,7 +40,9 @@ def check(case: Case, plan: DecodePlan, q: torch.Tensor) -> None:
     assert not plan.parts.arrivals.any()
 
 
-@pytest.mark.parametrize("name", ["plain", "group of 3", "softcap", "float16", "fp8", "heads before tokens"])
+@pytest.mark.parametrize(
+    "name", ["plain", "group of 3", "softcap", "heads before tokens", pytest.param("fp8", marks=pytest.mark.long)]
+)
 def test_shared_prefixes_equal_the_oracle(name: str, device: torch.device) -> None:
     case = dataclasses.replace(SMALL[name], lengths=(70, 41, 5, 66, 90, 33, 65, 1, 0), block_size=8)
     case.pool(device)

@@ -11,6 +11,7 @@ from pagewise_shared.config import (
     SchedulerConfig,
     ServeConfig,
     SpeculativeConfig,
+    UpConfig,
     build_config,
     misspelt_variables,
     options_of,
@@ -25,7 +26,7 @@ from pagewise_shared.config.composed import without
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.version import package_version
 
-COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
+COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig, UpConfig]
 SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port"}
 """What ``pagewise serve`` decides for the services it starts."""
 

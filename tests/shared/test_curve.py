@@ -15,7 +15,12 @@ from pagewise_shared.connections import Connections, HandshakeFailure
 from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.scheduler_connection import asks_for_key, make_dealer, watch_connection
+from pagewise_shared.scheduler_connection import (
+    SchedulerAddress,
+    asks_for_key,
+    make_dealer,
+    watch_connection,
+)
 
 from tests.shared.key_pairs import make_key_pairs
 
@@ -278,7 +283,9 @@ async def test_without_a_key_one_that_is_cut_off_in_the_handshake_asks_why(tmp_p
             try:
                 with pytest.raises(ConfigError, match="asks for a key and there is none"):
                     async with asyncio.timeout(10):
-                        await watch_connection(connections, dealer, f"ipc://{path}", None, lambda: None)
+                        await watch_connection(
+                            connections, dealer, SchedulerAddress(f"ipc://{path}"), None, lambda: None
+                        )
             finally:
                 connections.close()
                 dealer.close()
@@ -308,7 +315,9 @@ async def test_with_a_key_a_scheduler_that_has_none_is_tried_until_it_has_one(
         dealer = make_dealer(context, client, 1024)
         dealer.linger = 0
         connections = Connections(dealer)
-        watch = asyncio.create_task(watch_connection(connections, dealer, f"ipc://{path}", client, lambda: None))
+        watch = asyncio.create_task(
+            watch_connection(connections, dealer, SchedulerAddress(f"ipc://{path}"), client, lambda: None)
+        )
         try:
             async with asyncio.timeout(10):
                 async with await asyncio.start_unix_server(greet, path):
@@ -344,7 +353,7 @@ async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkey
         connections = Connections(dealer)
         dealer.connect(endpoint)
         watch = asyncio.create_task(
-            watch_connection(connections, dealer, endpoint, client, lambda: broken.append(True))
+            watch_connection(connections, dealer, SchedulerAddress(endpoint), client, lambda: broken.append(True))
         )
         try:
             async with asyncio.timeout(10):

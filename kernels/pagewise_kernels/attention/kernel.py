@@ -19,6 +19,21 @@ UNIT_FIELDS = 6
 
 
 @triton.jit
+def unmasked_tiles(row_positions, valid, start, stop, window, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """From where to where all rows see everything; the tiles of ``start`` to ``stop`` before and after need masks."""
+    nearest = tl.min(tl.where(valid, row_positions, 2147483647), 0)
+    outer = tl.minimum(nearest + 1, stop)
+    outer = tl.maximum(start + (outer - start) // TILE * TILE, start)
+    inner = start
+    if HAS_WINDOW:
+        oldest = tl.max(row_positions, 0) - window + 1
+        inner = start + tl.maximum((oldest - start + TILE - 1) // TILE, 0) * TILE
+        inner = tl.minimum(inner, tl.maximum(start + (stop - start + TILE - 1) // TILE * TILE, start))
+        outer = tl.maximum(outer, inner)
+    return inner, outer
+
+
+@triton.jit
 def attention_kernel(
     q,
     keys,
@@ -120,16 +135,7 @@ def attention_kernel(
         else:
             in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
             tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=in_head, other=0.0).to(COMPUTE)
-        # All rows see everything from ``inner`` to ``outer``; the tiles before and after need masks.
-        nearest = tl.min(tl.where(valid, row_positions, 2147483647), 0)
-        outer = tl.minimum(nearest + 1, stop)
-        outer = tl.maximum(start + (outer - start) // TILE * TILE, start)
-        inner = start
-        if HAS_WINDOW:
-            oldest = tl.max(row_positions, 0) - window + 1
-            inner = start + tl.maximum((oldest - start + TILE - 1) // TILE, 0) * TILE
-            inner = tl.minimum(inner, tl.maximum(start + (stop - start + TILE - 1) // TILE * TILE, start))
-            outer = tl.maximum(outer, inner)
+        inner, outer = unmasked_tiles(row_positions, valid, start, stop, window, TILE, HAS_WINDOW)
         acc = tl.zeros([M, DIM], tl.float32)
         high = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)

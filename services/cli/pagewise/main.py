@@ -11,6 +11,7 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
+from pagewise.cluster import commands as cluster
 from pagewise.gateways import gateways
 from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
@@ -21,6 +22,10 @@ USAGE = """usage: pagewise COMMAND [OPTIONS]
 commands:
   serve [MODEL]     start a scheduler, gateways and executors on this machine and serve MODEL over HTTP
   gateways [MODEL]  start gateways alone, on one port, for a scheduler that runs already
+  up [MODEL]        start a scheduler, gateways and executors on a Ray cluster, or change those that run there
+  status            print which of these run where
+  logs [PROCESS]    print what these have logged
+  down              end these
   vmstat [S]        print statistics of KV memory every S seconds
   pmap REQUEST      print the blocks of a request and their history
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
@@ -95,6 +100,10 @@ def _wipe(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "gateways": _gateways,
+    "up": cluster.up,
+    "status": cluster.status,
+    "logs": cluster.logs,
+    "down": cluster.down,
     "vmstat": vmstat,
     "pmap": pmap,
     "keys": keys,

@@ -19,7 +19,8 @@ _LIBC = ctypes.CDLL(None)
 class Service:
     """A child process. Each line of its standard error is printed with its name in front.
 
-    ``variables`` are added to its environment. ``on_line`` is called with each line of its standard output.
+    ``variables`` are added to its environment. ``on_line`` is called with each line of its standard output, ``on_log``
+    with each line of its standard error, which is printed all the same.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class Service:
         argv: Sequence[str],
         on_line: Callable[[str], None] = lambda line: None,
         variables: Mapping[str, str] | None = None,
+        on_log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.name = name
         self._command = [sys.executable, "-m", module, *argv]
         self._on_line = on_line
+        self._on_log = on_log
         self._variables = dict(variables or {})
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
@@ -52,7 +55,7 @@ class Service:
             )
         assert process.stdout is not None
         assert process.stderr is not None
-        await asyncio.gather(self._relay(process.stdout, self._on_line), self._relay(process.stderr, None))
+        await asyncio.gather(self._relay(process.stdout, self._on_line), self._relay(process.stderr, self._log))
         return await process.wait()
 
     @property
@@ -81,7 +84,7 @@ class Service:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None] | None) -> None:
+    async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
         while True:
             try:
                 line = await stream.readline()
@@ -89,11 +92,11 @@ class Service:
                 continue
             if not line:
                 return
-            text = line.decode(errors="replace").rstrip()
-            if on_line is not None:
-                on_line(text)
-            else:
-                print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+            on_line(line.decode(errors="replace").rstrip())
+
+    def _log(self, text: str) -> None:
+        print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+        self._on_log(text)
 
 
 def _environment() -> dict[str, str]:

@@ -9,6 +9,7 @@ from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.engines.model_engine import ModelEngine
 from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.kv.kv_pool import kv_dtype_for
 from pagewise_executor.kv.page_tables import PhysicalMemory
 from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
@@ -67,6 +68,7 @@ def _with_triton(
 ) -> EngineChoice:
     from pagewise_kernels.logprobs import token_logprobs
 
+    from pagewise_executor.attention.prefill_libraries import choose_prefill_library
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
@@ -74,7 +76,13 @@ def _with_triton(
     from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
-    backend = TritonBackend(device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic)
+    head_dims = [dim for _, dim in loaded.shapes]
+    kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, device)
+    library, is_unfit = choose_prefill_library(config, device, head_dims, loaded.dtype, kv_dtype)
+    loaded.fallback |= is_unfit
+    backend = TritonBackend(
+        device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library
+    )
     engine = TorchEngine(loaded, backend, last_tokens, adapters)
     token_sampler = TritonTokenSampler(rows, device)
     slots = adapters.slots if adapters is not None else None

@@ -42,7 +42,13 @@ from pagewise_shared.protocol import (
     encode,
 )
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER, MAX_STEP_RESULT_BYTES
-from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
+from pagewise_shared.scheduler_connection import (
+    HELLO_PAUSES,
+    SchedulerAddress,
+    follow_scheduler,
+    make_dealer,
+    watch_connection,
+)
 from pagewise_shared.service_process import num_tasks
 
 from pagewise_executor.worker import Worker
@@ -105,7 +111,7 @@ class ExecutorService:
             max_grammars=info.max_grammars,
         )
         self._worker = worker
-        self._endpoint = endpoint
+        self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys
         self._welcome: Welcome | None = None
         self._last_heard = monotonic()
@@ -137,7 +143,7 @@ class ExecutorService:
         context = zmq.asyncio.Context()
         self._socket = make_dealer(context, self._keys, MAX_FRAME_FROM_SCHEDULER)
         connections = Connections(self._socket)
-        self._socket.connect(self._endpoint)
+        self._socket.connect(self._scheduler.endpoint)
         worker = self._worker
         worker.answer_to(lambda result: self._post(loop, result))
         try:
@@ -147,7 +153,8 @@ class ExecutorService:
                     self._receive(worker),
                     self._keep_in_touch(),
                     self._greet(worker),
-                    watch_connection(connections, self._socket, self._endpoint, self._keys, self._reconnected),
+                    watch_connection(connections, self._socket, self._scheduler, self._keys, self._reconnected),
+                    follow_scheduler(self._socket, self._scheduler, self._reconnected),
                     self._stop.wait(),
                     self._leave(),
                     asyncio.wrap_future(worker.failed),
@@ -239,7 +246,7 @@ class ExecutorService:
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(HELLO_PAUSES):
                     text = "no answer from the scheduler at %s, trying again every %g s"
-                    log.log(self._level, text, self._endpoint, pause)
+                    log.log(self._level, text, self._scheduler.endpoint, pause)
                 attempt += 1
             await self._hello_wanted.wait()
 
@@ -317,10 +324,10 @@ class ExecutorService:
                     worker.put(message)
                     if first:
                         self._refused_before, self._closed_before = self._refused_told, self._closed_told
-                        log.info("joined the scheduler at %s", self._endpoint)
+                        log.info("joined the scheduler at %s", self._scheduler.endpoint)
                 case Refused(reason):
                     raise RefusedError(
-                        f"the scheduler at {self._endpoint} refused this executor: {printable(reason, 1000)}"
+                        f"the scheduler at {self._scheduler.endpoint} refused this executor: {printable(reason, 1000)}"
                     )
                 case Rejoin():
                     if self._welcome is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
     """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton caches them on disk.
 
     ``dtype``: the type of the model's logits. The runner must be reset afterwards: its input batch and the first blocks
-    of its pool have been written over.
+    of its pool have been written over. Its ``fallback`` is set if kernels are launched by Triton, which is slower.
     """
+    from pagewise_kernels.launch import num_unfrozen_launches
+
     began = time.perf_counter()
     with torch.inference_mode():
         _sampling(runner.info.vocab_size, dtype, pool.device)
@@ -35,6 +38,8 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
     for size in _CHUNKS:
         if size <= room and time.perf_counter() - began < _MOST_SECONDS:
             dummy_prefill(runner, 0, size)
+    if num_unfrozen_launches():
+        runner.info = replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
 
 

@@ -6,7 +6,7 @@ the same name, meaning and default in every command. A secret is read from the e
 a machine can see command lines.
 """
 
-from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
+from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.lora_options import named_modules
 from pagewise_shared.config.options import (
     DEMO_MODEL,
@@ -43,6 +43,7 @@ __all__ = [
     "SchedulerConfig",
     "ServeConfig",
     "SpeculativeConfig",
+    "UpConfig",
     "build_config",
     "misspelt_variables",
     "named_modules",

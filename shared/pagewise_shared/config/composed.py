@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.kinds import Positive, Seconds
+from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.options import (
     ExecutorConfig,
     Executors,
@@ -37,3 +39,49 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     executors: Executors = 1
     listen: ExecutorsEndpoint = None
     listen_gateways: GatewaysEndpoint = None
+
+
+class UpConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise up``: those of the services, and how a Ray cluster runs them."""
+
+    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
+    gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port", "host")] = (
+        GatewayConfig()
+    )
+    executor: Annotated[
+        ExecutorConfig,
+        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise", "tensor_parallel"),
+    ] = ExecutorConfig()
+    gateways: Gateways = 1
+    executors: Executors = 1
+    ray: Annotated[
+        str,
+        _help("the Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to", "ADDRESS"),
+    ] = "auto"
+    name: Annotated[str, _help("name of what runs in the cluster; several may run beside each other", "NAME")] = (
+        "pagewise"
+    )
+    tensor_parallel: Annotated[Positive, _help("ranks of each executor, each with a device of its own", "N")] = 1
+    executor_cpus: Annotated[
+        Positive,
+        _help(
+            "CPUs that each rank of an executor takes in the cluster",
+            "N",
+            "It is also the number of its threads, unless `--threads` says otherwise.",
+        ),
+    ] = 1
+    min_executors: Annotated[
+        Positive | None, _help("executors that stay when there is nothing to do (default: --executors)", "N")
+    ] = None
+    max_executors: Annotated[
+        Positive | None, _help("executors that there may be when many requests wait (default: --executors)", "N")
+    ] = None
+    scale_queue: Annotated[
+        Positive, _help("waiting sequences per executor above which more executors are started", "N")
+    ] = 16
+    scale_up_after: Annotated[Seconds, _help("seconds that a queue has to stay before executors are started", "S")] = (
+        30.0
+    )
+    scale_down_after: Annotated[
+        Seconds, _help("seconds without a queue after which an executor that is not needed is drained", "S")
+    ] = 600.0

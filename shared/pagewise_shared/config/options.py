@@ -196,7 +196,7 @@ class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
         ),
     ] = 512 * 1024 * 1024
     max_n: Annotated[Positive, _help("maximum number of outputs (n) of one request", "N")] = 128
-    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways", "ENDPOINT")] = (
+    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for gateways, or file:PATH of it", "ENDPOINT")] = (
         "tcp://127.0.0.1:5758"
     )
     scheduler_timeout: Annotated[Seconds, _help("seconds that requests may wait while no scheduler answers", "S")] = (
@@ -237,6 +237,10 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
             more="[kernels.md](kernels.md) describes them. On the CPU `triton` needs `TRITON_INTERPRET=1`, which is "
             "slow and only meant for trying the kernels.",
         ),
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "triton", "fa3", "flashinfer"],
+        _help("attention of prompts on a GPU; auto: FlashAttention 3, FlashInfer or Triton, the first that can"),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8"],
@@ -375,9 +379,9 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
         str | None,
         _help("host name by which other executors reach this one (default: its address towards --scheduler)"),
     ] = None
-    scheduler: Annotated[str, _help("the scheduler's ZeroMQ endpoint for executors", "ENDPOINT")] = (
-        "tcp://127.0.0.1:5757"
-    )
+    scheduler: Annotated[
+        str, _help("the scheduler's ZeroMQ endpoint for executors, or file:PATH of it", "ENDPOINT")
+    ] = "tcp://127.0.0.1:5757"
     executor_id: Annotated[str | None, _help("name of this executor (default: host name and process id)", "ID")] = None
     keys: KeysFolder = None
     key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"

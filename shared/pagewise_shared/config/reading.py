@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.composed import GatewaysConfig, ServeConfig
+from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
@@ -174,7 +174,14 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
 
     Variables that only other services read are not meant. Values do not appear: they may be secrets.
     """
-    services: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig]
+    services: list[type[Struct]] = [
+        SchedulerConfig,
+        GatewayConfig,
+        ExecutorConfig,
+        GatewaysConfig,
+        ServeConfig,
+        UpConfig,
+    ]
     known = {option.variable for service in services for option in options_of(service).values()} | _OTHER_VARIABLES
     warnings = []
     for name in sorted(environ):

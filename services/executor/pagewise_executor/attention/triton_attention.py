@@ -19,6 +19,7 @@ from pagewise_kernels.attention import (
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
@@ -47,6 +48,7 @@ class TritonStep:
 
     ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
     ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunks``: behind the decodes.
+    ``chunk_tables``: for a library, which computes chunks of layers for which there is no plan.
     """
 
     backend: "TritonBackend"
@@ -55,8 +57,10 @@ class TritonStep:
     lengths: torch.Tensor
     rows: torch.Tensor
     chunks: list[Chunk]
+    chunk_tables: ChunkTables | None = None
     decode_plans: dict[LayerKind, DecodePlan] = field(default_factory=dict)
     prefill_plans: dict[LayerKind, PrefillPlan | StaticPrefillPlan] = field(default_factory=dict)
+    library_plans: dict[AttentionShape, Attend] = field(default_factory=dict)
 
     def attend(
         self,
@@ -94,7 +98,14 @@ class TritonStep:
                 softcap=softcap,
                 scales=scales,
             )
-        if self.chunks:
+        library = self.backend.library
+        if self.chunks and library is not None and self.backend.has_library(kind) and kind not in self.prefill_plans:
+            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+            if (attend := self.library_plans.get(shape)) is None:
+                assert self.chunk_tables is not None
+                attend = self.library_plans[shape] = library.plan(shape, self.chunk_tables)
+            out[decodes:] = attend(q[decodes:], layer.keys, layer.values)
+        elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
             prefill_attention(
                 q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap, scales=scales
@@ -115,14 +126,22 @@ class TritonBackend:
 
     ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
     sends only what has changed. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
-    results do not depend on the batch or on how a prompt is cut into chunks. ``kinds``: those of the layers that have
-    computed so far, in order.
+    results do not depend on the batch or on how a prompt is cut into chunks. ``library``: computes the prefill chunks
+    of layers that it supports, but for those of CUDA graphs; None: the kernels do. ``kinds``: those of the layers that
+    have computed so far, in order.
     """
 
     def __init__(
-        self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False
+        self,
+        device: torch.device,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        deterministic: bool = False,
+        library: PrefillLibrary | None = None,
     ) -> None:
-        self.deterministic = deterministic
+        self.deterministic, self.library = deterministic, library
         self.kinds: dict[LayerKind, None] = {}
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
@@ -153,7 +172,8 @@ class TritonBackend:
         decodes, chunks = len(work.decoding), chunks_of(work)
         lengths = positions[:decodes] + 1
         self.share_prefixes(rows[:decodes], lengths)
-        plans = {kind: self.plan_prefills(kind, chunks, torch.from_numpy) for kind in self.kinds if chunks}
+        own = [kind for kind in self.kinds if chunks and not self.has_library(kind)]
+        plans = {kind: self.plan_prefills(kind, chunks, torch.from_numpy) for kind in own}
         where, blocks, slots, of_decodes, *packed = self.upload.together(
             *self.take_table_changes(),
             batch.slot_mapping(rows, positions),
@@ -163,7 +183,13 @@ class TritonBackend:
         self.change_tables(where, blocks)
         for plan, on_device in zip(plans.values(), packed, strict=True):
             plan.place(on_device)
-        return TritonStep(self, slots, self.tables, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans})
+        step = TritonStep(self, slots, self.tables, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans})
+        step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
+        return step
+
+    def has_library(self, kind: LayerKind) -> bool:
+        """Whether the library computes the chunks of layers of one kind."""
+        return self.library is not None and not self.library.flaw(kind.head_dim, kind.kv_dtype)
 
     def plan_prefills(
         self, kind: LayerKind, chunks: list[Chunk], upload: Callable[[npt.NDArray[np.int32]], torch.Tensor]

@@ -69,6 +69,10 @@ def candidates(
         if _wanted(config, device, stored) != ("torch",):
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")
         physical_memory(device)  # refuses what this machine cannot map
+    if config.attention != "auto":
+        from pagewise_executor.attention.prefill_libraries import refuse_attention
+
+        refuse_attention(config, device)
     found = Candidates([], [])
     for kernels in _wanted(config, device, stored):
         match kernels:
@@ -220,10 +224,10 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
 def _flaw_of_triton(device: torch.device) -> str:
     """Return why the Triton kernels cannot run; empty if they can."""
     try:
-        from pagewise_kernels.launch import interpreted
+        from pagewise_kernels.launch import device_type
     except ImportError as error:
         return f"Triton is not installed: {error}"
-    if device.type == "cpu" and not interpreted():
+    if device.type == "cpu" and device_type() != "cpu":
         return "on the CPU only Triton's interpreter runs them: set TRITON_INTERPRET=1"
     return ""
 

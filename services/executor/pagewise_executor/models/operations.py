@@ -75,8 +75,7 @@ class Operations(Protocol):
         ...
 
     def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) · up [tokens, size] of what the linear layer ``gate_up`` makes of x [tokens, hidden]:
-        [tokens, 2 · size], gate first."""
+        """Return silu(gate) · up [tokens, size]; gate_up(x) [tokens, 2 · size] are those of x [tokens, hidden]."""
         ...
 
 

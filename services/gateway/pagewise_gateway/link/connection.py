@@ -32,7 +32,13 @@ from pagewise_shared.protocol import (
     encode,
 )
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
-from pagewise_shared.scheduler_connection import HELLO_PAUSES, make_dealer, watch_connection
+from pagewise_shared.scheduler_connection import (
+    HELLO_PAUSES,
+    SchedulerAddress,
+    follow_scheduler,
+    make_dealer,
+    watch_connection,
+)
 
 from pagewise_gateway.metrics import Drop, Metrics
 
@@ -86,7 +92,7 @@ class SchedulerConnection:
         self.epoch: int | None = None
         self.stopping = False
         self._hello = hello
-        self._endpoint = endpoint
+        self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys
         self._handler = handler
         self._metrics = metrics
@@ -126,7 +132,7 @@ class SchedulerConnection:
         context = zmq.asyncio.Context()
         self._socket = make_dealer(context, self._keys, MAX_FRAME_FROM_SCHEDULER)
         connections = Connections(self._socket)
-        self._socket.connect(self._endpoint)
+        self._socket.connect(self._scheduler.endpoint)
         tasks = [
             asyncio.ensure_future(job)
             for job in (
@@ -134,7 +140,8 @@ class SchedulerConnection:
                 self._greet(),
                 self._keep_in_touch(),
                 self._send_out(),
-                watch_connection(connections, self._socket, self._endpoint, self._keys, self._broke),
+                watch_connection(connections, self._socket, self._scheduler, self._keys, self._broke),
+                follow_scheduler(self._socket, self._scheduler, self._broke),
             )
         ]
         try:
@@ -172,7 +179,12 @@ class SchedulerConnection:
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
                     level = logging.INFO if self.stopping else logging.WARNING
-                    log.log(level, "no answer from the scheduler at %s, trying again every %g s", self._endpoint, pause)
+                    log.log(
+                        level,
+                        "no answer from the scheduler at %s, trying again every %g s",
+                        self._scheduler.endpoint,
+                        pause,
+                    )
                 attempt += 1
             await self._lost.wait()
 
@@ -186,7 +198,7 @@ class SchedulerConnection:
         self._joined_at = monotonic()
         self._lost.clear()
         self._joined.set()
-        log.info("joined the scheduler at %s", self._endpoint)
+        log.info("joined the scheduler at %s", self._scheduler.endpoint)
         self._handler.joined(welcome.epoch)
 
     def _lose(self, why: str) -> None:
@@ -263,7 +275,9 @@ class SchedulerConnection:
             case Rejoin():
                 self._lose("the scheduler does not know this gateway")
             case Refused(reason):
-                raise RefusedError(f"the scheduler at {self._endpoint} refused this gateway: {printable(reason, 1000)}")
+                raise RefusedError(
+                    f"the scheduler at {self._scheduler.endpoint} refused this gateway: {printable(reason, 1000)}"
+                )
 
     def _hand_on(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         try:

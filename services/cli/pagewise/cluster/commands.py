@@ -1,0 +1,306 @@
+"""``pagewise up``, ``down``, ``status`` and ``logs``: a deployment on a Ray cluster."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pagewise_shared.config import UpConfig, parse_config
+from pagewise_shared.logs import configure_logging
+from pagewise_shared.service_process import warn_of_variables
+from pagewise_shared.version import package_version
+
+from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, make_plan
+from pagewise.cluster.reconcile import KINDS
+from pagewise.probe import answers
+
+_ANSWER_SECONDS = 15.0
+_STOP_ORDER = ("gateway", "executor", "scheduler")
+"""Gateways first, so that running streams can end; the scheduler last, so that nobody loses it without having left."""
+
+
+def up(arguments: Sequence[str]) -> int:
+    """Start a deployment, or change one that runs; returns the process's exit code."""
+    config = parse_config(
+        UpConfig,
+        arguments,
+        prog="pagewise up",
+        description="Start a scheduler, gateways and executors on a Ray cluster, which places them and starts them "
+        "again; or change the options of what runs there. Returns when the model is served.",
+    )
+    configure_logging(config.scheduler.log_level, "up")
+    warn_of_variables()
+    try:
+        with _connected(config.ray, config.name):
+            plan = _plan(config)
+            if not config.gateway.api_keys and not config.gateway.api_keys_file:
+                print("There are no API keys: whoever reaches the gateways is let in.", file=sys.stderr)
+            _replace_controller(plan)
+            return _wait_ready(config, plan)
+    except PlanError as error:
+        print(f"pagewise up: {error}", file=sys.stderr)
+        return 1
+
+
+def down(arguments: Sequence[str]) -> int:
+    """End a deployment; returns the process's exit code."""
+    options = _parser("down", "End all processes of a deployment on a Ray cluster, in good order.").parse_args(
+        arguments
+    )
+    try:
+        with _connected(options.ray, options.name):
+            return _end(options.name)
+    except PlanError as error:
+        print(f"pagewise down: {error}", file=sys.stderr)
+        return 1
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Print what runs where; returns 0 if all that is wanted is ready, 3 if not, 1 if there is no answer."""
+    options = _parser("status", "Print which processes of a deployment run on which nodes.").parse_args(arguments)
+    try:
+        with _connected(options.ray, options.name):
+            import ray
+
+            report = ray.get(_controller().report.remote(), timeout=_ANSWER_SECONDS)
+            _print_report(report)
+            return 0 if _all_ready(report) else 3
+    except (PlanError, TimeoutError) as error:
+        print(f"pagewise status: {error or 'the controller does not answer'}", file=sys.stderr)
+        return 1
+
+
+def logs(arguments: Sequence[str]) -> int:
+    """Print the last lines of processes, and the controller's decisions; returns the process's exit code."""
+    parser = _parser("logs", "Print the last log lines of the processes of a deployment.")
+    parser.add_argument("names", nargs="*", metavar="PROCESS", help=f"as in pagewise status, or {CONTROLLER}")
+    parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each (default: 50)")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what they log from now on")
+    options = parser.parse_args(arguments)
+    try:
+        with _connected(options.ray, options.name):
+            _print_lines(options.names, options.lines, options.follow)
+    except PlanError as error:
+        print(f"pagewise logs: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"pagewise {command}", description=description)
+    fields = {"ray": "ADDRESS of the Ray cluster", "name": "NAME of the deployment"}
+    for name, (default, text) in {"ray": ("auto", fields["ray"]), "name": ("pagewise", fields["name"])}.items():
+        given = os.environ.get(f"PAGEWISE_{name.upper()}") or default
+        parser.add_argument(f"--{name}", default=given, help=f"{text} (default: {given})")
+    return parser
+
+
+@contextmanager
+def _connected(address: str, name: str) -> Iterator[None]:
+    """Be connected to the Ray cluster while the context lasts.
+
+    Raises:
+        PlanError: Ray is not installed, or there is no cluster.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlanError("Ray is not installed: pip install 'pagewise[ray]', here and on every node") from error
+    try:
+        ray.init(address=address, namespace=NAMESPACE + name, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlanError(f"no Ray cluster at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _controller() -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(CONTROLLER)
+    except ValueError as error:
+        raise PlanError("nothing of this name runs in the cluster") from error
+
+
+def _plan(config: UpConfig) -> Plan:
+    """Make the plan for the cluster as it is, with the keys of what runs there already."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    device, simulated = config.executor.device, config.executor.simulate
+    gpus = not simulated and (device == "cuda" or (device == "auto" and any("GPU" in node for node in nodes)))
+    need = {"CPU": config.executor_cpus} | ({"GPU": 1} if gpus else {})
+    ranks = config.tensor_parallel
+    if not any(all(node.get(what, 0) >= ranks * count for what, count in need.items()) for node in nodes):
+        each = " and ".join(f"{ranks * count} {what}" for what, count in need.items())
+        raise PlanError(
+            f"no node of the cluster has {each}, which an executor needs"
+            + (f" (--tensor-parallel {ranks}: its ranks have to be on one node)" if ranks > 1 else "")
+        )
+    try:
+        keys = ray.get(_controller().keys.remote(), timeout=_ANSWER_SECONDS)
+    except (PlanError, ray.exceptions.RayActorError):  # there is none
+        keys = None
+    return make_plan(config, gpus=gpus, keys=keys)
+
+
+def _replace_controller(plan: Plan) -> None:
+    """Start a controller with this plan, in the place of the one that there is."""
+    import ray
+
+    from pagewise.cluster.controller import Controller, head_if_possible
+
+    while True:
+        with suppress(PlanError):
+            ray.kill(_controller())
+        try:
+            actor = (
+                ray.remote(Controller)
+                .options(
+                    name=CONTROLLER,
+                    lifetime="detached",
+                    max_restarts=-1,
+                    num_cpus=0,
+                    max_concurrency=4,
+                    scheduling_strategy=head_if_possible(),
+                )
+                .remote(plan)
+            )
+            ray.get(actor.report.remote())
+            return
+        except ValueError:  # the last one is still known by this name
+            time.sleep(0.2)
+
+
+def _wait_ready(config: UpConfig, plan: Plan) -> int:
+    """Print what the controller decides until everything is ready."""
+    import ray
+
+    told = 0
+    while True:
+        controller = _controller()
+        try:
+            count, lines = ray.get(controller.lines.remote(told))
+            report = ray.get(controller.report.remote())
+        except ray.exceptions.RayActorError:  # it is being started again
+            told = 0
+            time.sleep(0.5)
+            continue
+        told = count
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+        said = [described for described, _ in report["processes"].values() if described is not None]
+        for one in said:
+            if one.version != package_version():
+                raise PlanError(f"node {one.address} has Pagewise {one.version}, and this is {package_version()}")
+        if problems := [name for name, (one, _) in report["processes"].items() if one is not None and one.problem]:
+            print(
+                f"pagewise up: {', '.join(problems)} cannot start, as said above. It is tried again every minute; "
+                "`pagewise logs` says more, `pagewise down` ends everything.",
+                file=sys.stderr,
+            )
+            return 1
+        urls = [one.listening[0] for one in said if one.listening and one.listening[0].startswith("http")]
+        if _all_ready(report) and any(answers(f"{url}/health") for url in urls):
+            name = config.gateway.served_model_name or config.gateway.model
+            print(f"\nServing {name} at {' and '.join(sorted(urls))}", flush=True)
+            return 0
+        time.sleep(0.5)
+
+
+def _all_ready(report: dict[str, Any]) -> bool:
+    """Whether as many processes as are wanted are ready, with the options that are wanted, and no others are left."""
+    ready = dict.fromkeys(KINDS, 0)
+    for name, (described, stopping) in report["processes"].items():
+        kind = name.rsplit("-", 1)[0]
+        if described is None or stopping or described.digest != report["digests"][kind]:
+            return False
+        ready[kind] += described.state == "ready"
+    return bool(ready == report["wanted"])
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    print(f"{'process':<14}{'state':<10}{'node':<18}{'pid':>8}{'restarts':>10}{'load':>6}  address")
+    for name, (described, stopping) in report["processes"].items():
+        if described is None:
+            print(f"{name:<14}{'pending':<10}Ray has no room for it yet, or has not placed it")
+            continue
+        load = report["loads"].get(name, "")
+        state = "stopping" if stopping else described.state
+        rest = described.problem and f"cannot start: {described.problem}"
+        print(
+            f"{name:<14}{state:<10}{described.address:<18}{described.pid or '':>8}{described.restarts:>10}{load:>6}"
+            f"  {rest or ' '.join(described.listening)}".rstrip()
+        )
+    print("wanted: " + ", ".join(f"{kind} {count}" for kind, count in report["wanted"].items()))
+
+
+def _print_lines(names: Sequence[str], count: int, follow: bool) -> None:
+    """Print the last lines, each with the name of its process in front.
+
+    Raises:
+        PlanError: there is no such process.
+    """
+    import ray
+
+    told: dict[str, int] = {}
+    while True:
+        there = sorted(ray.util.list_named_actors())
+        if unknown := set(names) - set(there) - set(told):
+            raise PlanError(f"there is no {', '.join(sorted(unknown))}; there are: {', '.join(there) or 'none'}")
+        for name in there:
+            if names and name not in names:
+                continue
+            try:
+                known = told.get(name, 0)
+                number, lines = ray.get(ray.get_actor(name).lines.remote(known), timeout=_ANSWER_SECONDS)
+            except (ValueError, ray.exceptions.RayError):  # it has gone, or waits for room
+                continue
+            for line in lines if name in told else lines[-count:]:
+                print(f"{name:<12} | {line}", flush=True)
+            told[name] = number
+        if not follow:
+            return
+        time.sleep(1.0)
+
+
+def _end(deployment: str) -> int:
+    """End everything. The controller goes first, so that it starts nothing again."""
+    import ray
+
+    from pagewise.cluster.controller import remove_groups
+
+    found = False
+    while names := set(ray.util.list_named_actors()):
+        found = True
+        actors = {}
+        for name in names:
+            try:
+                actors[name] = ray.get_actor(name)
+            except ValueError:  # gone since it was listed
+                continue
+        if CONTROLLER in actors:
+            ray.kill(actors.pop(CONTROLLER))
+        for kind in _STOP_ORDER:
+            some = {name: actor for name, actor in actors.items() if name.startswith(kind)}
+            for name in sorted(some):
+                print(f"{name} is to go", file=sys.stderr, flush=True)
+            # Those that Ray has not placed do not answer, and have nothing to end.
+            asked = [actor.describe.remote() for actor in some.values()]
+            placed, _ = ray.wait(asked, num_returns=len(asked), timeout=2.0) if asked else ([], [])
+            ends = [actor.stop.remote(False) for ask, actor in zip(asked, some.values(), strict=True) if ask in placed]
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=None)  # each has its own bound
+            for actor in some.values():
+                ray.kill(actor)
+        time.sleep(0.2)
+    remove_groups(deployment)
+    if not found:
+        print(f"pagewise down: nothing of the name {deployment} runs in the cluster", file=sys.stderr)
+    return 0

@@ -1,0 +1,296 @@
+"""The actor that keeps a deployment as its plan says: compares, starts, stops, points to the scheduler, and scales.
+
+It keeps nothing that it could not find again. Its plan is an argument, which Ray hands over again when it starts the
+controller anew, and what runs tells of itself.
+"""
+
+import contextlib
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import ray
+from msgspec import convert
+from prometheus_client.parser import text_string_to_metric_families
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from pagewise.cluster.keeper import Description, Keeper
+from pagewise.cluster.plan import CONTROLLER, Plan
+from pagewise.cluster.reconcile import KINDS, Kind, Member, Start, Stop, reconcile
+from pagewise.cluster.scaling import Load, Scaler
+from pagewise.probe import text_of
+
+_ROUND_SECONDS = 0.5
+_ANSWER_SECONDS = 1.0
+_EVENTS_KEPT = 500
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A keeper that exists. ``described``: what it has said last; None while Ray has not placed it."""
+
+    actor: Any
+    since: float
+    described: Description | None = None
+    asked: Any = None
+    stopping: bool = False
+    complained: str = ""
+
+
+@dataclass(slots=True)
+class _Loads:
+    total: Load
+    by_executor: dict[str, int] = field(default_factory=dict)
+
+
+class Controller:
+    """Runs rounds on a thread of its own until it is killed. Made as a detached actor by ``pagewise up``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._seen: dict[str, _Seen] = {}
+        self._dead: set[Any] = set()
+        self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
+        self._num_events = 0
+        self._scaler = Scaler(plan.policy)
+        self._loads: _Loads | None = None
+        found = sum(name.startswith("executor-") for name in self._names())
+        self._executors = min(max(found or plan.executors, plan.policy.minimum), plan.policy.maximum)
+        self._log(f"controller of {plan.name} starts, {len(self._names())} processes are there")
+        threading.Thread(target=self._rounds, name="rounds", daemon=True).start()
+
+    def keys(self) -> dict[str, bytes]:
+        """Return the keys of the deployment, for the next plan."""
+        return self._plan.keys
+
+    def report(self) -> dict[str, Any]:
+        """Return what is wanted and what is there."""
+        wanted = self._wanted()
+        return {
+            "wanted": dict(wanted),
+            "digests": {kind: self._plan.processes[kind].digest for kind in KINDS},
+            "loads": dict(self._loads.by_executor) if self._loads is not None else {},
+            "processes": {name: (seen.described, seen.stopping) for name, seen in sorted(self._seen.copy().items())},
+        }
+
+    def lines(self, after: int) -> tuple[int, list[str]]:
+        """Return the decisions behind the first ``after`` of them, and their number."""
+        kept = list(self._events)
+        count = min(len(kept), max(0, self._num_events - after))
+        return self._num_events, kept[len(kept) - count :]
+
+    def _log(self, text: str) -> None:
+        line = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {text}"
+        print(f"{CONTROLLER:<10} | {line}", file=sys.stderr, flush=True)
+        self._events.append(line)
+        self._num_events += 1
+
+    def _rounds(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                self._round()
+            except Exception:  # the next round may succeed: Ray may be busy with a node that has gone
+                self._log(f"a round failed: {traceback.format_exc(limit=3)}")
+            time.sleep(max(0.05, _ROUND_SECONDS - (time.monotonic() - began)))
+
+    def _round(self) -> None:
+        self._look()
+        self._point()
+        self._measure()
+        self._scale()
+        for action in reconcile(self._wanted(), self._digests(), self._members()):
+            self._act(action)
+
+    def _wanted(self) -> dict[Kind, int]:
+        return {"scheduler": 1, "gateway": self._plan.gateways, "executor": self._executors}
+
+    def _digests(self) -> dict[Kind, str]:
+        return {kind: process.digest for kind, process in self._plan.processes.items()}
+
+    @staticmethod
+    def _names() -> set[str]:
+        return {name for name in ray.util.list_named_actors() if name.rsplit("-", 1)[0] in KINDS}
+
+    def _look(self) -> None:
+        """Find the keepers that exist, ask each of them, and forget those that have died."""
+        now = time.monotonic()
+        for name in self._names() - self._seen.keys():
+            try:
+                actor = ray.get_actor(name)
+            except ValueError:  # gone since it was listed
+                continue
+            if actor._actor_id not in self._dead:
+                self._seen[name] = _Seen(actor, now)
+        for seen in self._seen.values():
+            if seen.asked is None:
+                seen.asked = seen.actor.describe.remote()
+        asked = {seen.asked: name for name, seen in self._seen.items()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+        for ref in answered:
+            name = asked[ref]
+            seen = self._seen[name]
+            seen.asked = None
+            try:
+                seen.described = convert(ray.get(ref), Description)
+            except ray.exceptions.ActorUnavailableError:
+                continue
+            except ray.exceptions.RayError as error:
+                self._log(f"{name} is gone: {str(error).splitlines()[0]}")
+                self._forget(name)
+                continue
+            self._complain(name, seen)
+            if seen.described.state == "stopped":
+                self._log(f"{name} has ended")
+                self._forget(name)
+
+    def _complain(self, name: str, seen: _Seen) -> None:
+        assert seen.described is not None
+        if seen.described.problem != seen.complained:
+            seen.complained = seen.described.problem
+            if seen.complained:
+                self._log(f"{name} cannot start: {seen.complained}")
+
+    def _forget(self, name: str) -> None:
+        seen = self._seen.pop(name)
+        self._dead.add(seen.actor._actor_id)
+        ray.kill(seen.actor)
+        remove_groups(self._plan.name, name)
+
+    def _point(self) -> None:
+        """Tell gateways and executors where the scheduler is, if that is news to them."""
+        endpoints = next(
+            (
+                seen.described.listening
+                for name, seen in self._seen.items()
+                if name.startswith("scheduler") and seen.described and seen.described.state == "ready"
+            ),
+            None,
+        )
+        for name, seen in self._seen.items():
+            if endpoints and len(endpoints) == 2 and seen.described and not name.startswith("scheduler"):
+                endpoint = endpoints[0] if name.startswith("gateway") else endpoints[1]
+                if seen.described.scheduler != endpoint:
+                    seen.actor.point.remote(endpoint)
+
+    def _measure(self) -> None:
+        """Read the load from any gateway that answers."""
+        self._loads = None
+        for name, seen in self._seen.items():
+            if name.startswith("gateway") and seen.described and seen.described.listening:
+                text = text_of(f"{seen.described.listening[0]}/metrics", self._plan.metrics_key)
+                if text is not None:
+                    self._loads = loads_of(text)
+                    return
+
+    def _scale(self) -> None:
+        policy = self._plan.policy
+        if policy.minimum == policy.maximum or self._loads is None:
+            return
+        decision = self._scaler.decide(time.monotonic(), self._loads.total, self._executors)
+        if decision is not None:
+            self._log(f"executors: {self._executors} -> {decision.executors}, because {decision.reason}")
+            self._executors = decision.executors
+
+    def _members(self) -> list[Member]:
+        members = []
+        for name, seen in self._seen.items():
+            kind: Kind = name.rsplit("-", 1)[0]  # type: ignore[assignment]
+            said = seen.described
+            # One that has said nothing yet was started lately, by this controller or by the one before.
+            digest = said.digest if said is not None else self._plan.processes[kind].digest
+            state = "stopping" if seen.stopping else said.state if said is not None else "pending"
+            load = self._loads.by_executor.get(name, 0) if self._loads is not None else 0
+            members.append(Member(name, kind, digest, state, load, time.monotonic() - seen.since))
+        return members
+
+    def _act(self, action: Start | Stop) -> None:
+        if isinstance(action, Start):
+            try:
+                self._start(action.kind, action.name)
+            except ValueError:  # Ray has not yet forgotten the last one of this name
+                return
+            self._log(f"{action.name} starts: {action.reason}")
+            return
+        seen = self._seen[action.name]
+        self._log(f"{action.name} is to go: {action.reason}")
+        if seen.described is None:  # Ray never placed it
+            self._forget(action.name)
+            return
+        seen.stopping = True
+        seen.actor.stop.remote(True)
+
+    def _start(self, kind: Kind, name: str) -> None:
+        process = self._plan.processes[kind]
+        strategy: Any = "SPREAD"
+        if kind == "scheduler":
+            strategy = head_if_possible()
+        elif kind == "executor":
+            remove_groups(self._plan.name, name)
+            bundle = {"CPU": process.cpus} | ({"GPU": process.gpus} if process.gpus else {})
+            # The ranks of an executor meet on one host.
+            group = placement_group(
+                [bundle] * process.ranks,
+                strategy="STRICT_PACK",
+                name=f"{_group_prefix(self._plan.name, name)}{secrets.token_hex(4)}",
+                lifetime="detached",
+            )
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        actor = (
+            ray.remote(Keeper)
+            .options(
+                name=name,
+                lifetime="detached",
+                num_cpus=process.cpus,
+                num_gpus=process.gpus,
+                scheduling_strategy=strategy,
+            )
+            .remote(name, process)
+        )
+        actor.start.remote()
+        self._seen[name] = _Seen(actor, time.monotonic())
+
+
+def loads_of(text: str) -> _Loads:
+    """Return the load of a scheduler from its metrics."""
+    waiting = running = ready = 0
+    by_executor: dict[str, int] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            match sample.name:
+                case "pagewise_num_requests_waiting":
+                    waiting += int(sample.value)
+                case "pagewise_num_requests_running":
+                    running += int(sample.value)
+                case "pagewise_executors_ready":
+                    ready += int(sample.value)
+                case "pagewise_executor_requests_running" | "pagewise_executor_requests_waiting":
+                    name = sample.labels["executor"]
+                    by_executor[name] = by_executor.get(name, 0) + int(sample.value)
+    return _Loads(Load(waiting, running, ready), by_executor)
+
+
+def head_if_possible() -> Any:
+    """Return the strategy by which Ray prefers its head node, without which nothing runs anyway."""
+    head = next((node for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), None)
+    return "DEFAULT" if head is None else NodeAffinitySchedulingStrategy(head["NodeID"], soft=True)
+
+
+def remove_groups(deployment: str, name: str = "") -> None:
+    """Remove the placement groups of an executor, or of all of a deployment."""
+    prefix = _group_prefix(deployment, name) if name else f"{deployment}/"
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            with contextlib.suppress(ValueError):  # removed since it was listed
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+
+
+def _group_prefix(deployment: str, name: str) -> str:
+    return f"{deployment}/{name}/"

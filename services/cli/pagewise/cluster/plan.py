@@ -1,0 +1,197 @@
+"""What should run in a cluster: the processes of each kind, their arguments, keys and resources. No Ray here."""
+
+import contextlib
+import hashlib
+import io
+import re
+import secrets
+import tempfile
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+from pagewise_shared.config import DEFAULT_NUM_SEQS, ExecutorConfig, UpConfig, options_of, secret_variables, to_argv
+from pagewise_shared.version import package_version
+
+from pagewise.cluster.reconcile import Kind
+from pagewise.cluster.scaling import Policy
+from pagewise.keys import keys as make_keys
+
+NAMESPACE = "pagewise."
+"""What the names of our namespaces in Ray begin with; the name of the deployment follows."""
+CONTROLLER = "controller"
+"""Name of the actor that starts and stops all others."""
+
+_MODULES: dict[Kind, str] = {kind: f"pagewise_{kind}.main" for kind in ("scheduler", "gateway", "executor")}
+_GRACE_SECONDS = 10.0
+
+
+class PlanError(Exception):
+    """What was asked for cannot run in a cluster; the text says why."""
+
+
+class ProcessPlan(Struct, frozen=True, kw_only=True):
+    """How the processes of one kind are started.
+
+    Fields:
+        argv: without what depends on the node: addresses, names, and where the keys are.
+        variables, keys: secrets. The latter are the contents of the files of a folder of keys, by their paths in it.
+        cpus, gpus: of each rank. ranks: how many an executor has.
+        drain_seconds, end_seconds: how long it may take to go in good order, or to end at once.
+        version: of Pagewise, as of who made the plan.
+        digest: of all of this.
+    """
+
+    kind: Kind
+    argv: list[str]
+    variables: dict[str, str]
+    keys: dict[str, bytes]
+    cpus: int
+    gpus: int = 0
+    ranks: int = 1
+    drain_seconds: float
+    end_seconds: float = _GRACE_SECONDS
+    version: str = ""
+    digest: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that is run."""
+        return _MODULES[self.kind]
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A deployment. ``metrics_key``: an API key with which the controller may read metrics; empty if there are none."""
+
+    name: str
+    gateways: int
+    executors: int
+    policy: Policy
+    processes: dict[Kind, ProcessPlan]
+    keys: dict[str, bytes]
+    metrics_key: str
+
+
+def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) -> Plan:
+    """Make the plan for a configuration. ``keys``: of an earlier plan of the same deployment; None: make new ones.
+
+    Raises:
+        PlanError: options contradict each other, or a folder of keys cannot be read.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", config.name):
+        raise PlanError(f"--name {config.name!r}: letters, digits, '_' and '-', beginning with a letter or a digit")
+    least, most = config.min_executors or config.executors, config.max_executors or config.executors
+    if not least <= config.executors <= most:
+        raise PlanError(f"--executors {config.executors} is not between --min-executors {least} and {most}")
+    ranks = config.tensor_parallel
+    if ranks > 1 and "tensor_parallel" not in options_of(ExecutorConfig):
+        raise PlanError(f"--tensor-parallel {ranks}: the executors of this version have one rank each")
+    if config.gateway.plaintext:
+        keys = {}
+    elif config.scheduler.keys is not None:
+        keys = _read_keys(Path(config.scheduler.keys))
+    elif not keys:
+        keys = _new_keys()
+    processes, metrics_key = _processes(config, keys, gpus)
+    policy = Policy(
+        minimum=least,
+        maximum=most,
+        queue=config.scale_queue,
+        # What executors choose by their device is never less, and too few keep an executor that might have gone.
+        rows=config.executor.max_num_seqs or DEFAULT_NUM_SEQS,
+        up_after=config.scale_up_after,
+        down_after=config.scale_down_after,
+    )
+    return Plan(
+        name=config.name,
+        gateways=config.gateways,
+        executors=config.executors,
+        policy=policy,
+        processes=processes,
+        keys=keys,
+        metrics_key=metrics_key,
+    )
+
+
+def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[dict[Kind, ProcessPlan], str]:
+    """Return how the processes of each kind are started, and an API key for the controller."""
+    variables, metrics_key = _gateway_secrets(config, keys)
+    executor = config.executor
+    if executor.threads == "auto":
+        executor = replace(executor, threads=config.executor_cpus)
+    ranks = config.tensor_parallel
+    processes: dict[Kind, ProcessPlan] = {
+        "scheduler": ProcessPlan(
+            kind="scheduler",
+            argv=to_argv(replace(config.scheduler, keys=None)),
+            variables={},
+            keys=_keys_of(keys, "scheduler"),
+            cpus=1,
+            drain_seconds=_GRACE_SECONDS,
+        ),
+        "gateway": ProcessPlan(
+            kind="gateway",
+            argv=to_argv(replace(config.gateway, keys=None)),
+            variables=variables,
+            keys=_keys_of(keys, "gateway"),
+            cpus=1,
+            drain_seconds=config.gateway.shutdown_timeout + _GRACE_SECONDS,
+            end_seconds=config.gateway.shutdown_timeout + _GRACE_SECONDS,
+        ),
+        "executor": ProcessPlan(
+            kind="executor",
+            argv=[*to_argv(replace(executor, keys=None)), *([f"--tensor-parallel={ranks}"] if ranks > 1 else [])],
+            variables={},
+            keys=_keys_of(keys, "executor"),
+            cpus=config.executor_cpus,
+            gpus=int(gpus),
+            ranks=ranks,
+            drain_seconds=executor.drain_timeout + _GRACE_SECONDS,
+        ),
+    }
+    return {kind: _sealed(process) for kind, process in processes.items()}, metrics_key
+
+
+def _sealed(process: ProcessPlan) -> ProcessPlan:
+    process = replace(process, version=package_version())
+    return replace(process, digest=hashlib.sha256(msgspec.msgpack.encode(process)).hexdigest()[:16])
+
+
+def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str, str], str]:
+    """Return the secrets of gateways, and an API key for the controller, which is added to those of clients."""
+    variables = secret_variables(config.gateway)
+    given = config.gateway.api_keys
+    if not given and not config.gateway.api_keys_file:
+        return variables, ""
+    if given and ":" not in given:
+        return variables, given.strip()  # a single key is its owner's, an operator's
+    # Derived from another secret of the deployment, so that the same options make the same plan.
+    seed = keys.get("scheduler/scheduler.key_secret") or (given or secrets.token_hex()).encode()
+    own = "pw-" + hashlib.sha256(b"metrics " + seed).hexdigest()[:40]
+    entry = f"pagewise-controller: {own} operator=yes"
+    return variables | {"PAGEWISE_API_KEYS": f"{given}, {entry}" if given else entry}, own
+
+
+def _keys_of(keys: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """Return the files of the public keys, and of the pair of ``name``."""
+    return {path: content for path, content in keys.items() if path.split("/")[0] in ("public", name)}
+
+
+def _new_keys() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="pagewise-") as folder, contextlib.redirect_stdout(io.StringIO()):
+        if make_keys(["--keys", folder, "init"]):
+            raise PlanError("keys cannot be made")
+        return _read_keys(Path(folder))
+
+
+def _read_keys(folder: Path) -> dict[str, bytes]:
+    try:
+        files = sorted(path for path in folder.rglob("*") if path.suffix in (".key", ".key_secret") and path.is_file())
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    except OSError as error:
+        raise PlanError(f"--keys {folder}: {error.filename} cannot be read: {error.strerror}") from error
+    for name in ("scheduler", "executor", "gateway"):
+        if f"{name}/{name}.key_secret" not in found:
+            raise PlanError(f"--keys {folder} has no pair {name}: run `pagewise keys init`")
+    return found

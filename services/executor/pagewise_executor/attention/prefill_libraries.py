@@ -1,0 +1,297 @@
+"""Attention of prefill chunks by libraries that may be faster than the Triton kernel: FlashAttention 3 and FlashInfer.
+
+``--attention`` chooses one when the executor starts. It must be installed, support the model, and give PyTorch's
+results for a small problem. Decodes are computed by the Triton kernels, which CUDA graphs have recorded.
+
+Written from the sources of flash-attn's ``hopper/flash_attn_interface.py`` and of flashinfer 0.6.6. It has not been run
+on a device, which is why the results are compared.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.uploads import Uploads
+
+if TYPE_CHECKING:
+    from pagewise_kernels.attention import Chunk
+
+log = logging.getLogger(__name__)
+
+_HALVES = (torch.bfloat16, torch.float16)
+_WORKSPACE_BYTES = 128 * 2**20
+_TOLERANCE = 0.05
+"""The most by which results may differ from PyTorch's, where values are drawn from a normal distribution."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [tokens, heads, head_dim], keys and values [num_blocks, block_size, kv_heads, head_dim] to [tokens, heads,
+head_dim]. The tokens are those of all chunks of a step."""
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionShape:
+    """What the layers of one kind have in common; ``scale`` and ``softcap`` of the scores, ``window`` in tokens."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class ChunkTables:
+    """The chunks of a step, and the block tables ``tables`` int32 [rows, blocks] on the host."""
+
+    chunks: "list[Chunk]"
+    tables: npt.NDArray[np.int32]
+    block_size: int
+    upload: Uploads
+    _on_device: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """Queries of each chunk."""
+        return np.array([chunk.size for chunk in self.chunks], np.int32)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each chunk's context, its own included."""
+        return np.array([chunk.start + chunk.size for chunk in self.chunks], np.int32)
+
+    def on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return int32 where the chunks begin [n + 1], their ``lengths`` [n], and their block tables [n, blocks]."""
+        if self._on_device is None:
+            blocks = -(-int(self.lengths.max()) // self.block_size)
+            tables = self.tables[[chunk.table for chunk in self.chunks], :blocks]
+            firsts, lengths, blocks_of = self.upload.together(begins(self.sizes), self.lengths, tables)
+            self._on_device = firsts, lengths, blocks_of
+        return self._on_device
+
+
+class PrefillLibrary(Protocol):
+    """Computes the attention of prefill chunks, whose K and V are in the pool already."""
+
+    name: str
+
+    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
+        """Return why layers with heads of this size cannot be computed; empty if they can."""
+        ...
+
+    def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
+        """Prepare the attention of a step's layers of one kind."""
+        ...
+
+
+class FlashAttention3:
+    """FlashAttention 3 (arXiv 2407.08608) by the wheel ``flash_attn_interface``. It takes blocks of any size."""
+
+    name = "fa3"
+
+    def __init__(self, device: torch.device) -> None:
+        if torch.cuda.get_device_capability(device)[0] != 9:
+            raise ModelError("FlashAttention 3 needs compute capability 9.0")
+        self._attend = _import("flash_attn_interface").flash_attn_with_kvcache
+
+    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
+        """See ``PrefillLibrary``."""
+        return _flaw_of_dtype(dtype) or ("" if head_dim % 8 == 0 else f"heads of {head_dim}, no multiple of 8")
+
+    def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
+        """See ``PrefillLibrary``."""
+        starts, lengths, blocks = tables.on_device()
+        longest = int(tables.sizes.max())
+        # Its window counts the tokens before the query, and ours the query as well.
+        window = (-1, -1) if shape.window is None else (shape.window - 1, 0)
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = self._attend(
+                q, keys, values, cache_seqlens=lengths, page_table=blocks, cu_seqlens_q=starts, max_seqlen_q=longest,
+                softmax_scale=shape.scale, causal=True, window_size=window, softcap=shape.softcap or 0.0,
+            )  # fmt: skip
+            return attended
+
+        return attend
+
+
+class FlashInfer:
+    """FlashInfer's prefill over paged KV (arXiv 2501.01005). It compiles kernels when it meets a new kind of layer."""
+
+    name = "flashinfer"
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = _import("flashinfer")
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[AttentionShape, Any] = {}
+
+    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
+        """See ``PrefillLibrary``."""
+        return _flaw_of_dtype(dtype) or ("" if head_dim in (64, 128, 256) else f"heads of {head_dim}, not 64, 128, 256")
+
+    def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
+        """See ``PrefillLibrary``. Kinds of layers alternate within a step, so each has a wrapper of its own."""
+        wrapper = self._wrappers.get(shape)
+        if wrapper is None:
+            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            self._wrappers[shape] = wrapper
+        lengths, size = tables.lengths, tables.block_size
+        blocks = -(-lengths // size)
+        indices = [tables.tables[chunk.table, :count] for chunk, count in zip(tables.chunks, blocks, strict=True)]
+        # It reads all but the blocks on the host.
+        wrapper.plan(
+            torch.from_numpy(begins(tables.sizes)), torch.from_numpy(begins(blocks)),
+            tables.upload(np.concatenate(indices)), torch.from_numpy((lengths - 1) % size + 1),
+            shape.heads, shape.kv_heads, shape.head_dim, size, causal=True, sm_scale=shape.scale,
+            window_left=-1 if shape.window is None else shape.window - 1, logits_soft_cap=shape.softcap,
+            q_data_type=shape.dtype, kv_data_type=shape.dtype,
+        )  # fmt: skip
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = wrapper.run(q.contiguous(), (keys, values))
+            return attended
+
+        return attend
+
+
+LIBRARIES: dict[str, tuple[str, Callable[[torch.device], PrefillLibrary]]] = {
+    "fa3": ("flash_attn_interface", FlashAttention3),
+    "flashinfer": ("flashinfer", FlashInfer),
+}
+"""By name, in the order in which ``auto`` tries them: the module that has to be installed, and how it is prepared."""
+
+
+def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
+    """Refuse what ``--attention`` asks for by name and these options do not allow.
+
+    Raises:
+        ModelError: they do not; the text says why.
+    """
+    flaw = ""
+    if config.attention == "auto":
+        return
+    if config.kernels not in ("auto", "triton") or (device.type == "cpu" and config.kernels == "auto"):
+        flaw = "it needs the Triton kernels, which run on a GPU"
+    elif config.attention in LIBRARIES:
+        flaw = _flaw_of_options(config, device)
+    if flaw:
+        raise ModelError(f"--attention {config.attention}: {flaw}")
+
+
+def choose_prefill_library(
+    config: ExecutorConfig, device: torch.device, head_dims: list[int], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[PrefillLibrary | None, bool]:
+    """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
+
+    ``head_dims``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel.
+
+    Raises:
+        ModelError: a library is asked for by name, and cannot compute the model; the text says why.
+    """
+    named = config.attention in LIBRARIES
+    if config.attention == "triton" or _flaw_of_options(config, device):
+        return None, False
+    unfit: list[str] = []
+    for name in [config.attention] if named else LIBRARIES:
+        module, make = LIBRARIES[name]
+        if not named and importlib.util.find_spec(module) is None:
+            continue  # nobody has asked for what is not installed
+        library, flaw = _prepared(make, device, head_dims, dtype, kv_dtype, config.block_size)
+        if flaw and (named or library is None):
+            unfit.append(f"{name}: {flaw}")
+        elif library is not None:
+            if flaw:
+                log.warning("attention of prompts: %s, and Triton's where it cannot: %s", name, flaw)
+            else:
+                log.info("attention of prompts: %s", name)
+            return library, bool(flaw)
+    if named:
+        raise ModelError(f"--attention {unfit[0]}")
+    if unfit:
+        log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
+    return None, bool(unfit)
+
+
+def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"it runs on a GPU, not on {device}"
+    if config.deterministic:
+        return "not with --deterministic, whose results come from one kernel"
+    return "it does not read float8 KV with a scale for each token" if config.kv_dtype == "fp8" else ""
+
+
+def _prepared(
+    make: Callable[[torch.device], PrefillLibrary],
+    device: torch.device,
+    head_dims: list[int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+) -> tuple[PrefillLibrary | None, str]:
+    """Return a library that can compute some layers, if it can, and why it cannot compute the others."""
+    if kv_dtype != dtype:
+        return None, f"KV is {kv_dtype}, and the model {dtype}"
+    try:
+        library = make(device)
+        flaws = {dim: library.flaw(dim, dtype) for dim in head_dims}
+        for dim in (dim for dim, flaw in flaws.items() if not flaw):
+            error = error_of(library, AttentionShape(4, 2, dim, dtype, dim**-0.5), block_size, device)
+            if not error <= _TOLERANCE:  # also if it is not a number
+                flaws[dim] = f"results differ from PyTorch's by {error:.3f}"
+    except Exception as error:  # a library of others, which may compile and load what does not fit
+        return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    told = "; ".join(dict.fromkeys(filter(None, flaws.values())))
+    return (library if "" in flaws.values() else None), told
+
+
+def error_of(library: PrefillLibrary, shape: AttentionShape, block_size: int, device: torch.device) -> float:
+    """Return by how much results of a library differ from PyTorch's, at most, for two chunks of small contexts."""
+    from pagewise_kernels.attention import Chunk
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
+
+    chunks = [Chunk(0, 0, 2 * block_size + 3, 1), Chunk(2 * block_size + 3, block_size + 1, 5, 0)]
+    tables = np.array([[7, 2, 5], [1, 6, 3]], np.int32)
+    step = ChunkTables(chunks, tables, block_size, Uploads(device))
+    keys, values = (draw(8, block_size, shape.kv_heads, shape.head_dim) for _ in range(2))
+    q = draw(int(step.sizes.sum()), shape.heads, shape.head_dim)
+    found = library.plan(shape, step)(q, keys, values)
+    worst = 0.0
+    for chunk in chunks:
+        own, blocks = slice(chunk.first, chunk.first + chunk.size), torch.from_numpy(tables[chunk.table]).to(device)
+        k, v = (t[blocks.long()].flatten(0, 1)[: chunk.start + chunk.size].float() for t in (keys, values))
+        expected = attend_chunk(q[own].float(), k, v, chunk.start, shape.scale, shape.window, shape.softcap)
+        worst = max(worst, float((found[own].float() - expected).abs().max()))
+    return worst
+
+
+def begins(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return where each of these stretches begins, and where the last one ends: int32 [len(sizes) + 1]."""
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(sizes, dtype=np.int32)])
+
+
+def _flaw_of_dtype(dtype: torch.dtype) -> str:
+    return (
+        "" if dtype in _HALVES else f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
+    )
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModelError(f"{module} is not installed: {error}") from None

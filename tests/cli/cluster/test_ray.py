@@ -1,0 +1,292 @@
+"""A deployment on Ray clusters of several nodes on this machine: real nodes, real processes, real streams."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from benchmarks.chaos.workload import client_of
+from benchmarks.processes import spawn
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+
+SIMULATED = ("--simulate", "--simulate-step=0.05", "--no-profile", "--port=0", "--executor-timeout=5")
+SERVICES = tuple(f"pagewise_{kind}.main" for kind in ("scheduler", "gateway", "executor"))
+
+
+class Deployment:
+    """A Ray cluster whose head runs nothing of ours, and what ``pagewise up`` starts there."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args=self._node(0) | {"include_dashboard": False})
+        self._count = 0
+        self._ups: list[subprocess.Popen[str]] = []
+        ray.init(address=self.address, namespace="pagewise.pagewise", log_to_driver=False, logging_level="error")
+
+    def _node(self, cpus: int, number: int = 1) -> dict[str, Any]:
+        # An address of its own, but not 127.0.0.1, which Ray replaces.
+        return {"num_cpus": cpus, "object_store_memory": 80_000_000, "node_ip_address": f"127.0.1.{number}"}
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add_node(self, cpus: int) -> Any:
+        self._count += 1
+        return self._cluster.add_node(**self._node(cpus, 1 + self._count))
+
+    def remove_node(self, node: Any) -> None:
+        """All of a node's processes die at once."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def run(self, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        whole = [sys.executable, "-m", "pagewise.main", command, f"--ray={self.address}", *arguments]
+        return subprocess.run(whole, capture_output=True, text=True, timeout=180, check=False)
+
+    def start_up(self, *arguments: str) -> "subprocess.Popen[str]":
+        whole = [sys.executable, "-m", "pagewise.main", "up", f"--ray={self.address}", *SIMULATED, *arguments]
+        self._ups.append(spawn(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return self._ups[-1]
+
+    def up(self, *arguments: str) -> None:
+        process = self.start_up(*arguments)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+
+    def processes(self) -> dict[str, Any]:
+        """Descriptions of those that have been placed, by name; none while there is no controller."""
+        try:
+            report = ray.get(ray.get_actor("controller").report.remote(), timeout=10)
+        except (ValueError, ray.exceptions.RayError):
+            return {}
+        return {name: said for name, (said, stopping) in report["processes"].items() if said and not stopping}
+
+    def ready(self, kind: str) -> list[str]:
+        return [name for name, said in self.processes().items() if name.startswith(kind) and said.state == "ready"]
+
+    def url(self) -> str:
+        return str(self.processes()[self.ready("gateway")[0]].listening[0])
+
+    def decisions(self) -> str:
+        return "\n".join(ray.get(ray.get_actor("controller").lines.remote(0))[1])
+
+    def close(self) -> None:
+        for process in self._ups:
+            process.kill()
+            process.communicate()
+        if ray.util.list_named_actors():
+            self.run("down")
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    made = Deployment()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+async def ask(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> str:
+    text = ""
+    async for part in await client.completions.create(
+        model="pagewise-demo",
+        prompt=f"def method_{number}(self):",
+        max_tokens=max_tokens,
+        temperature=0.9,
+        seed=number,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ):
+        text += part.choices[0].text
+    return text
+
+
+async def ask_all(url: str, count: int, max_tokens: int) -> list[str]:
+    async with client_of(url) as client:
+        return await asyncio.gather(*(ask(client, number, max_tokens) for number in range(count)))
+
+
+def folders() -> set[Path]:
+    """Folders of keys on this machine."""
+    return set(Path("/tmp").glob("pagewise-keeper-*"))
+
+
+def secrets_of(pid: int) -> list[Path]:
+    """The files of secret keys that a process has been given."""
+    command = psutil.Process(pid).cmdline()
+    (folder,) = {word.removeprefix("--keys=") for word in command if word.startswith("--keys=")}
+    return list(Path(folder).rglob("*.key_secret"))
+
+
+def ours() -> set[int]:
+    """Process ids of all services on this machine that Ray's processes have started, by their folders."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if any(service in words for service in SERVICES) and any("/pagewise-keeper-" in word for word in words):
+            found.add(process.info["pid"])
+    return found
+
+
+async def test_up_serves_and_down_leaves_nothing(deployment: Deployment) -> None:
+    deployment.add_node(4)
+    deployment.add_node(4)
+    before = ours()
+    folders_before = folders()
+    deployment.up("--executors=2", "--gateways=2")
+    running = deployment.processes()
+    assert sorted(running) == ["executor-0", "executor-1", "gateway-0", "gateway-1", "scheduler-0"]
+    assert len({running[name].node for name in ("gateway-0", "gateway-1")}) == 2, "gateways are spread"
+    for name in ("gateway-0", "gateway-1"):
+        assert len(await ask_all(running[name].listening[0], 3, 5)) == 3
+    said = deployment.run("status")
+    assert said.returncode == 0
+    assert said.stdout.count(" ready ") == 5
+    lines = deployment.run("logs", "executor-0").stdout
+    assert "executor-0   | " in lines
+    assert "joined the scheduler" in lines
+    for pid in ours() - before:
+        (secret,) = secrets_of(pid)
+        assert secret.stat().st_mode & 0o077 == 0
+    assert deployment.run("down").returncode == 0
+    assert ours() == before
+    assert not ray.util.list_named_actors()
+    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    assert folders() <= folders_before
+    assert deployment.run("status").returncode == 1
+    assert deployment.run("down").returncode == 0, "there is nothing to do"
+
+
+async def test_nodes_are_removed_under_load_and_no_stream_fails(deployment: Deployment) -> None:
+    first = deployment.add_node(1)
+    up = deployment.start_up("--executors=3", "--gateways=1")
+    until(lambda: deployment.ready("scheduler"), "the scheduler is on the first node")
+    nodes = {f"127.0.1.{number}": deployment.add_node(2) for number in (3, 4)}
+    said, _ = up.communicate(timeout=120)
+    assert up.returncode == 0, said
+    deployment.add_node(4)
+    url = deployment.url()
+    expected = await ask_all(url, 12, 200)
+
+    asking = asyncio.create_task(ask_all(url, 12, 200))
+    await asyncio.sleep(2.0)
+    before = deployment.processes()["scheduler-0"].address
+    await asyncio.to_thread(deployment.remove_node, first)
+    assert await asking == expected
+    await asyncio.to_thread(until, lambda: deployment.ready("scheduler"), "a scheduler")
+    assert deployment.processes()["scheduler-0"].address != before
+
+    running = deployment.processes()
+    (other,) = nodes.keys() - {running["gateway-0"].address}
+    lost = [name for name, one in running.items() if one.address == other]
+    assert any(name.startswith("executor") for name in lost)
+    asking = asyncio.create_task(ask_all(url, 12, 200))
+    await asyncio.sleep(2.0)
+    await asyncio.to_thread(deployment.remove_node, nodes[other])
+    assert await asking == expected
+
+    def settled() -> bool:
+        """Ray takes some seconds to find out that a node is gone."""
+        now = deployment.processes().values()
+        return len(deployment.ready("executor")) == 3 and all(one.address != other for one in now)
+
+    await asyncio.to_thread(until, settled, "three executors on nodes that are there")
+
+
+async def test_processes_keepers_and_the_controller_come_back(deployment: Deployment) -> None:
+    deployment.add_node(4)
+    deployment.up("--executors=1")
+
+    def comes_back(name: str, kill: Callable[[], None]) -> None:
+        pid = deployment.processes()[name].pid
+        kill()
+
+        def back() -> bool:
+            now = deployment.processes().get(name)
+            return now is not None and now.state == "ready" and now.pid not in (None, pid)
+
+        until(back, f"{name} is back")
+
+    url = deployment.url()
+    expected = await ask_all(url, 4, 100)
+    asking = asyncio.create_task(ask_all(url, 4, 100))
+    await asyncio.sleep(1.0)
+    for name in ("scheduler-0", "executor-0"):
+        pid = deployment.processes()[name].pid
+        await asyncio.to_thread(comes_back, name, lambda pid=pid: os.kill(pid, signal.SIGKILL))
+    assert await asking == expected
+    pids = {name: one.pid for name, one in deployment.processes().items()}
+    ray.kill(ray.get_actor("controller"), no_restart=False)
+    await asyncio.to_thread(until, lambda: len(deployment.processes()) == 3, "the controller finds what runs")
+    assert {name: one.pid for name, one in deployment.processes().items()} == pids, "it has started nothing again"
+    await asyncio.to_thread(comes_back, "gateway-0", lambda: os.kill(pids["gateway-0"], signal.SIGKILL))
+    await asyncio.to_thread(comes_back, "executor-0", lambda: ray.kill(ray.get_actor("executor-0")))
+    await asyncio.to_thread(comes_back, "scheduler-0", lambda: ray.kill(ray.get_actor("scheduler-0")))
+    assert await ask_all(deployment.url(), 4, 100) == expected
+
+
+async def test_executors_come_with_a_queue_and_go_without_one(deployment: Deployment) -> None:
+    deployment.add_node(5)
+    scaling = ("--scale-queue=2", "--scale-up-after=1", "--scale-down-after=3", "--max-num-seqs=2")
+    deployment.up("--executors=1", "--max-executors=2", *scaling)
+    url = deployment.url()
+    expected = await ask_all(url, 2, 40)
+    asking = asyncio.create_task(ask_all(url, 16, 40))
+    await asyncio.to_thread(until, lambda: len(deployment.ready("executor")) == 2, "a second executor")
+    # What runs on the one that goes moves, and goes on with the same tokens.
+    assert (await asking)[:2] == expected
+    await asyncio.to_thread(until, lambda: len(deployment.processes()) == 3, "one executor is drained")
+    said = deployment.decisions()
+    assert "executors: 1 -> 2, because" in said
+    assert "executors: 2 -> 1, because nothing has waited" in said
+    assert said.count("executors: ") == 2, "nothing flaps"
+
+
+async def test_other_options_are_taken_on_one_process_after_the_other(deployment: Deployment) -> None:
+    deployment.add_node(5)
+    deployment.up("--executors=2")
+    url = deployment.url()
+    expected = await ask_all(url, 6, 150)
+    before = deployment.processes()
+    asking = asyncio.create_task(ask_all(url, 6, 150))
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(deployment.up, "--executors=2", "--drain-timeout=20")
+    assert await asking == expected
+    after = deployment.processes()
+    kept = {name for name in after if name in before and before[name].pid == after[name].pid}
+    assert kept == {"scheduler-0", "gateway-0"}, "neither their options nor their keys have changed"
+    assert len(deployment.ready("executor")) == 2
+
+
+def test_what_cannot_run_is_said(deployment: Deployment) -> None:
+    deployment.add_node(4)
+    said = deployment.run("up", "--tensor-parallel=64", "--simulate")
+    assert (said.returncode, "has 64 CPU" in said.stderr) == (1, True), said.stderr
+    assert "its ranks have to be on one node" in said.stderr
+    said = deployment.run("up", "/no/such/model", "--port=0")
+    assert said.returncode == 1
+    assert "cannot start" in said.stderr
+    assert "/no/such/model" in said.stderr
