@@ -8,8 +8,8 @@ A model runner computes steps of a Llama on a fake of CUDA's driver, which recor
 measured with Triton's own launches and with the handles of compiled kernels, in turns; every number is the median of
 CPU time of one thread. **Nothing of this is the time of a device.** What PyTorch computes itself (embeddings, the last
 norm, rotations' angles, additions) is in the time of a step, and computed by the CPU here. Each step is also measured
-as with a CUDA graph, whose replay does nothing here: what is left is what the host does around it, but for the copies to
-the device, which are counted.
+as with a CUDA graph, whose replay does nothing here: what is left is what the host does around it, but for the copies
+to the device, which are counted.
 """
 
 import argparse
