@@ -244,7 +244,7 @@ def _per_launch(steps: Steps, rounds: int) -> dict[str, float]:
     }
 
 
-def _make_empty(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+def _make_empty(linear: PackedLinear | torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], linear.weight.shape[0])
 
 
@@ -258,7 +258,7 @@ def main() -> None:
     if reason := missing():
         raise SystemExit(reason)
     torch.set_num_threads(1)
-    PackedLinear.forward = _make_empty  # type: ignore[method-assign, assignment]
+    PackedLinear.forward = torch.nn.Linear.forward = _make_empty  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as folder, fake_driver(Path(folder)) as driver:
         build_model(Path(folder) / "model", args.layers)
         runner = build_runner(Path(folder) / "model")
