@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 import transformers
+from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.loader import LoadedModel
 from torch import nn
 
 from tests.model_builders import build_model
 
 FP8 = torch.float8_e4m3fn
 MOST = {FP8: 448.0, torch.int8: 127.0}
+ERROR = 0.002
+"""Largest error of a linear layer beside float64, relative to its largest output: an input may be rounded the other way
+where float32 and float64 disagree. In bfloat16 results are rounded, too."""
 
 
 class Form(NamedTuple):
@@ -156,3 +161,24 @@ def edit_config(path: Path, **values: object) -> None:
     """Change config.json in place."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    """The fused linear layers compute what their parts should, side by side."""
+    layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
+    assert len(layers) == len(oracle.model.layers) >= 1
+    generator = torch.Generator().manual_seed(1)
+    for ours, theirs in zip(layers, oracle.model.layers, strict=True):
+        attention, mlp = theirs.self_attn, theirs.mlp
+        for module, parts in (
+            (ours.qkv, [attention.q_proj, attention.k_proj, attention.v_proj]),
+            (ours.out, [attention.o_proj]),
+            (ours.gate_up, [mlp.gate_proj, mlp.up_proj]),
+            (ours.down, [mlp.down_proj]),
+        ):
+            x = torch.randn(7, parts[0].weight.shape[1], generator=generator).to(dtype)
+            expected = torch.cat([part(x.double()) for part in parts], dim=-1)
+            found = module(x.to(device)).cpu()
+            assert found.dtype == dtype
+            error = (found.double() - expected).abs().max() / expected.abs().max()
+            assert float(error) <= (ERROR if dtype == torch.float32 else 0.01)

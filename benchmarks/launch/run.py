@@ -170,9 +170,8 @@ class _NoGraph:
 @contextmanager
 def replayed(runner: ModelRunner, decodes: int, chunk: int) -> Iterator[None]:
     """Steps of this many decodes and tokens of a chunk run by graphs that do nothing."""
-    graphs, mixed = runner._graphs, runner._mixed
-    assert graphs is not None
-    assert mixed is not None
+    assert runner._graphs is not None
+    graphs, mixed = runner._graphs
     try:
         with torch.inference_mode():
             for steps in (graphs, mixed):

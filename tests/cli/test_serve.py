@@ -54,6 +54,8 @@ def complete(server: Served, **fields: Any) -> str:
             ["0", "1"],
             ["0", "1", "0"],
         ),
+        ({"executors": 2, "executor": ExecutorConfig(tensor_parallel=2)}, ["0", "1", "5", "6"], ["0,1", "5,6"]),
+        ({"executors": 1, "executor": ExecutorConfig(tensor_parallel=2)}, ["0", "1"], [None]),
     ],
 )
 def test_executors_get_a_gpu_each(options: dict[str, Any], gpus: list[str], expected: list[str | None]) -> None:
@@ -83,6 +85,15 @@ def test_executors_that_would_take_each_other_s_memory_do_not_start() -> None:
     half = ExecutorConfig(device="cuda", gpu_memory_utilization=0.5)
     with pytest.raises(StartError, match=r"may take 0\.5 of one: give each less with --gpu-memory-utilization"):
         gpu_variables(ServeConfig(executors=3, executor=half), ["0"])
+    groups = ExecutorConfig(device="cuda", tensor_parallel=2, gpu_memory_utilization=0.5)
+    assert len(gpu_variables(ServeConfig(executors=2, executor=groups), ["0", "1", "2"])) == 2
+    with pytest.raises(StartError, match=r"3 executors of 2 ranks each share 3 GPUs, and each may take 0\.5 of one"):
+        gpu_variables(ServeConfig(executors=3, executor=groups), ["0", "1", "2"])
+
+
+def test_an_executor_needs_as_many_gpus_as_it_has_ranks() -> None:
+    with pytest.raises(StartError, match="each executor needs 4 GPUs, and there are 2"):
+        gpu_variables(ServeConfig(executor=ExecutorConfig(tensor_parallel=4)), ["0", "1"])
 
 
 def test_the_gpus_are_those_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:

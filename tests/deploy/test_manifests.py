@@ -167,6 +167,13 @@ def test_selectors_find_pods(overlay: Path) -> None:
                 assert f"{target['kind']} {target['name']}" in {name_of(other) for other in resources}
 
 
+def test_a_rank_has_a_gpu() -> None:
+    overlay = next(path for path in OVERLAYS if path.name == "nvidia-tensor-parallel")
+    resources = container_of(workloads(overlay)["executor"])["resources"]
+    ranks = environment(overlay, "executor")["PAGEWISE_TENSOR_PARALLEL"]
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == ranks
+
+
 @each_overlay
 def test_who_reaches_which_port(overlay: Path) -> None:
     policies = {one["metadata"]["name"]: one["spec"] for one in build(overlay) if one["kind"] == "NetworkPolicy"}
@@ -174,8 +181,18 @@ def test_who_reaches_which_port(overlay: Path) -> None:
     assert set(deny["policyTypes"]) == {"Ingress", "Egress"}
     assert "ingress" not in deny
     assert "egress" not in deny
+    executor = environment(overlay, "executor")
+
+    def named(port: dict[str, Any]) -> Any:
+        """Ranks of an executor listen on ports that follow each other, which a policy cannot name."""
+        if "endPort" not in port:
+            return port["port"]
+        assert port["port"] == port_of(executor["PAGEWISE_BLOCK_LISTEN"])
+        assert port["endPort"] == port["port"] + int(executor["PAGEWISE_TENSOR_PARALLEL"]) - 1
+        return "blocks"
+
     allowed = {
-        port["port"]: peer["podSelector"]["matchLabels"]
+        named(port): peer["podSelector"]["matchLabels"]
         for spec in policies.values()
         for rule in spec.get("ingress", [])
         for port in rule["ports"]
@@ -190,7 +207,7 @@ def test_who_reaches_which_port(overlay: Path) -> None:
     }
     # What each kind may call, the hub and the name server aside.
     calls = {
-        name: {port["port"] for rule in spec.get("egress", []) for port in rule["ports"]}
+        name: {named(port) for rule in spec.get("egress", []) for port in rule["ports"]}
         for name, spec in policies.items()
         if name != "pagewise-outside"
     }

@@ -44,6 +44,11 @@ def test_others_compute_smaller_ones(gpu: Described | None) -> None:
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 2048)
 
 
+def test_ranks_compute_steps_that_the_weakest_can() -> None:
+    config = with_step_limits(ExecutorConfig(), H200, lambda own: min(own, False))
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 2048)
+
+
 def test_what_is_asked_for_counts_on_any_device() -> None:
     config = with_step_limits(ExecutorConfig(max_num_seqs=7, max_num_batched_tokens=300, model="m"), H200)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.model) == (7, 300, "m")

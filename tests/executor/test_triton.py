@@ -179,13 +179,13 @@ def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatc
         max_model_len=8, max_num_seqs=2, max_num_batched_tokens=64, deterministic=True,
     )  # fmt: skip
     loaded = load_model(options)
-    monkeypatch.setattr(model_runner, "load_model", lambda _: loaded)
+    monkeypatch.setattr(model_runner, "load_model", lambda *_: loaded)
     runner = ModelRunner(options)
     plans: dict[LayerKind, DecodePlan] = {}
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     assert runner._graphs is not None
-    backend = runner._graphs._backend
+    backend = runner._graphs.decodes._backend
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: (plans.update(backend._plans), 0)[1])
     kept: list[int] = []
     compute = runner._engine.compute
@@ -204,7 +204,7 @@ def test_plans_of_prefills_go_through_pinned_memory(tmp_path: Path, monkeypatch:
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
     )
     assert runner._graphs is not None
-    backend = runner._graphs._backend
+    backend = runner._graphs.decodes._backend
     uploaded: list[torch.Tensor] = []
     together, prepare, steps = Uploads.together, backend.prepare, []
 
@@ -238,7 +238,7 @@ def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypat
     assert sizes == [1, 2, 4, 8, 16]
     assert runner._graphs is not None
     with torch.inference_mode():
-        runner._graphs.warm_up()
+        runner._graphs.decodes.warm_up()
     assert runner.inventory() is None
 
 

@@ -84,6 +84,13 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--speculative", '{"num_speculative_tokens": 3, "disable_by_batch_size": 33}'], {}, "Expected `int` <= 32"),
         (["--speculative", "[4]"], {}, "--speculative-config: Expected `object`"),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE"),
+        (["--tensor-parallel", "0"], {}, "--tensor-parallel: Expected `int` >= 1"),
+        (["--tensor-parallel", "2", "--enable-lora"], {}, "--tensor-parallel 2 cannot be used with --enable-lora"),
+        (["--tensor-parallel", "2", "--deterministic"], {}, "cannot be used with --deterministic"),
+        (["--tensor-parallel", "2", "--kv-mapping", "mmu"], {}, "cannot be used with --kv-mapping mmu"),
+        (["--simulate"], {"PAGEWISE_TENSOR_PARALLEL": "4"}, "--tensor-parallel 4 cannot be used with --simulate"),
+        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size: layers are not divided among devices"),
+        (["--enable-expert-parallel"], {}, "use --tensor-parallel N, which divides each expert"),
     ],
 )
 def test_errors_name_their_source(
@@ -93,6 +100,12 @@ def test_errors_name_their_source(
         parse(*argv, **environ)
     assert stop.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_ranks_are_asked_for_by_either_name() -> None:
+    assert parse("--tensor-parallel-size", "4").executor.tensor_parallel == 4
+    assert parse("--tensor-parallel=2").executor.tensor_parallel == 2
+    assert parse().executor.tensor_parallel == 1
 
 
 def test_speculation_is_asked_for_as_in_vllm_or_in_short() -> None:

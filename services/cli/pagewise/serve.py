@@ -58,8 +58,9 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
     """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
-    if threads == "auto" and config.executors > 1 and openmp_threads(os.environ) is None:
-        threads = share_of_cores(config.executors)
+    processes = config.executors * config.executor.tensor_parallel
+    if threads == "auto" and processes > 1 and openmp_threads(os.environ) is None:
+        threads = share_of_cores(processes)
     executors = []
     for number, gpu in enumerate(gpus):
         name = f"executor-{number}"
@@ -87,24 +88,36 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
-    """Return the variables that give each executor a GPU of its own, as far as there are enough of them.
+    """Return the variables that give each rank of each executor a GPU of its own, as far as there are enough of them.
 
     Raises:
-        StartError: executors would share a GPU without a limit, and each would take most of its memory.
+        StartError: there are fewer GPUs than one executor has ranks; or executors would share a GPU without a limit,
+            and each would take most of its memory.
     """
     count, executor = config.executors, config.executor
-    if count < 2 or not gpus or executor.device == "cpu" or executor.simulate:
+    ranks = executor.tensor_parallel
+    if not gpus or executor.device == "cpu" or executor.simulate:
         return [{}] * count
-    together = -(-count // len(gpus)) * executor.gpu_memory_utilization
+    if ranks > len(gpus):
+        raise StartError(
+            f"--tensor-parallel {ranks}: each executor needs {ranks} GPUs, and there are {len(gpus)} (--device cpu "
+            "computes without them)"
+        )
+    if count < 2:
+        return [{}] * count
+    # Groups that follow each other: neighbours are often connected by faster links.
+    groups = [gpus[first : first + ranks] for first in range(0, len(gpus) - ranks + 1, ranks)]
+    together = -(-count // len(groups)) * executor.gpu_memory_utilization
     if together > 1 and executor.kv_memory is None and executor.num_blocks is None:
+        each = f" of {ranks} ranks each" if ranks > 1 else ""
         said = (
-            f"{count} executors share {len(gpus)} GPUs, and each may take {executor.gpu_memory_utilization:g} of one: "
-            "give each less with --gpu-memory-utilization, or set the size of its KV pool with --kv-memory"
+            f"{count} executors{each} share {len(gpus)} GPUs, and each may take {executor.gpu_memory_utilization:g} of "
+            "one: give each less with --gpu-memory-utilization, or set the size of its KV pool with --kv-memory"
         )
         if executor.device == "cuda":
             raise StartError(said)
         log.warning("%s", said)  # with --device auto they may still run on the CPU
-    return [{_VISIBLE: gpus[number % len(gpus)]} for number in range(count)]
+    return [{_VISIBLE: ",".join(groups[number % len(groups)])} for number in range(count)]
 
 
 async def _announce(config: ServeConfig) -> None:

@@ -1,5 +1,6 @@
 """Defaults that depend on the device: how large steps are."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -31,14 +32,18 @@ class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):
     max_num_batched_tokens: int
 
 
-def with_step_limits(config: ExecutorConfig, gpu: Gpu | None) -> SizedConfig:
+def with_step_limits(
+    config: ExecutorConfig, gpu: Gpu | None, least: Callable[[int], int] = lambda own: own
+) -> SizedConfig:
     """Return the options with the limits of steps that they leave to the device. ``gpu``: None on the CPU.
+
+    ``least``: returns the least number that a rank of this executor gives: all get the same limits.
 
     vLLM's rule for its server: large steps on cards of 70 GiB and more, but not on an A100, whose steps of 8,192 tokens
     take so long that they cost throughput (vLLM's pull request 17885). Here the compute capability tells these apart.
     More sequences than tokens cannot run.
     """
-    large = gpu is not None and gpu.total_memory >= _LARGE_MEMORY and gpu.major >= _LARGE_MAJOR
+    large = least(gpu is not None and gpu.total_memory >= _LARGE_MEMORY and gpu.major >= _LARGE_MAJOR)
     tokens = config.max_num_batched_tokens or (_LARGE_BATCHED_TOKENS if large else DEFAULT_BATCHED_TOKENS)
     rows = config.max_num_seqs or min(tokens, _LARGE_NUM_SEQS if large else DEFAULT_NUM_SEQS)
     options = msgspec.structs.asdict(config) | {"max_num_seqs": rows, "max_num_batched_tokens": tokens}

@@ -18,20 +18,18 @@ from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, Trit
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 
 if TYPE_CHECKING:
-    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
-    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
 
 class EngineChoice(NamedTuple):
-    """What computes logits, samples, and runs decode steps alone; ``graphs``: None if the engine runs those too.
-    ``mixed``: what the engine runs some of the steps with chunks by."""
+    """What computes logits, and samples. ``graphs``: what runs steps of decodes alone, and some of the engine's steps
+    with chunks; None if the engine runs all of them."""
 
     engine: ModelEngine
     token_sampler: TokenSampler
     penalties: Penalties
     compute_logprobs: ComputeLogprobs
-    graphs: "DecodeGraphs | None" = None
-    mixed: "MixedGraphs | None" = None
+    graphs: "StepGraphs | None" = None
 
 
 def choose_engine(
@@ -73,6 +71,7 @@ def _with_triton(
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
     from pagewise_executor.cuda_graphs.model_body import ModelBody
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
     from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
@@ -87,7 +86,7 @@ def _with_triton(
     token_sampler = TritonTokenSampler(rows, device)
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
-    graphs = DecodeGraphs(
+    decodes = DecodeGraphs(
         engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots
     )
     engine.graphs = mixed = MixedGraphs(
@@ -101,4 +100,4 @@ def _with_triton(
         slots,
     )
     penalties = TritonPenalties(rows, loaded.vocab_size, device)
-    return EngineChoice(engine, token_sampler, penalties, token_logprobs, graphs, mixed)
+    return EngineChoice(engine, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

@@ -11,6 +11,15 @@ from pagewise_executor.input_batch import SequenceState
 from pagewise_executor.sampling.logprobs import LogprobsTensors
 
 
+def record_event(device: torch.device) -> "torch.cuda.Event | None":
+    """Record a CUDA event; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 @dataclass(slots=True)
 class IssuedStep:
     """A step that may still be running on the device.

@@ -7,13 +7,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
-from pagewise_shared.cpu_threads import CpuTimes, choose_threads, openmp_threads, wait_variables
+from pagewise_shared.cpu_threads import CpuTimes, choose_threads, openmp_threads, share_of_cores, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
-from pagewise_shared.errors import PagewiseError
+from pagewise_shared.errors import ModelError, PagewiseError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
@@ -21,6 +22,10 @@ from pagewise_executor.pool_check import check_pool
 from pagewise_executor.runner import Runner
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
+
+if TYPE_CHECKING:
+    from pagewise_executor.collectives import Ranks
+    from pagewise_executor.ranks.leader import Leader, Lost
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     configure_logging(config.log_level, "executor")
     warn_of_variables()
-    tune_allocator(computes=True, free_unused=_free_unused)
+    tune_allocator(computes=True, free_unused=free_unused)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
     return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))
 
 
-def _free_unused() -> None:
+def free_unused() -> None:
     """Free the memory for results of the CPU operations that none has lain in since the last call."""
     # Not imported here: it imports torch, which the worker does in its own time, or never.
     if (results := sys.modules.get("pagewise_kernels.cpu.results")) is not None:
@@ -56,8 +61,7 @@ def _serve(config: ExecutorConfig) -> None:
         ModelError: the model cannot be served.
         RefusedError: the scheduler does not let this executor join.
     """
-    endpoint = next((each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://")
-    keys = load_keys(config.keys, config.key_name, endpoint, config.plaintext)  # before the model, which takes longer
+    keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)  # before the model
     service = ExecutorService(
         Worker(lambda: _build_useful_runner(config, keys)),
         config.scheduler,
@@ -69,16 +73,50 @@ def _serve(config: ExecutorConfig) -> None:
     run_event_loop(service.run())
 
 
+def endpoint_to_protect(config: ExecutorConfig) -> str:
+    """Return an endpoint of the executor that leaves this host, so that it needs keys; or one that does not."""
+    return next((each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://")
+
+
 def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     """Build the runner, and see to it that clients can use it."""
-    runner = build_runner(config, keys)
+    runner = build_runner(config, keys) if config.tensor_parallel == 1 else lead(config, keys)
     info = runner.info
     check_pool(info.num_blocks, info.block_size, info.bytes_per_block, info.max_model_len)
     return runner
 
 
-def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
+def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" = None) -> Runner:
+    """Start the other ranks of this executor, and build the runner of rank 0.
+
+    ``lost``: called when a rank is lost; None: this process ends then.
+
+    Raises:
+        ModelError: the model cannot be served.
+    """
+    from pagewise_executor.ranks.leader import Leader, end_process
+
+    if config.threads == "auto":
+        threads = openmp_threads(os.environ) or share_of_cores(config.tensor_parallel)
+        config = msgspec.structs.replace(config, threads=threads)
+    leader = Leader(config, lost or end_process)
+    try:
+        return build_runner(config, keys, leader=leader)
+    except BaseException:
+        leader.kill()
+        raise
+
+
+def build_runner(
+    config: ExecutorConfig,
+    keys: Keys | None = None,
+    seat: tuple[int, int, Path] | None = None,
+    leader: "Leader | None" = None,
+) -> Runner:
     """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
+
+    ``seat``: the number of this rank, how many there are, and the folder in which they meet, if it is not the only one.
+    ``leader``: of the other ranks, if this is rank 0.
 
     Raises:
         ModelError: the model cannot be served.
@@ -93,6 +131,7 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
     # time, and would take longer whenever the collector looks again while requests run.
     gc.disable()
     try:
+        from pagewise_executor.collectives import ALONE
         from pagewise_executor.kv.block_endpoint import block_listener
         from pagewise_executor.kv.peers import Peers
         from pagewise_executor.model_runner import ModelRunner
@@ -103,10 +142,35 @@ def build_runner(config: ExecutorConfig, keys: Keys | None = None) -> Runner:
         threads = openmp_threads(os.environ) or choose_threads(began)
         config = msgspec.structs.replace(config, threads=threads)
         log.info("using %d CPU threads (set --threads for another number)", config.threads)
+    if leader is not None:
+        seat = 0, leader.size, leader.folder
+    ranks = _join(config, *seat) if seat is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
-    if not config.lend_blocks:
-        return ModelRunner(config, host_folder=folder)
-    return ModelRunner(config, exchange=lambda store: Peers(store, *block_listener(config), keys), host_folder=folder)
+    rank = ranks.rank
+    exchange = (lambda store: Peers(store, *block_listener(config, rank), keys, rank)) if config.lend_blocks else None
+    if leader is None:
+        return ModelRunner(config, exchange=exchange, host_folder=folder, ranks=ranks)
+    from pagewise_executor.leading_runner import LeadingRunner
+
+    return LeadingRunner(leader, config, exchange=exchange, host_folder=folder, ranks=ranks)
+
+
+def _join(config: ExecutorConfig, rank: int, size: int, folder: Path) -> "Ranks":
+    """Take the GPU of this rank, if there are any, and meet the others.
+
+    Raises:
+        ModelError: there are fewer GPUs than ranks.
+    """
+    import torch
+
+    from pagewise_executor.collectives import Ranks
+
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if cuda:
+        if (count := torch.cuda.device_count()) < size:
+            raise ModelError(f"--tensor-parallel {size}: this executor sees {count} GPUs, and each rank needs its own")
+        torch.cuda.set_device(rank)
+    return Ranks.join(rank, size, folder, cuda=cuda)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.block_copies import BlockCopier, Tier
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.issued_step import IssuedStep
+from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
@@ -38,9 +39,9 @@ from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.offer import offer, tell_of_pool
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import Report, RunnerInfo
-from pagewise_executor.runner_info import describe
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
@@ -51,7 +52,7 @@ from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.uploads import Array, Uploads, to_host
 
 if TYPE_CHECKING:
-    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class ModelRunner:
     """One model, its KV pool, and the input batch that uses it.
 
     ``exchange``: how blocks go to other executors and come from them. ``host_folder``: where host memory outlives the
-    process.
+    process. ``ranks``: the ranks of this executor, each of which has a runner that gets the same calls with the same
+    plans. All hold the same blocks, each with its own part of the KV; rank 0 samples for all.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
@@ -69,17 +71,22 @@ class ModelRunner:
     _report: Report
 
     def __init__(
-        self, config: ExecutorConfig, *, exchange: MakePeers | None = None, host_folder: Path | None = None
+        self,
+        config: ExecutorConfig,
+        *,
+        exchange: MakePeers | None = None,
+        host_folder: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         threads = set_cpu_threads(config.threads)
-        loaded = load_model(config)
+        self._ranks = ranks
+        loaded = load_model(config, ranks)
         self._device = loaded.device
         gpu = torch.cuda.get_device_properties(self._device) if self._device.type == "cuda" else None
-        config = with_step_limits(with_block_size(config, loaded.kernels), gpu)
+        config = with_step_limits(with_block_size(config, loaded.kernels), gpu, ranks.least)
         kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
         if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
-            block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-            most = pool_size(config, block_bytes, self._device, loaded.max_model_len) * config.block_size
+            most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
         self._longest = loaded.max_model_len
         self._threads = StepThreads(threads if self._device.type == "cpu" else 1)
@@ -87,11 +94,13 @@ class ModelRunner:
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
-        self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
+        self._grammars, self._no_grammars = None, "rank 0 samples"
+        if ranks.first:
+            self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
         self._adapters = make_adapters(config, loaded)
         self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
         chosen = choose_engine(config, loaded, self._memory, self._last_tokens, self._adapters)
-        self._engine, self._graphs, self._mixed = chosen.engine, chosen.graphs, chosen.mixed
+        self._engine, self._graphs = chosen.engine, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
         self._tiers: dict[int, Tier] = {}
@@ -103,14 +112,12 @@ class ModelRunner:
         # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
-        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}")
+        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks)
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
         if self._graphs is not None and self._device.type == "cuda":
-            self._warm_up(self._graphs, config, loaded.dtype)
-        if config.profile:
-            sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
-            self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
-            lower = [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
+            self._capture(self._graphs, config)
+        if ranks.first:
+            lower = self._rehearse(config, loaded.dtype, lower)
         store = BlockStore(self._pool, self._tiers)
         self._storages = make_storages(
             config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size
@@ -126,39 +133,28 @@ class ModelRunner:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""
         unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
         reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
+        self._make_pool(config, loaded, kv_dtype, self._num_blocks(config, loaded, kv_dtype, reserved))
+        tell_of_pool(self.info)
+
+    def _num_blocks(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, reserved: int = 0) -> int:
+        """Return how many blocks every rank has room for."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        num_blocks = pool_size(config, block_bytes, self._device, self._longest, reserved)
-        self._make_pool(config, loaded, kv_dtype, num_blocks)
-        log.info(
-            "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
-            num_blocks,
-            config.block_size,
-            num_blocks * block_bytes / 2**30,
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
-            self.info.max_model_len,
-        )
+        return self._ranks.least(pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved))
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
-            loaded.shapes,
-            num_blocks,
-            config.block_size,
-            kv_dtype,
-            self._device,
-            layout=layout_of(config),
-            heads_first=loaded.heads_first,
-            triton=loaded.kernels == "triton",
+            loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=layout_of(config),
+            heads_first=loaded.heads_first, triton=loaded.kernels == "triton",
             memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
-        )
+        )  # fmt: skip
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool, self._mover)
-        grammars = self._grammars.most if self._grammars is not None else 0
-        self.info = describe(config, loaded, pool, no_grammars=self._no_grammars, max_grammars=grammars)
+        max_grammars = self._grammars.most if self._grammars is not None else 0
+        self.info = offer(config, loaded, pool, self._no_grammars, max_grammars)
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Return the bytes of device memory that the largest step takes beside weights, KV, and what steps keep."""
@@ -173,8 +169,8 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
-        if self._mixed is not None and config.cuda_graphs:  # graphs have memory of their own
-            peak += peak * min(tokens, self._mixed.sizes[-1]) // tokens
+        if self._graphs is not None and config.cuda_graphs:
+            peak += self._graphs.memory(peak, tokens)
         del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
         self._engine.detach()
         if self._memory is not None:
@@ -185,21 +181,31 @@ class ModelRunner:
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
-    def _warm_up(self, graphs: "DecodeGraphs", config: SizedConfig, dtype: torch.dtype) -> None:
-        """Compile all kernels that serving needs, and capture the CUDA graphs."""
-        from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
-        from pagewise_executor.warm_up import warm_up
-
-        assert self._mixed is not None
+    def _capture(self, graphs: "StepGraphs", config: SizedConfig) -> None:
+        """Capture the CUDA graphs, which all ranks do together."""
         with torch.inference_mode():
             if not config.cuda_graphs:
-                graphs.warm_up()
-            elif not capture_graphs(self._mixed, graphs):
+                graphs.decodes.warm_up()
+            elif not graphs.capture(self._ranks):
                 self.info = dataclasses.replace(self.info, fallback=True)
         self._mover.warm_up()
         if self._adapters is not None:
             self._adapters.slots.warm_up()
-        warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
+
+    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
+        """Compile the kernels that serving needs, and measure what steps and copies cost; return the measured tiers.
+
+        How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.
+        """
+        if self._device.type == "cuda" and self._graphs is not None:
+            from pagewise_executor.warm_up import warm_up
+
+            warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
+        if not config.profile:
+            return tiers
+        sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
+        self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
+        return [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
 
     def report_copies(self, report: Report) -> None:
         """See ``Runner``."""
@@ -266,19 +272,15 @@ class ModelRunner:
             self._adapters.close()
         for tier in self._tiers.values():
             tier.close()
+        self._ranks.leave()
 
     def reset(self, welcome: Welcome) -> None:
         """See ``Runner``."""
         self._batch = InputBatch(
-            num_rows=welcome.max_num_seqs,
-            max_model_len=self._longest,
-            block_size=self.info.block_size,
-            pool_blocks=self.info.num_blocks,
-            tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
-            vocab_size=self.info.vocab_size,
-            storages=self._storages.links,
-            num_adapters=self.info.max_loras,
-        )
+            num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
+            pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.max_loras,
+            tiers={number: tier.num_blocks for number, tier in self._tiers.items()}, storages=self._storages.links,
+        )  # fmt: skip
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:
             self._block_hashes.clear()
@@ -287,13 +289,10 @@ class ModelRunner:
             self._adapters.reset(welcome.epoch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(
-            self._token_sampler,
-            self._penalties,
-            ConstraintTables(self.info.vocab_size, self._device),
-            self._compute_logprobs,
-            self._device,
+            self._token_sampler, self._penalties, ConstraintTables(self.info.vocab_size, self._device),
+            self._compute_logprobs, self._device,
             StructuredRows(self._grammars, self.info.no_grammars, self.info.vocab_size, self._device),
-        )
+        )  # fmt: skip
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
@@ -303,7 +302,7 @@ class ModelRunner:
             InvalidPlanError: the plan contradicts what the rows hold; torch's own errors if the device fails.
         """
         began = time.perf_counter()
-        start = self._event()
+        start = record_event(self._device)
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
         if self._adapters is not None:
@@ -314,8 +313,10 @@ class ModelRunner:
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-        for draft in work.drafts:
-            sampler.check_draftable(draft.row)
+        if self._ranks.first:  # which samples, and knows what that depends on
+            for draft in work.drafts:
+                sampler.check_draftable(draft.row)
+        self._accepted(plan)
         self._copier.begin(plan.epoch, plan.step, work.copies)
         # After the copies, which report what leaves the device by its block hash.
         self._block_hashes.discard_overwritten(batch, work.changed_tables)
@@ -328,27 +329,20 @@ class ModelRunner:
         elif len(work.decoding) or work.chunks:
             with self._threads.step(work.num_tokens):
                 logits, at, prompts = self._forward(work)
-                if len(logits):
+                if work.sampled_rows:
                     tokens, logprobs = self._sample(work, logits, at)
         rows = [batch.sequences[row] for row in work.sampled_rows]
         kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
         batch.advance(work)
-        events = None
         if start is not None:
             tokens = to_host(tokens)
-            done = self._event()
-            assert done is not None
-            events = (start, done)
+        done = record_event(self._device)
+        events = (start, done) if start is not None and done is not None else None
         seconds = time.perf_counter() - began
         return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
 
-    def _event(self) -> "torch.cuda.Event | None":
-        """Record a CUDA event; None on the CPU."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _accepted(self, plan: StepPlan) -> None:
+        """Called with every plan once it has been found to be right, before anything is done for it."""
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
         """Return what sampling needs on the device: positions, rows as kernels take them, and as PyTorch does."""
@@ -364,8 +358,11 @@ class ModelRunner:
         """
         rows = work.sampled_rows
         positions, on_device, index = at
-        tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
-        last = tokens
+        if self._ranks.first:
+            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
+        else:
+            tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
+        last = tokens = self._ranks.share_tokens(tokens)
         if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
             kept = np.array(accept(work.drafts, tokens.tolist(), len(work.decoding)), np.int64)
             chosen, index = self._upload.together(kept, np.array(rows, np.int64)[kept])
@@ -373,12 +370,15 @@ class ModelRunner:
         self._last_tokens[index] = last
         return tokens, logprobs
 
-    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
+    def _decode(self, graphs: "StepGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Run a step of decodes alone, which a graph computes and samples."""
-        logits, tokens = graphs.run(
+        logits, tokens = graphs.decodes.run(
             work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
         )
         if self._sampler.are_simple(work.sampled_rows):
+            if not self._ranks.alone:  # what graphs of other ranks have sampled means nothing
+                tokens = self._ranks.share_tokens(tokens)
+                self._last_tokens[self._upload(work.decoding)] = tokens
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
         # after the next run of the graph as well.
@@ -394,5 +394,6 @@ class ModelRunner:
         sampled = self._sampled_at(work)
         logits, at = self._engine.compute(work, np.array(kept, np.int64), sampled)
         number = len(sampled[0])
+        reported = reported if self._ranks.first else []
         prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
         return logits[:number], at, prompts

@@ -50,7 +50,7 @@ class UpConfig(Struct, frozen=True, kw_only=True):
     )
     executor: Annotated[
         ExecutorConfig,
-        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise", "tensor_parallel"),
+        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise"),
     ] = ExecutorConfig()
     gateways: Gateways = 1
     executors: Executors = 1
@@ -61,7 +61,6 @@ class UpConfig(Struct, frozen=True, kw_only=True):
     name: Annotated[str, _help("name of what runs in the cluster; several may run beside each other", "NAME")] = (
         "pagewise"
     )
-    tensor_parallel: Annotated[Positive, _help("ranks of each executor, each with a device of its own", "N")] = 1
     executor_cpus: Annotated[
         Positive,
         _help(

@@ -87,6 +87,7 @@ GROUPS = {
     "processes": (
         "gateways",
         "executors",
+        "tensor_parallel",
         "profile",
         "cuda_graphs",
         "threads",
@@ -107,7 +108,6 @@ GROUPS = {
     "Ray": (
         "ray",
         "name",
-        "tensor_parallel",
         "executor_cpus",
         "min_executors",
         "max_executors",

@@ -18,6 +18,7 @@ from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfi
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
+from pagewise_shared.config.parallel_options import REFUSED, check_parallel
 from pagewise_shared.config.size_options import check_pool_options
 from pagewise_shared.config.speculative import parse_speculative
 from pagewise_shared.errors import ConfigError
@@ -86,6 +87,9 @@ def parse_config(
     # In the order of the groups. An option without a group (the model) comes first.
     for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
         _add_argument(groups[titles[name]] if name in titles else parser, found[name])
+    if "tensor_parallel" in found:
+        for flag in REFUSED:
+            parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if (model := given.pop("model_argument", None)) is not None:
         given["model"] = model
@@ -93,6 +97,13 @@ def parse_config(
         return build_config(config_type, given, os.environ if environ is None else environ)
     except ConfigError as error:
         parser.error(str(error))
+
+
+class _Refuse(argparse.Action):
+    """An option that others have, and that there is not."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]}: {REFUSED[self.option_strings[0]]}")
 
 
 def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
@@ -116,6 +127,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         if values.get(name) is not None:
             parse_size(values[name])
     check_lora(values)
+    check_parallel(values)
     if values.get("speculative_config") is not None:
         parse_speculative(values["speculative_config"])
     if values.get("role", "both") != "both" and values.get("lend_blocks") is False:

@@ -77,3 +77,7 @@ def greatest_plan() -> int:
     joined = MAX_JOINED_BYTES + MAX_SEQUENCE_BYTES + SEQUENCE_OVERHEAD_BYTES + MAX_GRAMMAR_BYTES + MAX_CONSTRAINTS_BYTES
     rows = MAX_ROWS * _ROW_BYTES + MAX_BATCHED_TOKENS * _TOKEN_BYTES
     return joined + moves + MAX_DEVICE_BLOCKS * (2 * _TABLE_BYTES + 2 * _COPY_BYTES) + rows + _NAMES_BYTES
+
+
+MAX_RANKS = 64
+"""The most ranks of an executor."""

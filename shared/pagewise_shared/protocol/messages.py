@@ -100,8 +100,9 @@ class Hello(Message, frozen=True):
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
         tiers: those that it has below the device, the nearest first. costs: what it has measured of its steps, if
             anything.
-        block_endpoint: ZeroMQ endpoint where other executors fetch blocks; empty: it lends none. block_format: those
-            with the same one can use each other's blocks. inventory: blocks it holds from before; None: nothing.
+        block_endpoint: ZeroMQ endpoint where other executors fetch blocks, or those of its ranks with spaces between
+            them; empty: it lends none. block_format: those with the same one can use each other's blocks. inventory:
+            blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
         storages: that it reads and writes.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,

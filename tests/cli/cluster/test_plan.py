@@ -33,6 +33,12 @@ def test_the_same_options_and_keys_make_the_same_plan_and_others_change_what_the
     assert "--num-blocks=7" in other.processes["executor"].argv
 
 
+def test_the_ranks_of_an_executor_take_the_room_of_as_many() -> None:
+    executor = plan_of(executor=ExecutorConfig(tensor_parallel=2), executor_cpus=3).processes["executor"]
+    assert (executor.ranks, executor.cpus) == (2, 3)
+    assert {"--tensor-parallel=2", "--threads=3"} <= set(executor.argv)
+
+
 def test_a_folder_of_keys_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = str(tmp_path / "keys")
     configs = {

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.chaos.workload import client_of
 from benchmarks.processes import spawn
+from tests.executor.ranks.one_rank import texts_of_one_rank
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
@@ -56,13 +57,13 @@ class Deployment:
         whole = [sys.executable, "-m", "pagewise.main", command, f"--ray={self.address}", *arguments]
         return subprocess.run(whole, capture_output=True, text=True, timeout=180, check=False)
 
-    def start_up(self, *arguments: str) -> "subprocess.Popen[str]":
-        whole = [sys.executable, "-m", "pagewise.main", "up", f"--ray={self.address}", *SIMULATED, *arguments]
+    def start_up(self, *arguments: str, common: tuple[str, ...] = SIMULATED) -> "subprocess.Popen[str]":
+        whole = [sys.executable, "-m", "pagewise.main", "up", f"--ray={self.address}", *common, *arguments]
         self._ups.append(spawn(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return self._ups[-1]
 
-    def up(self, *arguments: str) -> None:
-        process = self.start_up(*arguments)
+    def up(self, *arguments: str, common: tuple[str, ...] = SIMULATED) -> None:
+        process = self.start_up(*arguments, common=common)
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0, said
 
@@ -281,9 +282,26 @@ async def test_other_options_are_taken_on_one_process_after_the_other(deployment
     assert len(deployment.ready("executor")) == 2
 
 
+def test_an_executor_of_two_ranks_serves_what_one_rank_does(deployment: Deployment) -> None:
+    deployment.add_node(4)
+    deployment.up("--tensor-parallel=2", "--device=cpu", "--num-blocks=200", common=("--no-profile", "--port=0"))
+    assert sorted(deployment.processes()) == ["executor-0", "gateway-0", "scheduler-0"], "its ranks are one executor"
+    prompts = [[11 + number, *range(40, 70 + 9 * number)] for number in range(2)]
+    with openai.OpenAI(base_url=f"{deployment.url()}/v1", api_key="none") as client:
+        answers = [
+            client.completions.create(
+                model="pagewise-demo", prompt=ids, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+            )
+            for ids in prompts
+        ]
+    assert [answer.choices[0].text for answer in answers] == texts_of_one_rank(prompts, 12)
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert sum("-m pagewise_executor.follower" in command for command in commands) == 1
+
+
 def test_what_cannot_run_is_said(deployment: Deployment) -> None:
     deployment.add_node(4)
-    said = deployment.run("up", "--tensor-parallel=64", "--simulate")
+    said = deployment.run("up", "--tensor-parallel=64")
     assert (said.returncode, "has 64 CPU" in said.stderr) == (1, True), said.stderr
     assert "its ranks have to be on one node" in said.stderr
     said = deployment.run("up", "/no/such/model", "--port=0")

@@ -60,8 +60,8 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @contextmanager
 def from_static_buffers(runner: ModelRunner) -> Iterator[MixedGraphs]:
     """Steps with chunks run as graphs would."""
-    mixed = runner._mixed
-    assert mixed is not None
+    assert runner._graphs is not None
+    mixed = runner._graphs.mixed
     mixed.runs = True
     try:
         yield mixed

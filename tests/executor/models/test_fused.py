@@ -10,6 +10,8 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import loader, preparation
+from pagewise_executor.models.fused import fuse_layers
+from pagewise_executor.models.operations import TorchOperations
 from pagewise_executor.models.packed_linear import PackedLinear, pack_linears
 from pagewise_executor.profile import profile_run
 from pagewise_shared.config import ExecutorConfig
@@ -34,6 +36,17 @@ def test_fused_layers_compute_what_the_originals_compute(
     plain_tokens, plain_logprobs = tokens_and_logprobs(tmp_path, "float32")
     assert tokens == plain_tokens
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+
+
+def test_decoders_within_another_module_stay_as_they_are(tmp_path: Path) -> None:
+    """Such a module may compute embeddings itself: GOT-OCR2 does, from images, and gives them to its decoder."""
+    build_model("qwen2", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    whole = nn.Module()
+    whole.model = nn.Module()
+    whole.model.language_model = model.model
+    assert fuse_layers(whole, TorchOperations()) == 0
+    assert fuse_layers(model, TorchOperations()) == len(model.model.layers)
 
 
 def test_the_largest_step_runs_in_as_many_sequences_as_it_takes(tmp_path: Path) -> None:

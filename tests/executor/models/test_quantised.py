@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.quantised_linear import (
     JoinedLinear,
@@ -28,11 +27,8 @@ from tests.executor.driver import request, run_requests
 from tests.executor.runners import build_runner
 from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import FUSED, build_model, spoil_weights
-from tests.quantised_checkpoints import FORMS, FP8, OracleLinear, build_quantised, edit_config
+from tests.quantised_checkpoints import FORMS, FP8, OracleLinear, build_quantised, check_layers, edit_config
 
-ERROR = 0.002
-"""Largest error of a linear layer beside float64, relative to its largest output: an input may be rounded the other way
-where float32 and float64 disagree. In bfloat16 results are rounded, too."""
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 40)]
 
 
@@ -44,27 +40,6 @@ def refused(path: Path, **options: Any) -> str:
     with pytest.raises(ModelError) as error:
         load(path, **options)
     return str(error.value)
-
-
-def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-    """The fused linear layers compute what their parts should, side by side."""
-    layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
-    assert len(layers) == len(oracle.model.layers) >= 1
-    generator = torch.Generator().manual_seed(1)
-    for ours, theirs in zip(layers, oracle.model.layers, strict=True):
-        attention, mlp = theirs.self_attn, theirs.mlp
-        for module, parts in (
-            (ours.qkv, [attention.q_proj, attention.k_proj, attention.v_proj]),
-            (ours.out, [attention.o_proj]),
-            (ours.gate_up, [mlp.gate_proj, mlp.up_proj]),
-            (ours.down, [mlp.down_proj]),
-        ):
-            x = torch.randn(7, parts[0].weight.shape[1], generator=generator).to(dtype)
-            expected = torch.cat([part(x.double()) for part in parts], dim=-1)
-            found = module(x.to(device)).cpu()
-            assert found.dtype == dtype
-            error = (found.double() - expected).abs().max() / expected.abs().max()
-            assert float(error) <= (ERROR if dtype == torch.float32 else 0.01)
 
 
 def check_served(path: Path, oracle: Any, **options: Any) -> None:

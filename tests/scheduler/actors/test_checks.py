@@ -54,6 +54,7 @@ OFFERS = [
     {"executor_id": "a\n12:00:00 INFO forged"},
     {"device": "\x1b[31m"},
     {"block_endpoint": "tcp://" + "x" * 300},
+    {"block_endpoint": " ".join(["tcp://" + "x" * 200] * 90)},
     {"block_format": "a\nb"},
     {"costs": MeasuredCosts(float("nan"), 0, 0)},
     {"costs": MeasuredCosts(0, 0, -1.0)},

@@ -136,7 +136,7 @@ def _plan(config: UpConfig) -> Plan:
     device, simulated = config.executor.device, config.executor.simulate
     gpus = not simulated and (device == "cuda" or (device == "auto" and any("GPU" in node for node in nodes)))
     need = {"CPU": config.executor_cpus} | ({"GPU": 1} if gpus else {})
-    ranks = config.tensor_parallel
+    ranks = config.executor.tensor_parallel
     if not any(all(node.get(what, 0) >= ranks * count for what, count in need.items()) for node in nodes):
         each = " and ".join(f"{ranks * count} {what}" for what, count in need.items())
         raise PlanError(

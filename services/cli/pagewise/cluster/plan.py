@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from pagewise_shared.config import DEFAULT_NUM_SEQS, ExecutorConfig, UpConfig, options_of, secret_variables, to_argv
+from pagewise_shared.config import DEFAULT_NUM_SEQS, UpConfig, secret_variables, to_argv
 from pagewise_shared.version import package_version
 
 from pagewise.cluster.reconcile import Kind
@@ -84,9 +84,6 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
     least, most = config.min_executors or config.executors, config.max_executors or config.executors
     if not least <= config.executors <= most:
         raise PlanError(f"--executors {config.executors} is not between --min-executors {least} and {most}")
-    ranks = config.tensor_parallel
-    if ranks > 1 and "tensor_parallel" not in options_of(ExecutorConfig):
-        raise PlanError(f"--tensor-parallel {ranks}: the executors of this version have one rank each")
     if config.gateway.plaintext:
         keys = {}
     elif config.scheduler.keys is not None:
@@ -120,7 +117,6 @@ def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[di
     executor = config.executor
     if executor.threads == "auto":
         executor = replace(executor, threads=config.executor_cpus)
-    ranks = config.tensor_parallel
     processes: dict[Kind, ProcessPlan] = {
         "scheduler": ProcessPlan(
             kind="scheduler",
@@ -141,12 +137,12 @@ def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[di
         ),
         "executor": ProcessPlan(
             kind="executor",
-            argv=[*to_argv(replace(executor, keys=None)), *([f"--tensor-parallel={ranks}"] if ranks > 1 else [])],
+            argv=to_argv(replace(executor, keys=None)),
             variables={},
             keys=_keys_of(keys, "executor"),
             cpus=config.executor_cpus,
             gpus=int(gpus),
-            ranks=ranks,
+            ranks=executor.tensor_parallel,
             drain_seconds=executor.drain_timeout + _GRACE_SECONDS,
         ),
     }

@@ -15,6 +15,7 @@ from pagewise_kernels.sampling import sample
 
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
 from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.triton_slots import TritonSlots
@@ -74,10 +75,10 @@ class DecodeGraphs(GraphedSteps):
         self._rows[:size] = self._padding
         self._lengths[:size] = 0
 
-    def capture(self, pool: object) -> object:
+    def capture(self, pool: object, ranks: Ranks) -> object:
         """See ``GraphedSteps``."""
         self._logits = torch.empty_like(self.compute(self.sizes[-1])[0])
-        return super().capture(pool)
+        return super().capture(pool, ranks)
 
     def record(self, size: int, *, uses: bool) -> None:
         """See ``GraphedSteps``."""

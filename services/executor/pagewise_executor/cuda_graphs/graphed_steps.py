@@ -2,6 +2,16 @@
 
 Launching the kernels of a step takes longer than the device needs for a small step; a graph is launched at once. A step
 is padded up to the next size of which there is a graph.
+
+The graphs of an executor of several ranks have their collectives inside, so all ranks have to replay the same ones in
+the same order. They do, because everything that decides it is the same on all of them:
+
+- Whether there are graphs is agreed on (``Ranks.least``): before the first capture of a sort of steps, and after each.
+  As soon as one rank fails, all drop the graphs of this sort. What is captured does not run, so nobody waits for the
+  rank that has failed, and all of them go on with the same steps without graphs.
+- Warming up and capturing are one sequence of sorts, sizes and variants, which depends on options and on sizes that
+  ranks have agreed on. All collectives have been computed once before a capture, as NCCL needs it.
+- Whether a step is replayed, and of which size and variant, follows from these and from the plan, which all ranks get.
 """
 
 import logging
@@ -12,10 +22,15 @@ from typing import Any
 
 import torch
 
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sync_debug import waiting_is_an_error
 
 log = logging.getLogger(__name__)
+
+
+class NoGraphsError(RuntimeError):
+    """There cannot be graphs of a sort of steps, on none of the ranks: all raise it at the same place."""
 
 
 class GraphedSteps(ABC):
@@ -76,11 +91,11 @@ class GraphedSteps(ABC):
             return f"a step waits for the device ({_first_line(error)})"
         return None
 
-    def capture(self, pool: Any) -> Any:
+    def capture(self, pool: Any, ranks: Ranks) -> Any:
         """Capture the graphs, the largest first, with memory from ``pool``, and return that; None: a pool of their own.
 
         Raises:
-            RuntimeError: that fails.
+            NoGraphsError: a capture fails, here or on another rank. RuntimeError: a step fails.
         """
         for size, uses in product(reversed(self.sizes), self.variants()):
             self.clear(size)
@@ -88,46 +103,77 @@ class GraphedSteps(ABC):
             self.compute(size)  # compiles kernels that are not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Only what this thread does may spoil the capture: those of the host tier use the device as well.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.record(size, uses=uses)
+            _agree(self._capture_one(graph, size, uses=uses, pool=pool), ranks)
             pool = graph.pool()
             self.graphs[size, uses] = graph
         return pool
 
+    def _capture_one(self, graph: torch.cuda.CUDAGraph, size: int, *, uses: bool, pool: Any) -> str | None:
+        """Capture a step into ``graph``; None. If that fails, return why: nothing of the step has run on the device."""
+        stream = torch.cuda.current_stream()
+        try:
+            # Only what this thread does may spoil the capture: those of the host tier use the device as well.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.record(size, uses=uses)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
+            return _failed(error)
+        return None
 
-def capture_graphs(*sorts: GraphedSteps) -> bool:
+
+def capture_graphs(ranks: Ranks, *sorts: GraphedSteps) -> bool:
     """Capture the graphs of all sorts of steps, those that take the most memory first: they share it.
 
     This takes seconds. A model that waits for the device cannot be captured, and a capture may fail: then steps of this
-    sort run without graphs, and the log says why. Returns whether all have graphs.
+    sort run without graphs on all ranks, and the log says why. Returns whether all have graphs.
+
+    Raises:
+        RuntimeError: a step fails on some ranks only, which are no longer in step with each other.
     """
     pool: Any = None
     failed = 0
     for steps in sorts:
         began = time.perf_counter()
-        stream = torch.cuda.current_stream()
-        reason = steps.why_not()
-        if reason is None:
-            try:
-                pool = steps.capture(pool)
-            except RuntimeError as error:
-                torch.cuda.set_stream(stream)  # a capture that fails may leave its own one behind
-                steps.drop()
-                reason = f"capturing them failed ({_first_line(error)})"
-        if reason is None:
+        try:
+            _agree_before(steps.why_not(), ranks)
+            pool = steps.capture(pool, ranks)
+        except RuntimeError as error:
+            if not ranks.alone and not isinstance(error, NoGraphsError):
+                raise  # others wait for this rank in the middle of a step
+            steps.drop()
+            reason = str(error) if isinstance(error, NoGraphsError) else _failed(error)
+            log.warning("%s run without CUDA graphs, slower: %s", steps.name, reason)
+            failed += 1
+            steps.warm_up()
+        else:
             seconds = time.perf_counter() - began
             log.info("%s: %d CUDA graphs captured in %.1f s", steps.name, len(steps.graphs), seconds)
-            continue
-        log.warning("%s run without CUDA graphs, slower: %s", steps.name, reason)
-        failed += 1
-        steps.warm_up()
     return not failed
+
+
+def _agree(reason: str | None, ranks: Ranks) -> None:
+    """Raise NoGraphsError if this rank or another one has a reason for having no graphs."""
+    if not ranks.least(reason is None):
+        raise NoGraphsError(reason or "another rank has none")
+
+
+def _agree_before(reason: str | None, ranks: Ranks) -> None:
+    """Raise NoGraphsError if all ranks have a reason. It is one of the model, which has ended a step before its end: a
+    rank that has none has computed that step, and its collectives do not fit those of others any more."""
+    possible = ranks.least(reason is None)
+    if reason is not None:
+        raise NoGraphsError(reason)
+    if not possible:
+        raise RuntimeError("a step waits for the device on another rank, and not on this one")
 
 
 def sizes_up_to(most: int, ladder: list[int]) -> list[int]:
     """Return the sizes of a ladder below ``most``, and ``most``."""
     return [*(size for size in ladder if size < most), most]
+
+
+def _failed(error: RuntimeError) -> str:
+    return f"capturing them failed ({_first_line(error)})"
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -19,6 +19,7 @@ from pagewise_kernels.decode_inputs import decode_inputs
 
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import LayerKind, TritonBackend, TritonStep, chunks_of
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
 from pagewise_executor.cuda_graphs.model_body import ModelBody
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
@@ -97,9 +98,9 @@ class MixedGraphs(GraphedSteps):
         """Whether ``run`` computes a step."""
         return self.runs and work.num_tokens <= self.sizes[-1]
 
-    def capture(self, pool: object) -> object:
+    def capture(self, pool: object, ranks: Ranks) -> object:
         """See ``GraphedSteps``."""
-        pool = super().capture(pool)
+        pool = super().capture(pool, ranks)
         self.runs = True
         return pool
 

@@ -10,13 +10,15 @@ from pagewise_shared.config import ExecutorConfig
 log = logging.getLogger(__name__)
 
 
-def block_listener(config: ExecutorConfig) -> tuple[str, str]:
+def block_listener(config: ExecutorConfig, rank: int = 0) -> tuple[str, str]:
     """Return the endpoint to bind and the host name under which other executors find it.
+
+    ``rank``: of this executor's ranks, each of which listens: with ``--block-listen`` on the ports that follow.
 
     Without ``--block-listen`` the endpoint is next to the scheduler's: on the address of this machine that leads to the
     scheduler, or, with ipc, in the same folder.
     """
-    listen, host = config.block_listen, config.advertise
+    listen, host = _of_rank(config.block_listen, rank), config.advertise
     if config.scheduler.startswith("ipc:"):
         own = f"ipc://{config.scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
         return listen or own, host or "127.0.0.1"
@@ -36,3 +38,13 @@ def _address_towards(endpoint: str) -> str:
     except OSError as error:
         log.warning("%s does not resolve yet (%s): taking this machine's own name for its address", endpoint, error)
         return socket.gethostbyname(socket.gethostname())
+
+
+def _of_rank(listen: str | None, rank: int) -> str | None:
+    """Return the endpoint of a rank next to that of rank 0: the port, or the path, with another number."""
+    if listen is None or rank == 0 or listen.endswith(":*"):
+        return listen
+    if listen.startswith("ipc:"):
+        return f"{listen}-{rank}"
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + rank}"

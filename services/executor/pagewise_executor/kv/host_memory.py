@@ -130,7 +130,8 @@ class NamedMemory:
     """Memory in a file in ``folder``, on which this process holds a lock.
 
     ``content`` names the model, the format and the geometry of the blocks. The first file of the same content that no
-    process holds is taken over with its blocks; if there is none, a new one is made.
+    process holds is taken over with its blocks; if there is none, a new one is made. ``number``: of the file that is
+    tried first.
 
     Raises:
         OSError: the file cannot be made, for instance for lack of room, or cannot be pinned.
@@ -138,12 +139,15 @@ class NamedMemory:
 
     outlives = True
 
-    def __init__(self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool) -> None:
+    def __init__(
+        self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool, number: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         kind = hashlib.sha256(f"1 {content} {num_blocks} {bytes_per_block}".encode()).hexdigest()[:16]
         records = -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE
         size = records + num_blocks * bytes_per_block
-        self.path, self._file, found = _take(folder, kind, size)
+        self.number, self._file, found = _take(folder, kind, size, number)
+        self.path = _path(folder, kind, self.number)
         memory = np.frombuffer(mmap.mmap(self._file.fileno(), size), np.uint8)
         self._records = memory[: num_blocks * _RECORD.itemsize].view(_RECORD)
         self._blocks = memory[records:].reshape(num_blocks, bytes_per_block)
@@ -208,10 +212,14 @@ def _prefix() -> str:
     return f"pagewise-{os.getuid()}-"
 
 
-def _take(folder: Path, kind: str, size: int) -> "tuple[Path, _File, bool]":
-    """Open and lock a file of that kind that no other process holds; also return whether it existed before."""
-    for number in range(_MOST_SEGMENTS):
-        path = folder / f"{_prefix()}{kind}-{number}"
+def _path(folder: Path, kind: str, number: int) -> Path:
+    return folder / f"{_prefix()}{kind}-{number}"
+
+
+def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File, bool]":
+    """Open and lock a file of that kind that no other process holds; return its number, and whether it existed."""
+    for number in [first, *(each for each in range(_MOST_SEGMENTS) if each != first)]:
+        path = _path(folder, kind, number)
         file = _File(path)
         if not file.lock():
             file.close()
@@ -224,7 +232,7 @@ def _take(folder: Path, kind: str, size: int) -> "tuple[Path, _File, bool]":
             path.unlink()
             file.close()
             raise
-        return path, file, found
+        return number, file, found
     raise OSError(f"{_MOST_SEGMENTS} executors hold host memory in {folder}")
 
 

@@ -24,6 +24,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import HOST, Copied, StepError
 
 from pagewise_executor.block_copies import CopyJob, Pairs
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.checksum import checksum
 from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
@@ -264,8 +265,13 @@ class HostTier:
         return [block for block, is_sound in zip(blocks.tolist(), sound, strict=True) if not is_sound]
 
 
-def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str) -> HostTier | None:
+def make_host_tier(
+    config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str, ranks: Ranks
+) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
+
+    Of an executor with several ranks, each takes the same part of it, for as many blocks, in files of one number: those
+    of the same executor before, whose blocks are only of use together.
 
     ``content``: what tells its blocks from those of other models and formats.
 
@@ -274,7 +280,7 @@ def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, co
     """
     if config.host_memory is None:
         return None
-    wanted, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    wanted, free = parse_size(config.host_memory) // config.tensor_parallel, free_memory(torch.device("cpu"))
     if not pool.bytes_per_block <= wanted <= free:
         raise ModelError(
             f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "
@@ -282,11 +288,15 @@ def make_host_tier(config: ExecutorConfig, pool: KVPool, folder: Path | None, co
         )
     num_blocks, cuda = wanted // pool.bytes_per_block, pool.device.type == "cuda"
     memory: HostMemory | None = None
+    number = 0 if ranks.first else ranks.of_first(0)
     if folder is not None:
         try:
-            memory = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda)
+            memory = named = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda, number)
+            number = named.number
         except OSError as error:
             log.warning("no named host memory (%s): what it holds will be gone with this process", error)
+    if ranks.first:
+        ranks.of_first(number)
     if memory is None:
         memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
     bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None

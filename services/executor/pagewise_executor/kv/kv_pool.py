@@ -297,8 +297,10 @@ def pool_size(
         wanted = parse_size(config.kv_memory)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
-        on_gpu = device.type == "cuda"
-        room = _cuda_room(config, device, free, reserved) if on_gpu else min(int(free * _CPU_SHARE), _CPU_MOST)
+        if device.type == "cuda":
+            room = _cuda_room(config, device, free, reserved)
+        else:  # all ranks share the host's memory
+            room = min(int(free * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel
         wanted = min(useful, room)
     if wanted > free:
         raise ModelError(

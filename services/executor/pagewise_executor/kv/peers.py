@@ -54,9 +54,13 @@ class _Job:
 
 
 class PeerLinks:
-    """Fetches blocks from other executors, with one thread per peer, which calls ``report`` when a job is done."""
+    """Fetches blocks from other executors, with one thread per peer, which calls ``report`` when a job is done.
 
-    def __init__(self, store: BlockStore, keys: Keys | None = None) -> None:
+    ``rank``: of this executor's ranks; it fetches from the same rank of others, whose endpoints are named together.
+    """
+
+    def __init__(self, store: BlockStore, keys: Keys | None = None, rank: int = 0) -> None:
+        self.rank = rank
         self.report: Callable[[Copied], None] = lambda message: None
         self._store = store
         self._keys = keys
@@ -199,7 +203,7 @@ class _Link:
             self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _ENVELOPE_BYTES)
             if self.owner._keys is not None:
                 self.owner._keys.secure_client(self.socket, job.peer.key.encode())
-            self.socket.connect(self.peer)
+            self.socket.connect(self.peer.split(" ")[self.owner.rank])
         self.number += 1
         request = ReadBlocks(self.number, job.peer.epoch, job.peer.step, job.places[part].tobytes())
         self.socket.send(encode(request))
@@ -232,11 +236,13 @@ class _Link:
 
 
 class Peers:
-    """The exchange of blocks with other executors: serves its own blocks, and fetches theirs."""
+    """The exchange of blocks with other executors: serves its own blocks, and fetches theirs. ``rank``: its own."""
 
-    def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
+    def __init__(
+        self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None, rank: int = 0
+    ) -> None:
         self._server = BlockServer(store, listen, advertised_host, keys)
-        self._links = PeerLinks(store, keys)
+        self._links = PeerLinks(store, keys, rank)
         self.endpoint = self._server.endpoint
 
     @property

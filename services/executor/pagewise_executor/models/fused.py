@@ -5,6 +5,7 @@ called directly. What a sublayer returns is added to the residual by the norm th
 behind the last one. The results are the same up to the order of floating-point operations.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from pagewise_executor.models.llama_config import LlamaConfig
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums over the ranks that hold parts of a layer; see ``Ranks.reduce``."""
 
 _DECODERS = {
     "LlamaDecoderLayer": "LlamaModel",
@@ -69,9 +73,9 @@ class FusedDecoder(nn.Module):
 class FusedDecoderLayer(nn.Module):
     """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only."""
 
-    def __init__(self, layer: nn.Module, operations: Operations) -> None:
+    def __init__(self, layer: nn.Module, operations: Operations, reduce: Reduce) -> None:
         super().__init__()
-        self.operations = operations
+        self.operations, self.reduce = operations, reduce
         source, mlp = layer.self_attn, layer.mlp
         assert isinstance(source, nn.Module)
         assert isinstance(mlp, nn.Module)
@@ -111,9 +115,9 @@ class FusedDecoderLayer(nn.Module):
         qkv = self.qkv(normed).view(len(residual), -1, self.head_dim)
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
-        output = self.out(attended.reshape(len(residual), -1))
+        output = self.reduce(self.out(attended.reshape(len(residual), -1)))
         normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
-        return self.down(compute.gated(self.gate_up, normed))  # type: ignore[no-any-return]
+        return self.reduce(self.down(compute.gated(self.gate_up, normed)))
 
 
 class _NormWeight(nn.Module):
@@ -127,7 +131,9 @@ class _NormWeight(nn.Module):
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
-def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> int:
+def fuse_layers(
+    model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = lambda partial: partial
+) -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
     They compute after ``fuse_decoder`` only. ``within``: the name of the module of ``model`` that is, or has, the
@@ -136,7 +142,7 @@ def fuse_layers(model: nn.Module, operations: Operations, within: str = "") -> i
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module).__name__ in _DECODERS and _fusible(model, name, module):
-            model.set_submodule(name, FusedDecoderLayer(module, operations))
+            model.set_submodule(name, FusedDecoderLayer(module, operations, reduce))
             count += 1
     return count
 
@@ -150,9 +156,11 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
     config = layer.self_attn.config  # type: ignore[union-attr]
-    decoder = model.get_submodule(_decoder_name(name))
-    known = type(decoder).__name__ == _DECODERS[type(layer).__name__]
-    return known and decoder is not model and getattr(config, "hidden_act", None) == "silu"
+    decoder = _decoder_name(name)
+    # A model that has its decoder within another module may give it embeddings of its own instead of ids (GOT-OCR2).
+    is_own = bool(decoder) and "." not in decoder
+    known = type(model.get_submodule(decoder)).__name__ == _DECODERS[type(layer).__name__]
+    return is_own and known and getattr(config, "hidden_act", None) == "silu"
 
 
 def _decoder_name(layer_name: str) -> str:

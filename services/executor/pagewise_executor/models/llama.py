@@ -12,9 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
-from pagewise_executor.models.stored_linear import place_stored, stored_tensors, take_stored
+from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
+from pagewise_executor.models.stored_linear import place_stored, place_whole, stored_tensors, take_stored
 
 _TYPES = {"F32", "BF16", "F16"}
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -115,6 +117,14 @@ class LlamaForCausalLM(nn.Module):
         self.model = LlamaModel(config)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return what transformers' models do."""
+        return self.model.embed_tokens  # type: ignore[no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return what transformers' models do."""
+        return self.lm_head
+
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
     ) -> CausalLMOutput:
@@ -130,7 +140,7 @@ class LlamaCheckpoint:
 
     ``model``: its weights have no data before they are read. ``headers``: of each file, as safetensors has them: by the
     name of a tensor its ``dtype`` and ``shape``. ``device``: where weights go. ``quantised``: how linear layers are
-    stored in eight bits, if they are.
+    stored in eight bits, if they are. ``shard``: makes this the part of the model that one rank holds.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model.
@@ -161,6 +171,7 @@ class LlamaCheckpoint:
         if quantised is not None:
             place_stored(self.model, quantised, types)
         self._stored = stored_tensors(self.model)
+        self._shards: Shards | None = None
         wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
         if config.tie_word_embeddings:
             del wanted["lm_head.weight"]
@@ -175,6 +186,15 @@ class LlamaCheckpoint:
         if wanted:
             raise NotReadableError(f"it has no weight {min(wanted)}")
 
+    def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
+        """Return the part of the model that this rank holds, whose sizes ``config`` has been changed to."""
+        if not ranks.alone:
+            whole, self.model = self.model, LlamaForCausalLM(self.config).eval().requires_grad_(False)
+            self.model.model.rotary_emb.to(self.device)
+            place_whole(self.model, whole)
+            self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
+        return self.model, self._shards
+
     def read(self, part: str, dtype: torch.dtype) -> None:
         """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.
 
@@ -183,6 +203,7 @@ class LlamaCheckpoint:
         Raises:
             OSError: a file cannot be read.
             RuntimeError: there is not enough memory. ValueError: packed weights are not what they should be.
+            UnknownShardError: a quantised weight cannot be divided.
         """
         if part == "lm_head" and self.config.tie_word_embeddings:
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
@@ -198,10 +219,15 @@ class LlamaCheckpoint:
                     stored = self._stored.get(name)
                     kind = dtype if stored is None else stored.dtype
                     # A copy even where the type is the same: the original is the file, which may change or go.
-                    tensor = opened.get_tensor(name).to(self.device, kind, copy=True)
+                    tensor = self._read_one(opened, name).to(self.device, kind, copy=True)
                     weights[name.removeprefix(f"{part}.")] = tensor if stored is None else tensor.view(stored.shape)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
-        take_stored(self.model, part, dtype)
+        take_stored(self.model, part, dtype, self._shards)
+
+    def _read_one(self, opened: Any, name: str) -> torch.Tensor:
+        if self._shards is None or name in self._stored:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
+        return self._shards.read(opened.get_slice(name), name, list(self.model.get_parameter(name).shape))
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -19,6 +19,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from safetensors import SafetensorError
 
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels, tries_openvino
@@ -28,6 +29,7 @@ from pagewise_executor.models.llama_config import LlamaConfig, NotReadableError,
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import INSTEAD, QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
+from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 
 if TYPE_CHECKING:
     import openvino
@@ -46,7 +48,8 @@ class LoadedModel:
     computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
     ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
-    layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
+    layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part
+    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole.
     """
 
     model: torch.nn.Module
@@ -63,6 +66,7 @@ class LoadedModel:
     fallback: bool = False
     rotations: list[KeyRotation] = field(default_factory=list)
     no_segments: str = ""
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def heads_first(self) -> bool:
@@ -72,11 +76,13 @@ class LoadedModel:
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return what two executors must have in common to use each other's blocks."""
         text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'} {self.heads_first}"
+        if not self.ranks.alone:
+            text += f" rank {self.ranks.rank} of {self.ranks.size}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def load_model(config: ExecutorConfig) -> LoadedModel:
-    """Find, check and load the model that ``config`` names.
+def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
+    """Find, check and load the model that ``config`` names, or the part of it that this one of the ``ranks`` holds.
 
     Raises:
         ModelError: the model cannot be found, read or run; the text says why.
@@ -91,28 +97,30 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
+    vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
+    shard_config(config.model, text, ranks.size)
     found = candidates(config, text, device, dtype, quantised is not None)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
-    if device.type == "cpu":
-        _tell_of_slow_type(dtype)
-    max_model_len = _max_model_len(config, text)
+    _tell_of_slow_type(device, dtype)
     fixed: list[str] = []
     if checkpoint is not None:
-        model: torch.nn.Module = checkpoint.model
+        model, shards = checkpoint.shard(ranks)
     else:
         with _errors_of_loading(config, device):
-            model, fixed = _load_with_transformers(config, path, model_config, dtype, device, max_model_len)
+            model, shards = _load_with_transformers(config, path, files, model_config, dtype, ranks)
+            fixed = _complete(model, device, max_model_len)
     attention = _attention_modules(config.model, model, text)
     shapes = [_kv_shape(module, text) for module in attention]
     rotations, no_segments = _key_rotations(config.model, model, attention, device, checkpoint)
     kernels, fallback, compiled = choose_kernels(config, found, model, text, attention, shapes)
-    slow = False
     if kernels == "openvino":
         model, attention = torch.nn.Module(), []
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
-            slow = prepare(config, model, kernels, len(attention), max_model_len, device, read)
+            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks.reduce)
+            if shards is not None:
+                connect(model, shards, vocab_size)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.
@@ -120,7 +128,7 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         + (f"-{max_model_len}" if fixed else "")
         + _rounding(config, kernels, model),
         weight_files=files,
-        vocab_size=int(text.vocab_size),
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         device=device,
         dtype=dtype,
@@ -128,9 +136,10 @@ def load_model(config: ExecutorConfig) -> LoadedModel:
         shapes=shapes,
         kernels=kernels,
         compiled=compiled,
-        fallback=fallback or slow,
+        fallback=fallback,
         rotations=rotations,
         no_segments=no_segments,
+        ranks=ranks,
     )
 
 
@@ -158,6 +167,8 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
+    except UnknownShardError as error:
+        raise ModelError(f"{config.model}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
 
@@ -216,19 +227,15 @@ def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfi
 
 
 def _load_with_transformers(
-    config: ExecutorConfig,
-    path: Path,
-    model_config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> tuple[torch.nn.Module, list[str]]:
-    """Load the model through transformers; return it, and which rope types were fixed to ``max_model_len``."""
+    config: ExecutorConfig, path: Path, files: list[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
+) -> tuple[torch.nn.Module, Shards | None]:
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
-    from pagewise_executor.models.rope import fix_rope
+    from pagewise_executor.models.sharded_loading import load_part
 
+    if not ranks.alone:
+        return load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
         path,
         config=model_config,
@@ -237,11 +244,17 @@ def _load_with_transformers(
         use_safetensors=True,
         trust_remote_code=config.trust_remote_code,
     )
-    model = model.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    model.to(device)
+    return model, None
+
+
+def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) -> list[str]:
+    """Move a model of transformers to its device; return which rope types were fixed to ``max_model_len``."""
+    from pagewise_executor.models.rope import fix_rope
+
+    model.eval().requires_grad_(False).to(device)
     if fixed := fix_rope(model, max_model_len):
         log.info("%s rope fixed for sequences of up to %d tokens", fixed[0], max_model_len)
-    return model, fixed
+    return fixed
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:
@@ -266,9 +279,9 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tell_of_slow_type(dtype: torch.dtype) -> None:
-    """Say in the log if computing in ``dtype`` on the CPU is slower than in float32."""
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16()):
+def _tell_of_slow_type(device: torch.device, dtype: torch.dtype) -> None:
+    """Say in the log if computing in ``dtype`` is slower than in float32, as on many CPUs."""
+    if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16())):
         log.warning("this CPU has no instructions for %s: --dtype float32 is faster, in more memory", _name(dtype))
 
 

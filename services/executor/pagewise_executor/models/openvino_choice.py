@@ -74,6 +74,8 @@ def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
         return "--deterministic needs the Triton kernels"
     if config.enable_lora:
         return "it does not compute LoRA adapters (--enable-lora)"
+    if config.tensor_parallel > 1:
+        return "it does not compute parts of a model (--tensor-parallel)"
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
         return "--kv-dtype and --kv-layout need the Triton kernels"
     try:

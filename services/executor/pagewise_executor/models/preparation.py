@@ -15,7 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
-from pagewise_executor.models.fused import fuse_decoder, fuse_layers
+from pagewise_executor.models.fused import Reduce, fuse_decoder, fuse_layers
 from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
@@ -34,12 +34,14 @@ def prepare(
     max_model_len: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
+    reduce: Reduce = lambda partial: partial,
 ) -> bool:
     """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
 
     Returns whether weights in eight bits are computed slowly, because nothing here is made for them.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
+    ``reduce``: sums over the ranks that hold parts of a layer.
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
@@ -52,7 +54,7 @@ def prepare(
             read(part)
         if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
             quantise_linears(model, FP8, part)
-        fused += fuse_layers(model, operations, part)
+        fused += fuse_layers(model, operations, part, reduce)
         make_fast(model, kernels, device, part)
         if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)

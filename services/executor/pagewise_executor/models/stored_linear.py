@@ -9,6 +9,7 @@ from torch import nn
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
+from pagewise_executor.models.shards import Shards, UnknownShardError
 
 _FLOATS = frozenset({"F32", "BF16", "F16"})
 _TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.int32: {"I32"}, torch.int64: {"I64"}}
@@ -29,8 +30,10 @@ class StoredTensor(NamedTuple):
 class StoredLinear(nn.Module):
     """A quantised linear layer as the files have it. Its parameters are named as they are there.
 
-    ``scales``, ``input_scale``: the names of the scales, which differ.
+    ``scales``, ``input_scale``: the names of the scales, which differ. ``part``: the shape of what a rank keeps of it.
     """
+
+    part: list[int] | None = None
 
     def __init__(self, scheme: Scheme, outs: int, ins: int, bias: bool, scales: str, input_scale: str) -> None:
         super().__init__()
@@ -86,6 +89,19 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, types: Mappi
                 model.set_submodule(name, StoredLinear(scheme, outs, ins, module.bias is not None, *names))
 
 
+def place_whole(model: nn.Module, whole: nn.Module) -> None:
+    """Replace linear layers of a rank's part of a model by the stored ones of the ``whole`` model.
+
+    They are read whole, one part of the model at a time, and then cut: blocks of scales do not end where parts do.
+    """
+    for name, module in whole.named_modules():
+        if isinstance(module, StoredLinear):
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            module.part = list(linear.weight.shape)
+            model.set_submodule(name, module)
+
+
 def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     """Return the weights and scales of all stored layers of a model, by their names."""
     return {
@@ -97,12 +113,38 @@ def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     }
 
 
-def take_stored(model: nn.Module, within: str, dtype: torch.dtype) -> None:
+def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shards | None = None) -> None:
     """Replace the stored layers within a part of a model, whose tensors have been read, by layers that compute.
 
     Raises:
-        ValueError: packed weights are of another shape.
+        ValueError: packed weights are of another shape. UnknownShardError: a weight cannot be divided.
     """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if isinstance(module, StoredLinear):
-            model.set_submodule(name, module.loaded(dtype))
+            linear = module.loaded(dtype)
+            if shards is not None and module.part is not None:
+                linear = part_of(linear, name, module.part, shards)
+            model.set_submodule(name, linear)
+
+
+def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards) -> QuantisedLinear:
+    """Return a rank's part of a quantised layer: a weight of this ``shape``, some of its outputs or of its inputs.
+
+    A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds its inputs by
+    the largest of these.
+
+    Raises:
+        UnknownShardError: the outputs cannot be divided.
+    """
+    (outs, ins), weight = linear.values.shape, linear.quantised
+    bias: torch.Tensor | None = linear.bias
+    if shape[0] < outs:
+        if outs % shape[0]:
+            raise UnknownShardError(
+                f"--tensor-parallel: {name} is quantised, and its {outs} outputs are no multiple of {shape[0]}"
+            )
+        start, stop = shards.span(outs, shape[0])
+        weight, bias = weight.rows(start, stop), None if bias is None else bias[start:stop]
+    if shape[1] < ins:
+        weight = weight.columns(*shards.span(ins, shape[1]))
+    return QuantisedLinear(weight, linear.inputs, linear.weight.dtype, bias, linear.static_scale)

@@ -15,7 +15,7 @@ from pagewise_shared.protocol import (
     SharedStorage,
     tier_name,
 )
-from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_ROWS
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
@@ -29,9 +29,10 @@ MAX_FLEET_BLOCKS = 1 << 25
 """Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
 
 _TEXTS = (
-    "executor_id", "model_fingerprint", "device", "dtype", "block_endpoint", "block_format", "kernels", "role",
-    "no_grammars",
+    "executor_id", "model_fingerprint", "device", "dtype", "block_format", "kernels", "role", "no_grammars",
 )  # fmt: skip
+_MAX_ENDPOINTS = MAX_RANKS * MAX_TEXT
+"""Characters of a block endpoint, which has one for each of an executor's ranks."""
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_INT32 = (1 << 31) - 1
 _MAX_INT64 = (1 << 63) - 1
@@ -41,8 +42,11 @@ _FETCH_BYTES_PER_SECOND = 1e9
 
 def flaw_of_offer(hello: Hello) -> str | None:
     """What is wrong with the values of a Hello; None: nothing."""
-    if (flaw := text_flaw(hello, _TEXTS, MAX_TEXT)) is not None:
+    flaw = text_flaw(hello, _TEXTS, MAX_TEXT) or text_flaw(hello, ("block_endpoint",), _MAX_ENDPOINTS)
+    if flaw is not None:
         return flaw
+    if max(len(endpoint) for endpoint in hello.block_endpoint.split(" ")) > MAX_TEXT:
+        return f"its block_endpoint has one that is longer than {MAX_TEXT} characters"
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
         or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.max_loras) < 0

@@ -1,0 +1,104 @@
+"""What the ranks of one executor compute together: sums, the logits, and the tokens that rank 0 samples.
+
+The ranks of an executor with ``--tensor-parallel`` hold a part of the model each. They are processes of one host, which
+``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every rank makes the same calls here in the same order.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in one call: loading weights, or compiling kernels, may keep one that long."""
+
+
+class Ranks:
+    """The ranks of an executor, seen from one of them. As made by the constructor it is the only one."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def join(cls, rank: int, size: int, folder: Path, *, cuda: bool) -> "Ranks":
+        """Meet the other ranks through a file in ``folder``, and return when all are there.
+
+        ``cuda``: whether they compute on GPUs; then this is the GPU of this process's current device.
+        """
+        import torch.distributed as dist
+
+        # All ranks are on this host. What else the interfaces of a host lead to has no way to these connections.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.FileStore(str(folder / "ranks"), size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=_TIMEOUT,
+        )
+        return cls(rank, size)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.size == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which samples."""
+        return self.rank == 0
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``x`` over all ranks, which may be ``x`` itself, changed."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        torch.distributed.all_reduce(x)
+        return x
+
+    def gather_logits(self, local: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Return on rank 0 the logits [.., vocab_size] of which each rank has a part [.., part], the last ones padded.
+
+        The other ranks, which do not sample, get their part back.
+        """
+        if self.size == 1 or not local.numel():
+            return local
+        local = local.contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.size)] if self.first else None
+        torch.distributed.gather(local, parts)
+        return local if parts is None else torch.cat(parts, dim=-1)[..., :vocab_size]
+
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what rank 0 has sampled: int64 [n]. The other ranks give a tensor of that size, which is changed."""
+        if self.size > 1 and tokens.numel():
+            tokens = tokens.contiguous()
+            torch.distributed.broadcast(tokens, 0)
+        return tokens
+
+    def least(self, count: int) -> int:
+        """Return the least of the counts of all ranks."""
+        if self.size == 1:
+            return count
+        shared = torch.tensor(count)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        return int(shared)
+
+    def of_first(self, number: int) -> int:
+        """Return the number that rank 0 gives."""
+        if self.size == 1:
+            return number
+        shared = torch.tensor(number)
+        torch.distributed.broadcast(shared, 0)
+        return int(shared)
+
+    def leave(self) -> None:
+        """End the connections between the ranks."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
+
+ALONE = Ranks()
+"""The only rank of an executor."""

@@ -1,0 +1,142 @@
+"""A further rank of an executor (``pagewise_executor.ranks``): a process that rank 0 starts, and that ends with it."""
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.curve import load_keys
+from pagewise_shared.errors import PagewiseError
+from pagewise_shared.logs import configure_logging
+from pagewise_shared.protocol import CancelCopies, LookUp, StepPlan, Welcome, encode
+from pagewise_shared.protocol.base import Message
+from pagewise_shared.service_process import CANNOT_START, tune_allocator
+
+from pagewise_executor.main import build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.ranks.messages import (
+    Counted,
+    Failed,
+    ListBlocks,
+    Listed,
+    Ready,
+    Seat,
+    Settled,
+    Stop,
+    ToRank,
+    decode_config,
+    decode_seat,
+    decode_to_rank,
+)
+from pagewise_executor.runner import PendingStep, Runner
+
+log = logging.getLogger(__name__)
+
+_COUNT_SECONDS = 1.0
+
+
+class _Link:
+    """The frames between this rank and rank 0. Messages that wait for steps are put into ``inbox``."""
+
+    def __init__(self, connection: Connection, folder: str) -> None:
+        self._folder = folder
+        self.inbox: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        self.runner: Runner | None = None
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message; may be called on any thread."""
+        with self._lock, contextlib.suppress(OSError):  # rank 0 has ended, and so does this process
+            self._connection.send_bytes(encode(message))
+
+    def receive(self) -> None:
+        """Receive until rank 0 ends, and end this process then, in whatever call its other threads are."""
+        try:
+            while True:
+                message = decode_to_rank.decode(self._connection.recv_bytes())
+                if isinstance(message, CancelCopies) and self.runner is not None:
+                    self.runner.cancel_copies(message)
+                elif isinstance(message, LookUp) and self.runner is not None:
+                    self.runner.look_up(message)
+                else:
+                    self.inbox.put(message)
+        except (EOFError, OSError):
+            shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed
+            os._exit(1)
+
+
+def main(argv: list[str]) -> int:
+    """Run this rank until rank 0 ends or stops it; returns the process's exit code. ``argv``: the socket's number."""
+    connection = Connection(int(argv[1]))
+    seat = decode_seat(connection.recv_bytes())
+    config = decode_config(connection.recv_bytes())
+    configure_logging(config.log_level, f"executor rank {seat.rank}")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides
+    tune_allocator(computes=True, free_unused=free_unused)
+    link = _Link(connection, seat.folder)
+    threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
+    try:
+        _follow(link, config, seat)
+    except Exception as error:
+        final = isinstance(error, PagewiseError)
+        if not final:
+            log.exception("rank %d failed", seat.rank)
+        link.send(Failed(str(error)[:500] or type(error).__name__, final))
+        return CANNOT_START if final else 1
+    return 0
+
+
+def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
+    keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
+    runner = build_runner(config, keys, (seat.rank, seat.size, Path(seat.folder)))
+    runner.report_copies(link.send)
+    link.runner = runner
+    link.send(Ready(runner.info.block_endpoint))
+    pending: PendingStep | None = None
+    num_steps = 0
+    counted = Counted()
+    while True:
+        try:
+            message = link.inbox.get(timeout=_COUNT_SECONDS)
+        except queue.Empty:
+            now = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
+            if now != counted:
+                counted = now
+                link.send(counted)
+            continue
+        if pending is not None and not (isinstance(message, StepPlan) and not message.drafts):
+            # A plan with drafts reads what the step before has sampled: rank 0 had its result when it was told of it.
+            pending.result()
+            pending = None
+        match message:
+            case StepPlan():
+                issued = runner.execute(message)
+                num_steps += 1
+                if pending is not None:
+                    pending.result()
+                pending = issued
+            case Welcome():
+                runner.reset(message)
+                link.send(Settled(message.epoch, num_steps))
+                num_steps = 0
+            case ListBlocks():
+                link.send(Listed(runner.inventory()))
+            case CancelCopies():
+                runner.cancel_copies(message)
+            case LookUp():
+                runner.look_up(message)
+            case Stop():
+                runner.close()
+                return
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

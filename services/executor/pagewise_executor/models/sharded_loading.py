@@ -1,0 +1,73 @@
+"""Loads one rank's part of a model of transformers, of whose weight files only that part is read."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
+
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+class _LazyPart:
+    """Stands for a weight of the checkpoint in what transformers loads: it takes ``[...]`` of it, in its own time."""
+
+    def __init__(self, source: Slice, shards: Shards, name: str, shape: list[int]) -> None:
+        self._source, self._shards, self._name, self._shape = source, shards, name, shape
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._shards.read(self._source, self._name, self._shape)
+
+
+def load_part(
+    config: Any, files: Iterable[Path], dtype: torch.dtype, ranks: Ranks, attention: str, *, trust_remote_code: bool
+) -> tuple[torch.nn.Module, Shards]:
+    """Return the part of a model whose sizes ``config`` tells, in host memory, and how the model is divided.
+
+    ``files``: its weights. ``attention``: the name of the attention function.
+
+    Raises:
+        UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    plan = getattr(empty, "_tp_plan", None)
+    if not plan:
+        raise UnknownShardError(
+            f"--tensor-parallel: transformers says for no layer of {type(empty).__name__} how it can be divided"
+        )
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    if {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
+        # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
+        raise UnknownShardError(
+            f"--tensor-parallel: attention of {type(empty).__name__} has no projections that can be divided by heads"
+        )
+    shards = Shards(ranks, plan, vocabulary_names(empty))
+    wanted = {name: list(weight.shape) for name, weight in empty.state_dict().items()}
+    mapping = get_model_conversion_mapping(empty)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    weights: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in files:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                name, _ = rename_source_key(key, renamings, converters, empty.base_model_prefix, wanted)
+                # What the model does not have is left to transformers, which reports it.
+                shape = wanted.get(name, list(opened.get_slice(key).get_shape()))
+                weights[key] = _LazyPart(opened.get_slice(key), shards, name, shape)
+        model: torch.nn.Module = type(empty).from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, attn_implementation=attention
+        )
+    return model, shards

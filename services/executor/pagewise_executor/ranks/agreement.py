@@ -1,0 +1,92 @@
+"""When something is done that every rank of an executor does for itself, and with what result.
+
+Copies between tiers, with peers and with storage take different times on each rank, and may fail on one alone. The
+scheduler knows blocks of the executor only, so a list of copies is confirmed when every rank has done its part: a block
+is bad if it is on any rank, and the list has failed if it has on any rank. Until then the scheduler pins all blocks of
+the list. So no rank's block is given to others while another rank still copies, and all ranks hold the same blocks.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
+from pagewise_shared.protocol import Copied, Found, Inventory, NamedBlocks, pack_int32s, unpack_int32s
+
+_Key = tuple[object, ...]
+
+
+class Agreement:
+    """Passes on one message where every one of ``size`` ranks has sent one. May be called on any thread."""
+
+    def __init__(self, size: int, report: Callable[[Copied | Found], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._waiting: dict[_Key, list[deque[Copied | Found]]] = defaultdict(lambda: [deque() for _ in range(size)])
+
+    def add(self, rank: int, message: Copied | Found) -> None:
+        """Take what a rank has to say; report what all have said if this was the last one."""
+        key = _key(message)
+        with self._lock:
+            said = self._waiting[key]
+            said[rank].append(message)
+            if not all(said):
+                return
+            messages = [each.popleft() for each in said]
+            if not any(said):
+                del self._waiting[key]
+        self._report(_joined(messages))
+
+    def reset(self, epoch: int) -> None:
+        """Forget what ranks have said of other epochs: it is void, and not every rank says something."""
+        with self._lock:
+            for key in [key for key in self._waiting if key[1] != epoch]:
+                del self._waiting[key]
+
+
+def _key(message: Copied | Found) -> _Key:
+    if isinstance(message, Found):
+        return Found, message.epoch, message.number
+    return Copied, message.epoch, message.step, message.source, message.target, message.peer
+
+
+def _joined(messages: Sequence[Copied | Found]) -> Copied | Found:
+    first = messages[0]
+    if isinstance(first, Found):
+        # A prefix is there as far as all ranks have it.
+        return Found(first.epoch, first.number, min(each.num_blocks for each in messages if isinstance(each, Found)))
+    copied = [each for each in messages if isinstance(each, Copied)]
+    return Copied(
+        first.epoch,
+        first.step,
+        first.source,
+        first.target,
+        peer=first.peer,
+        elapsed_us=max(each.elapsed_us for each in copied),
+        bad=pack_int32s(sorted({block for each in copied for block in unpack_int32s(each.bad)})),
+        error=next((each.error for each in copied if each.error is not None), None),
+    )
+
+
+def common_blocks(inventories: Sequence[Inventory | None]) -> Inventory | None:
+    """Return the inventory of what every rank has under the same hash in the same block of the same tier."""
+    common: dict[int, dict[int, BlockHash]] | None = None
+    for inventory in inventories:
+        tiers = {named.tier: _hashes(named) for named in (inventory.tiers if inventory is not None else ())}
+        if common is None:
+            common = tiers
+            continue
+        for tier, known in common.items():
+            others = tiers.get(tier, {})
+            common[tier] = {block: name for block, name in known.items() if others.get(block) == name}
+    found = [
+        NamedBlocks(tier, pack_int32s(known), b"".join(known.values()))
+        for tier, known in (common or {}).items()
+        if known
+    ]
+    return Inventory(tuple(found)) if found else None
+
+
+def _hashes(named: NamedBlocks) -> dict[int, BlockHash]:
+    names = [BlockHash(named.hashes[start : start + HASH_BYTES]) for start in range(0, len(named.hashes), HASH_BYTES)]
+    return dict(zip(unpack_int32s(named.blocks), names, strict=True))

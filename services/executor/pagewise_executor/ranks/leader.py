@@ -1,0 +1,239 @@
+"""Rank 0's side of an executor of several ranks: starts the others, and keeps them in step.
+
+What decides anything is decided by rank 0, or agreed on by all (``agreement``); the others are told by the same frames
+in the same order. The frames go through a pair of sockets with each rank. When one of them ends, whoever holds the
+other end knows: rank 0 then ends its process, and the others end with rank 0. There is no way to go on without a rank,
+whose part of every block is lost.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import socket
+import subprocess  # nosec B404
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Copied, Found, Inventory, encode
+from pagewise_shared.protocol.base import Message
+from pagewise_shared.service_process import CANNOT_START
+
+from pagewise_executor.ranks.agreement import Agreement, common_blocks
+from pagewise_executor.ranks.messages import (
+    Counted,
+    Failed,
+    FromRank,
+    ListBlocks,
+    Listed,
+    Ready,
+    Seat,
+    Settled,
+    Stop,
+    ToRank,
+    decode_from_rank,
+    encode_config,
+)
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 10.0
+_ANSWER_SECONDS = 300.0
+"""How long a rank may take to finish the steps it has been told of, before it is given up."""
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+Lost = Callable[[str, int], None]
+"""Takes why a rank is lost, and the exit code that follows from it; called on any thread."""
+
+
+def end_process(reason: str, code: int) -> None:
+    """End this process at once: its threads may wait for a rank that does not answer any more."""
+    log.critical("this executor ends: %s", reason)
+    logging.shutdown()
+    os._exit(code)
+
+
+class Follower:
+    """The process of one further rank, and the frames between it and rank 0."""
+
+    def __init__(self, seat: Seat, config: ExecutorConfig, lost: Lost) -> None:
+        self.rank = seat.rank
+        self.counted = Counted()
+        self.agreement: Agreement | None = None
+        self._lost = lost
+        self._answers: queue.SimpleQueue[FromRank] = queue.SimpleQueue()
+        self._closing = False
+        self._lock = threading.Lock()
+        own, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C is for rank 0, which then tells the others.
+            self.process = subprocess.Popen(  # noqa: S603  # nosec B603 # our own module
+                [sys.executable, "-m", "pagewise_executor.follower", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._link = Connection(own.detach())
+        self._send(encode(seat))
+        self._send(encode_config(config))
+        threading.Thread(target=self._receive, name=f"rank {seat.rank}", daemon=True).start()
+
+    def tell(self, frame: bytes) -> None:
+        """Send a frame."""
+        with self._lock:
+            self._send(frame)
+
+    def answer(self, kind: type[AnswerT], seconds: float | None = _ANSWER_SECONDS) -> AnswerT:
+        """Wait for the answer to what this rank was asked.
+
+        Raises:
+            RuntimeError: it does not come, or is another one.
+        """
+        try:
+            found = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise RuntimeError(f"rank {self.rank} has not answered for {seconds:g} s") from None
+        if not isinstance(found, kind):
+            raise RuntimeError(f"rank {self.rank} answered {found!r}, not {kind.__name__}")
+        return found
+
+    def stop(self) -> None:
+        """Tell it to end."""
+        self._closing = True
+        self.tell(encode(Stop()))
+
+    def wait(self) -> None:
+        """Wait for its end, and kill it if it does not come."""
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._link.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._closing = True
+        self.process.kill()
+        self.process.wait()
+
+    def _send(self, frame: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended: the thread that receives says so
+            self._link.send_bytes(frame)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = decode_from_rank.decode(self._link.recv_bytes())
+                if isinstance(message, Failed):
+                    self._closing = True
+                    self._lost(f"rank {self.rank} failed: {message.reason}", CANNOT_START if message.final else 1)
+                    return
+                if isinstance(message, Counted):
+                    self.counted = message
+                elif isinstance(message, Copied | Found):
+                    if self.agreement is not None:
+                        self.agreement.add(self.rank, message)
+                else:
+                    self._answers.put(message)
+        except (EOFError, OSError):
+            if not self._closing:
+                self._lost(f"rank {self.rank} has ended", 1)
+
+
+class Leader:
+    """The ranks behind rank 0, one process each, which begin to load at once.
+
+    ``lost``: called when one of them has ended, or does not do what it should. ``folder``: where all ranks meet.
+    """
+
+    rank = 0
+
+    def __init__(self, config: ExecutorConfig, lost: Lost = end_process) -> None:
+        self.size = config.tensor_parallel
+        self.folder = Path(tempfile.mkdtemp(prefix="pagewise-ranks-"))
+        self._report_loss = lost
+        self._agreement: Agreement | None = None
+        self._num_steps = 0
+        self.followers = [
+            Follower(Seat(rank, self.size, str(self.folder)), config, self._lost) for rank in range(1, self.size)
+        ]
+
+    def tell(self, message: ToRank) -> None:
+        """Forward a message to all other ranks; may be called on any thread."""
+        frame = encode(message)
+        for follower in self.followers:
+            follower.tell(frame)
+
+    def begin_step(self, plan: ToRank) -> None:
+        """Forward a plan that rank 0 has found to be right."""
+        self._num_steps += 1
+        self.tell(plan)
+
+    def ready(self) -> list[str]:
+        """Wait until all ranks are ready; return their block endpoints."""
+        return [follower.answer(Ready, None).block_endpoint for follower in self.followers]
+
+    def settle(self, epoch: int) -> None:
+        """Wait until the other ranks have been reset for ``epoch``, behind as many steps as rank 0.
+
+        Without that, a rank that is still in a step, or has failed in one, would take part in the sums of later ones.
+        """
+        if self._agreement is not None:
+            self._agreement.reset(epoch)
+        expected, self._num_steps = Settled(epoch, self._num_steps), 0
+        for follower in self.followers:
+            try:
+                found = follower.answer(Settled)
+            except RuntimeError as error:
+                self.give_up(str(error))
+                raise
+            if found != expected:
+                self.give_up(f"rank {follower.rank} is at {found}, rank 0 at {expected}")
+
+    def agree(self, report: Callable[[Copied | Found], None]) -> Agreement:
+        """Return what joins the reports of all ranks; rank 0 adds its own."""
+        self._agreement = Agreement(self.size, report)
+        for follower in self.followers:
+            follower.agreement = self._agreement
+        return self._agreement
+
+    def common_blocks(self, own: Callable[[], Inventory | None]) -> Inventory | None:
+        """Return the inventory of what all ranks hold; ``own``: returns that of rank 0."""
+        self.tell(ListBlocks())
+        return common_blocks([own(), *(follower.answer(Listed).inventory for follower in self.followers)])
+
+    def _lost(self, reason: str, code: int) -> None:
+        self._remove_folder()
+        self._report_loss(reason, code)
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def give_up(self, reason: str) -> None:
+        """End the executor: its ranks are not in step any more."""
+        self._lost(reason, 1)
+
+    def stop(self) -> None:
+        """Tell all other ranks to end."""
+        for follower in self.followers:
+            follower.stop()
+
+    def wait(self) -> None:
+        """Wait for the end of all other ranks."""
+        for follower in self.followers:
+            follower.wait()
+        self._remove_folder()
+
+    def kill(self) -> None:
+        """End all other ranks at once."""
+        for follower in self.followers:
+            follower.kill()
+        self._remove_folder()

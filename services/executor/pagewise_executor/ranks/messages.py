@@ -1,0 +1,66 @@
+"""What rank 0 and the other ranks of an executor tell each other, beside the messages of schedulers."""
+
+import msgspec
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, StepPlan, Welcome
+from pagewise_shared.protocol.base import Message
+
+
+class Seat(Message, frozen=True):
+    """The first message: which rank of how many this process is, and where the ranks meet. ``folder``: of theirs."""
+
+    rank: int
+    size: int
+    folder: str
+
+
+class ListBlocks(Message, frozen=True):
+    """Which hashed blocks are in the tiers? Answered by ``Listed``; no step is under way."""
+
+
+class Stop(Message, frozen=True):
+    """End: no call follows."""
+
+
+class Ready(Message, frozen=True):
+    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks."""
+
+    block_endpoint: str
+
+
+class Settled(Message, frozen=True):
+    """The rank has been reset for ``epoch``, after ``num_steps`` steps since it was reset before."""
+
+    epoch: int
+    num_steps: int
+
+
+class Listed(Message, frozen=True):
+    """The rank's inventory."""
+
+    inventory: Inventory | None
+
+
+class Counted(Message, frozen=True):
+    """What a rank has counted so far; see the properties of ``Runner``."""
+
+    num_refused: int = 0
+    num_closed: int = 0
+    num_storage_errors: int = 0
+
+
+class Failed(Message, frozen=True):
+    """The rank ends. ``final``: starting it again would fail the same way."""
+
+    reason: str
+    final: bool = False
+
+
+ToRank = StepPlan | Welcome | CancelCopies | LookUp | ListBlocks | Stop
+FromRank = Ready | Settled | Listed | Counted | Failed | Copied | Found
+
+decode_seat = msgspec.msgpack.Decoder(Seat).decode
+decode_config = msgspec.msgpack.Decoder(ExecutorConfig).decode
+decode_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+decode_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+encode_config = msgspec.msgpack.Encoder().encode
