@@ -7,8 +7,9 @@ A model runner computes steps of a Llama on a fake of CUDA's driver, which recor
 ``fake_driver``). Linear layers, which a library of the device would compute, only make their results. Each step is
 measured with Triton's own launches and with the handles of compiled kernels, in turns; every number is the median of
 CPU time of one thread. **Nothing of this is the time of a device.** What PyTorch computes itself (embeddings, the last
-norm, rotations' angles, additions) is in the time of a step, and computed by the CPU here. Steps of decodes alone run
-without CUDA graphs; with them a device launches all of a step at once.
+norm, rotations' angles, additions) is in the time of a step, and computed by the CPU here. Each step is also measured
+as with a CUDA graph, whose replay does nothing here: what is left is what the host does around it, but for the copies
+to the device, which are counted.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 import triton
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.packed_linear import PackedLinear
+from pagewise_executor.uploads import Array, Uploads
 from pagewise_kernels.handles import Handles
 from pagewise_kernels.launch import num_unfrozen_launches, use_handles, watch_launches
 from pagewise_shared.config import ExecutorConfig
@@ -134,15 +137,75 @@ def measure(driver: FakeDriver, runner: ModelRunner, case: str, rounds: int) -> 
                 steps = Steps(runner, *CASES[case])
     assert launched[False] == launched[True], "both ways launch the same"
     triton_us, handles_us = statistics.median(found[False]), statistics.median(found[True])
+    with replayed(runner, *CASES[case]):
+        steps = Steps(runner, *CASES[case])
+        steps.run()
+        with driver.recorded() as around, counted_uploads() as uploads:
+            steps.run()
+        graph_us = []
+        for _ in range(rounds):
+            steps = Steps(runner, *CASES[case])
+            steps.run()
+            graph_us += [steps.run() for _ in range(5)]
     return {
         "case": case,
         "launches": len(launched[True]),
+        "launches_around_graph": len(around),
+        "step_us_around_graph": round(statistics.median(graph_us)),
+        "uploads": uploads[0],
         "kernels": {name: launched[True].count(name) for name in dict.fromkeys(launched[True])},
         "step_us_triton": round(triton_us),
         "step_us_handles": round(handles_us),
         **_per_launch(steps, rounds),
         "unfrozen": num_unfrozen_launches(),
     }
+
+
+class _NoGraph:
+    """Replays nothing."""
+
+    def replay(self) -> None: ...
+
+
+@contextmanager
+def replayed(runner: ModelRunner, decodes: int, chunk: int) -> Iterator[None]:
+    """Steps of this many decodes and tokens of a chunk run by graphs that do nothing."""
+    assert runner._graphs is not None
+    graphs, mixed = runner._graphs
+    try:
+        with torch.inference_mode():
+            for steps in (graphs, mixed):
+                for size in steps.sizes:
+                    if size >= max(1, decodes + chunk):
+                        break
+                steps.clear(size)
+                steps.use_adapters(size, uses=False)
+                if steps is graphs:
+                    graphs._logits = torch.empty_like(graphs.compute(size)[0])
+                else:
+                    mixed.record(size, uses=False)
+                steps.graphs[size, False] = _NoGraph()  # type: ignore[assignment]
+        mixed.runs = True
+        yield
+    finally:
+        graphs.drop()
+        mixed.drop()
+
+
+@contextmanager
+def counted_uploads() -> Iterator[list[int]]:
+    """Count the copies to the device."""
+    together, count = Uploads.together, [0]
+
+    def counted(self: Uploads, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        count[0] += any(array.size for array in arrays)
+        return together(self, *arrays)
+
+    Uploads.together = counted  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        Uploads.together = together  # type: ignore[method-assign]
 
 
 def _per_launch(steps: Steps, rounds: int) -> dict[str, float]:
@@ -180,7 +243,7 @@ def _per_launch(steps: Steps, rounds: int) -> dict[str, float]:
     }
 
 
-def _make_empty(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+def _make_empty(linear: PackedLinear | torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], linear.weight.shape[0])
 
 
@@ -194,7 +257,7 @@ def main() -> None:
     if reason := missing():
         raise SystemExit(reason)
     torch.set_num_threads(1)
-    PackedLinear.forward = _make_empty  # type: ignore[method-assign, assignment]
+    PackedLinear.forward = torch.nn.Linear.forward = _make_empty  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as folder, fake_driver(Path(folder)) as driver:
         build_model(Path(folder) / "model", args.layers)
         runner = build_runner(Path(folder) / "model")

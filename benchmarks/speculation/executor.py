@@ -19,7 +19,13 @@ VARIABLE = "TEXTS"
 def draw_texts(texts: list[list[int]]) -> None:
     """Let samplers draw from ``texts``, whole sequences of token ids, the prompt included."""
 
-    def sample(self: TorchTokenSampler, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+    def sample(
+        self: TorchTokenSampler,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: torch.Tensor,
+        on_device: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         drawn = logits.argmax(dim=-1)
         params = [self._params[row] for row in rows]
         told = [

@@ -212,7 +212,8 @@ def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:
 def _decode_inputs() -> None:
     ints, longs = _empty(8, dtype=torch.int32), _empty(8, dtype=torch.int64)
     tables = _empty(8, 64, dtype=torch.int32)
-    decode_inputs(ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs)
+    for known in (None, ints):
+        decode_inputs(ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs, known=known)
 
 
 def _blocks() -> None:

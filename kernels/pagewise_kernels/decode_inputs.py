@@ -1,4 +1,4 @@
-"""What a decode step feeds to the model, looked up on the device: tokens sampled last, their positions and slots."""
+"""What a step feeds to the model, looked up on the device: tokens sampled last, their positions and slots."""
 
 import torch
 import triton
@@ -15,11 +15,13 @@ def decode_inputs_kernel(
     lengths,
     tables,
     last_tokens,
+    known,
     ids,
     positions,
     slots,
     number,
     stride_tables,
+    HAS_KNOWN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -32,7 +34,13 @@ def decode_inputs_kernel(
     position = tl.where(there, length - 1, 0)
     block = tl.load(tables + row * stride_tables + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     slot = tl.where(there, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-    tl.store(ids + queries, tl.load(last_tokens + row, mask=there, other=0), mask=inside)
+    is_sampled = there
+    token = tl.zeros([BLOCK], tl.int64)
+    if HAS_KNOWN:
+        token = tl.load(known + queries, mask=there, other=0).to(tl.int64)
+        is_sampled = there & (token < 0)
+    token = tl.where(is_sampled, tl.load(last_tokens + row, mask=is_sampled, other=0), token)
+    tl.store(ids + queries, token, mask=inside)
     tl.store(positions + queries, position.to(tl.int64), mask=inside)
     tl.store(slots + queries, slot, mask=inside)
 
@@ -47,11 +55,13 @@ def decode_inputs(
     ids: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    known: torch.Tensor | None = None,
 ) -> None:
     """Fill ids, positions and slots int64 [n] for sequences in rows int32 [n] with lengths int32 [n] of context.
 
     A context counts the new token, which ``last_tokens`` int64 [rows] holds; tables int32 [rows, blocks]. Where the
-    length is 0 the query pads: id 0, position 0, slot -1.
+    length is 0 the query pads: id 0, position 0, slot -1. ``known`` int32 [n]: tokens of prompts, and -1 where the last
+    token of the row is meant, as it is everywhere without this.
 
     Raises:
         ValueError: shapes or devices do not fit. TypeError: types do not.
@@ -63,6 +73,7 @@ def decode_inputs(
         ("ids", ids, torch.int64),
         ("positions", positions, torch.int64),
         ("slots", slots, torch.int64),
+        *((("known", known, torch.int32),) if known is not None else ()),
     ):
         if tensor.shape != (number,):
             raise ValueError(f"{name} has {list(tensor.shape)} entries, not {number}")
@@ -72,10 +83,11 @@ def decode_inputs(
         raise TypeError(
             f"tables are int32 [rows, blocks] and last tokens int64, not {tables.dtype}, {last_tokens.dtype}"
         )
-    check_device(rows, lengths, tables, last_tokens, ids, positions, slots)
+    tokens = rows if known is None else known
+    check_device(rows, lengths, tables, last_tokens, tokens, ids, positions, slots)
     launch(
         decode_inputs_kernel,
         (triton.cdiv(number, _BLOCK),),
-        rows, lengths, tables, last_tokens, ids, positions, slots, number, tables.stride(0),
-        BLOCK_SIZE=block_size, BLOCK=_BLOCK, num_warps=4,
+        rows, lengths, tables, last_tokens, tokens, ids, positions, slots, number, tables.stride(0),
+        HAS_KNOWN=known is not None, BLOCK_SIZE=block_size, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

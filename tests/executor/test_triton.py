@@ -11,6 +11,7 @@ from pagewise_executor.attention.triton_attention import LayerKind
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
+from pagewise_executor.uploads import Array, Uploads
 from pagewise_executor.warm_up import warm_up
 from pagewise_kernels.attention import DecodePlan
 from pagewise_shared.config import ExecutorConfig
@@ -184,11 +185,11 @@ def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatc
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     assert runner._graphs is not None
-    backend = runner._graphs._backend
+    backend = runner._graphs.decodes._backend
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: (plans.update(backend._plans), 0)[1])
     kept: list[int] = []
     compute = runner._engine.compute
-    monkeypatch.setattr(runner._engine, "compute", lambda *given: (kept.append(len(given[3])), compute(*given))[1])
+    monkeypatch.setattr(runner._engine, "compute", lambda *given: (kept.append(len(given[1])), compute(*given))[1])
     runner._measure_activations(with_step_limits(options, None), loaded, torch.float32)
     assert runner._batch.num_computed.tolist() == [8, 8]
     assert kept == [2 + 2 * 7], "the last of each prompt is sampled, and the others predict a token of it"
@@ -203,14 +204,22 @@ def test_plans_of_prefills_go_through_pinned_memory(tmp_path: Path, monkeypatch:
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False)
     )
     assert runner._graphs is not None
-    backend = runner._graphs._backend
+    backend = runner._graphs.decodes._backend
     uploaded: list[torch.Tensor] = []
-    upload, prepare, steps = backend.upload, backend.prepare, []
-    monkeypatch.setattr(backend, "upload", lambda array: (uploaded.append(upload(array)), uploaded[-1])[1])
+    together, prepare, steps = Uploads.together, backend.prepare, []
+
+    def watched(self: Uploads, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        found = together(self, *arrays)
+        uploaded.extend(found)
+        return found
+
+    monkeypatch.setattr(Uploads, "together", watched)
     monkeypatch.setattr(backend, "prepare", lambda work: (steps.append(prepare(work)), steps[-1])[1])
-    run_requests(runner, [request([3, 4, 5], 2, "r")], num_blocks=8)
-    (plan,) = steps[0].prefill_plans.values()
-    assert plan.units.untyped_storage().data_ptr() in {each.untyped_storage().data_ptr() for each in uploaded}
+    run_requests(runner, [request([3, 4, 5], 2, f"r{i}") for i in range(2)], num_blocks=8, arrive_every=1)
+    kinds = [list(step.prefill_plans.values()) for step in steps]
+    assert len(kinds) == 2, "before its layers have computed for the first time, a runner does not know their kinds"
+    for (plan,) in kinds:
+        assert plan.units.untyped_storage().data_ptr() in {each.untyped_storage().data_ptr() for each in uploaded}
 
 
 @pytest.mark.interpreted
@@ -229,7 +238,7 @@ def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypat
     assert sizes == [1, 2, 4, 8, 16]
     assert runner._graphs is not None
     with torch.inference_mode():
-        runner._graphs.warm_up()
+        runner._graphs.decodes.warm_up()
     assert runner.inventory() is None
 
 

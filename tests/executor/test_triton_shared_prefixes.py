@@ -71,7 +71,7 @@ def test_greedy_tokens_of_shared_prefixes_equal_transformers(
 
 @pytest.mark.interpreted
 def test_steps_that_share_nothing_copy_nothing() -> None:
-    uploads = []
+    uploads: list[npt.NDArray[np.int32]] = []
 
     def upload(array: npt.NDArray[np.int32]) -> torch.Tensor:
         uploads.append(array)

@@ -9,8 +9,11 @@ import torch
 from pagewise_kernels.attention import (
     Chunk,
     Scales,
+    StaticPrefillPlan,
     decode_attention,
+    prefill_attention,
 )
+from pagewise_kernels.attention.kernel import UNIT_FIELDS
 
 from tests.kernels.paged_case import SMALL, TOLERANCE, Case
 
@@ -68,6 +71,41 @@ def test_rows_that_pad_a_batch_get_zeros(device: torch.device) -> None:
     decode_attention(q, *case.stored, case.tables, plan, out=out)
     assert not out[[1, 3]].any()
     torch.testing.assert_close(out[2:3].double(), case.expected(q[2:3], 2, 29), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device) -> None:
+    """As in a CUDA graph of steps of 24 tokens, of which four may be decodes: two are, and five tokens pad."""
+    case = SMALL[name]
+    case.pool(device)
+    size, decodes, lengths = 24, 2, torch.tensor([*case.lengths[:2], -1, -1], dtype=torch.int32, device=device)
+    chunks = [Chunk(2, 19, 14, 2), Chunk(16, 9, 3, 4)]
+    q, out = case.queries(size), torch.full((size, case.heads, case.head_dim), 7.0, device=device)
+    inputs = torch.zeros(1 + size * UNIT_FIELDS + size, dtype=torch.int32, device=device)
+    count, units, positions = inputs.split([1, size * UNIT_FIELDS, size])
+    plan = StaticPrefillPlan(
+        size, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, kv_dtype=case.stored[0].dtype,
+        unit_count=count, units=units, positions=positions, window=case.window,
+    )  # fmt: skip
+    found = torch.from_numpy(plan.units_of(chunks, (19, 5)))
+    count.fill_(len(found))
+    units[: found.numel()] = found.ravel().to(device)
+    positions.fill_(-1)
+    for chunk in chunks:
+        own = torch.arange(chunk.size, dtype=torch.int32) + chunk.start
+        positions[chunk.first : chunk.first + chunk.size] = own.to(device)
+    of_decodes = case.decode_plan()
+    of_decodes.plan(lengths)
+    given = {"softcap": case.softcap, "scale": case.scale, "scales": case.scales}
+    decode_attention(q[:4], *case.stored, case.tables, of_decodes, out=out[:4], **given)
+    assert (out[decodes:] == 7).all(), "what is no decode is left alone"
+    prefill_attention(q, *case.stored, case.tables, plan, out=out, **given)
+    assert not out[19:].any()
+    parts = [Chunk(row, case.lengths[row] - 1, 1, row) for row in range(decodes)] + chunks
+    for part in parts:
+        own = slice(part.first, part.first + part.size)
+        expected = case.expected(q[own], part.table, part.start)
+        torch.testing.assert_close(out[own].double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_deterministic_results_do_not_depend_on_batch_or_chunking(device: torch.device) -> None:

@@ -256,6 +256,9 @@ def test_decode_inputs(device: torch.device) -> None:
     assert ids.tolist() == [60, 50, 0, 60]
     assert positions.tolist() == [4, 11, 0, 0]
     assert slots.tolist() == [2 * 4 + 0, 9 * 4 + 3, -1, 1 * 4]
+    known = torch.tensor([-1, 33, 44, 0], dtype=torch.int32, device=device)
+    decode_inputs(rows, lengths, tables, last, block_size=4, ids=ids, positions=positions, slots=slots, known=known)
+    assert ids.tolist() == [60, 33, 0, 0]
 
 
 def test_wrong_shapes_are_refused() -> None:

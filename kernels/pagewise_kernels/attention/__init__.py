@@ -2,13 +2,14 @@
 
 from pagewise_kernels.attention.checks import Scales
 from pagewise_kernels.attention.decode import DecodePlan, decode_attention
-from pagewise_kernels.attention.prefill import Chunk, PrefillPlan, prefill_attention
+from pagewise_kernels.attention.prefill import Chunk, PrefillPlan, StaticPrefillPlan, prefill_attention
 
 __all__ = [
     "Chunk",
     "DecodePlan",
     "PrefillPlan",
     "Scales",
+    "StaticPrefillPlan",
     "decode_attention",
     "prefill_attention",
 ]

@@ -118,7 +118,8 @@ class DecodePlan:
         self._shared.copy_(upload(table))
 
     def plan(self, lengths: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Share out contexts of ``lengths`` int32 [queries] tokens, the new one included; 0 is a query that pads.
+        """Share out contexts of ``lengths`` int32 [queries] tokens, the new one included; 0 is a query that pads,
+        whose result is zeros; -1 is no decode, and its result is not written.
 
         ``rows`` int32 [queries]: the row of the block tables of each query, by default they are in order.
 

@@ -32,11 +32,12 @@ def plan_decode_kernel(
 ):
     """One program: units for ``attention_kernel``.
 
-    ``lengths`` [num_queries]: context tokens, 0 for none; ``rows`` [num_queries]: of the block tables. The tiles of all
-    contexts, one after the other, are cut into ``num_runs`` runs of equal length, whose first units go into
-    ``first_units``; where a run crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0,
-    each context is cut after every SPLIT_TILES of its own, so that its parts never depend on the batch. ``num_units``
-    gets the number of units, and that of runs with any. ``window``: tokens that count, a large number for all of them.
+    ``lengths`` [num_queries]: context tokens, 0 for none, -1 for no decode; ``rows`` [num_queries]: of the block
+    tables. The tiles of all contexts, one after the other, are cut into ``num_runs`` runs of equal length, whose first
+    units go into ``first_units``; where a run crosses from one context to the next, it is two units. Or, if SPLIT_TILES
+    is not 0, each context is cut after every SPLIT_TILES of its own, so that its parts never depend on the batch.
+    ``num_units`` gets the number of units, and that of runs with any. ``window``: tokens that count, a large number for
+    all of them.
 
     With ``SHARING`` there are also ``num_items`` [1] shared stretches: the first ``item_tokens`` (whole tiles) of the
     contexts of ``item_sizes`` queries, those at ``item_firsts`` and after it in ``order``. They are cut like contexts,
@@ -44,12 +45,13 @@ def plan_decode_kernel(
 
     Each query has parts from ``first_parts`` on, ``num_parts`` of them: those of its stretch, then those of its own. A
     query without context, which pads the batch, gets a unit without tokens, whose result is zeros: what lies in
-    uninitialised memory should not go on from here.
+    uninitialised memory should not go on from here. A query of length -1 gets nothing: it is no decode, and something
+    else writes its result.
     """
     slots = tl.arange(0, N)  # queries, and behind them the shared stretches
     is_query = slots < num_queries
-    there = is_query
-    length = tl.load(lengths + slots, mask=is_query, other=0)
+    length = tl.load(lengths + slots, mask=is_query, other=-1)
+    there = length >= 0
     row = tl.load(rows + slots, mask=is_query, other=0)
     tl.store(positions + slots, length - 1, mask=is_query)
     first_tile = tl.maximum(length - window, 0) // TILE
@@ -58,7 +60,7 @@ def plan_decode_kernel(
     if SHARING:
         item = slots - num_queries
         is_item = (item >= 0) & (item < tl.load(num_items))
-        there = is_query | is_item
+        there = there | is_item
         first_query = tl.where(is_item, tl.load(item_firsts + item, mask=is_item, other=0), slots)
         size_of = tl.load(item_sizes + item, mask=is_item, other=1)
         length = tl.where(is_item, tl.load(item_tokens + item, mask=is_item, other=0), length)

@@ -11,7 +11,11 @@ from pagewise_kernels.attention.checks import Scales, check_attention, check_out
 from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, prefill_config
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.run import run_attention
+from pagewise_kernels.launch import interpreted, num_sms
 from pagewise_kernels.shapes import power_of_two
+
+_STATIC_PROGRAMS = 4
+"""Programs for each multiprocessor of a grid that does not depend on the step. They take the units in turns."""
 
 
 class Chunk(NamedTuple):
@@ -31,6 +35,8 @@ class PrefillPlan:
             the KV pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         upload: copies the plan to the device. The default reads memory that is not pinned, so CUDA copies a plan of
             more than 64 KiB (about 14,000 tokens) only after all work that was issued before.
+
+    ``packed``: the plan in one array, for those who upload it with others, and then say where it is (``place``).
     """
 
     def __init__(
@@ -54,32 +60,84 @@ class PrefillPlan:
             longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
         units = _units(chunks, self.config.rows // group, self.config.tile, window)
-        self.num_units = len(units)
-        num_queries = max((chunk.first + chunk.size for chunk in chunks), default=0)
-        positions = np.zeros(num_queries, np.int32)
+        self.programs = len(units) * kv_heads
+        self._num_queries = max((chunk.first + chunk.size for chunk in chunks), default=0)
+        positions = np.zeros(self._num_queries, np.int32)
         for chunk in chunks:
             positions[chunk.first : chunk.first + chunk.size] = np.arange(chunk.start, chunk.start + chunk.size)
         # One copy to the device for all of it.
-        packed = np.concatenate([np.array([len(units)], np.int32), units.ravel(), positions])
-        on_device = torch.from_numpy(packed).to(device) if upload is None else upload(packed)
-        end = 1 + units.size
+        self.packed = np.concatenate([np.array([len(units)], np.int32), units.ravel(), positions])
+        self.place(torch.from_numpy(self.packed).to(device) if upload is None else upload(self.packed))
+
+    def place(self, on_device: torch.Tensor) -> None:
+        """Read the plan from here: ``packed`` int32, on the device."""
+        end = len(on_device) - self._num_queries
         self.unit_count, self.units, self.positions = on_device[:1], on_device[1:end], on_device[end:]
+
+
+class StaticPrefillPlan:
+    """A prefill plan whose tensors stay where they are, so that a CUDA graph can be captured of what reads them.
+
+    What it depends on is fixed, but for the chunks of a step, whose units ``units_of`` returns; somebody else copies
+    them into the tensors before each step.
+
+    Args:
+        size: tokens of a step, decodes and padding included; the tile is chosen for chunks of up to so many. unit_count
+            int32 [1], units int32 [size * UNIT_FIELDS], positions int32 [size]: the tensors. The others: as of
+            ``PrefillPlan``.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        kv_dtype: torch.dtype,
+        unit_count: torch.Tensor,
+        units: torch.Tensor,
+        positions: torch.Tensor,
+        window: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        group, device = heads // kv_heads, units.device
+        self.window, self.deterministic = window, deterministic
+        self.config: TileConfig = prefill_config(
+            size, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
+        )
+        self._queries = self.config.rows // group
+        self.unit_count, self.units, self.positions = unit_count, units, positions
+        # What is more than fits at once would only find that there is nothing to do.
+        at_once = _STATIC_PROGRAMS * num_sms(device) if not interpreted() else 3
+        self.programs = min(size * kv_heads, at_once)
+
+    def units_of(self, chunks: Sequence[Chunk], padding: tuple[int, int]) -> npt.NDArray[np.int32]:
+        """Units of a step [n, UNIT_FIELDS], at most one for each of its tokens.
+
+        ``padding``: the first query behind all chunks, and how many there are. Their results are zeros.
+        """
+        units = _units(chunks, self._queries, self.config.tile, self.window)
+        first, count = padding
+        begin = np.arange(0, count, self._queries)
+        empty = np.zeros((len(begin), UNIT_FIELDS), np.int32)
+        empty[:, 0], empty[:, 1], empty[:, 5] = first + begin, np.minimum(self._queries, count - begin), -1
+        return np.concatenate([units, empty])
 
 
 def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None) -> npt.NDArray[np.int32]:
     """Units of ``queries`` neighbouring queries [n, UNIT_FIELDS], those with the most context first."""
-    found = [np.zeros((0, UNIT_FIELDS), np.int32)]
-    for chunk in chunks:
-        begin = np.arange(0, chunk.size, queries)
-        count = np.minimum(queries, chunk.size - begin)
-        low = np.zeros_like(begin)
-        if window is not None:
-            low = np.maximum(chunk.start + begin - window + 1, 0) // tile * tile
-        stop = chunk.start + begin + count
-        table, direct = np.full_like(begin, chunk.table), np.full_like(begin, -1)
-        found.append(np.stack([chunk.first + begin, count, table, low, stop, direct], axis=1).astype(np.int32))
-    units = np.concatenate(found)
-    return np.ascontiguousarray(units[np.argsort(units[:, 3] - units[:, 4], kind="stable")])
+    first, start, size, table = np.array(chunks, np.int64).reshape(-1, len(Chunk._fields)).T
+    number = -(-size // queries)
+    of = np.repeat(np.arange(len(number)), number)
+    begin = (np.arange(len(of)) - (np.cumsum(number) - number)[of]) * queries
+    count = np.minimum(queries, size[of] - begin)
+    low = np.zeros_like(begin)
+    if window is not None:
+        low = np.maximum(start[of] + begin - window + 1, 0) // tile * tile
+    stop = start[of] + begin + count
+    units = np.stack([first[of] + begin, count, table[of], low, stop, np.full_like(begin, -1)], axis=1)
+    return np.ascontiguousarray(units[np.argsort(low - stop, kind="stable")].astype(np.int32))
 
 
 def prefill_attention(
@@ -87,7 +145,7 @@ def prefill_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor,
-    plan: PrefillPlan,
+    plan: PrefillPlan | StaticPrefillPlan,
     *,
     out: torch.Tensor | None = None,
     scale: float | None = None,
@@ -110,7 +168,7 @@ def prefill_attention(
     run_attention(
         q, keys, values, tables, out, shape, plan.config,
         positions=plan.positions, units=plan.units, num_units=plan.unit_count,
-        programs=plan.num_units * shape.kv_heads, parts=None,
+        programs=plan.programs, parts=None,
         scale=scale, softcap=softcap, window=plan.window, scales=scales,
         split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic,
     )  # fmt: skip

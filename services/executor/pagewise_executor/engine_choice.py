@@ -18,17 +18,18 @@ from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, Trit
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 
 if TYPE_CHECKING:
-    from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
 
 class EngineChoice(NamedTuple):
-    """What computes logits, samples, and runs decode steps alone; ``graphs``: None if the engine runs those too."""
+    """What computes logits, and samples. ``graphs``: what runs steps of decodes alone, and some of the engine's steps
+    with chunks; None if the engine runs all of them."""
 
     engine: ModelEngine
     token_sampler: TokenSampler
     penalties: Penalties
     compute_logprobs: ComputeLogprobs
-    graphs: "DecodeGraphs | None" = None
+    graphs: "StepGraphs | None" = None
 
 
 def choose_engine(
@@ -49,14 +50,14 @@ def choose_engine(
     if loaded.kernels == "cpu":
         from pagewise_executor.attention.cpu_attention import CpuBackend
 
-        engine = TorchEngine(loaded, CpuBackend(), adapters)
+        engine = TorchEngine(loaded, CpuBackend(), last_tokens, adapters)
     elif loaded.compiled is not None:
         from pagewise_executor.engines.openvino_engine import OpenVINOEngine
 
-        engine = OpenVINOEngine(loaded.compiled)
+        engine = OpenVINOEngine(loaded.compiled, last_tokens)
     else:
         attention = TorchBackend(device) if memory is None else MappedBackend(memory, device)
-        engine = TorchEngine(loaded, attention, adapters)
+        engine = TorchEngine(loaded, attention, last_tokens, adapters)
     return EngineChoice(engine, TorchTokenSampler(device), TorchPenalties(vocab_size, device), compute_logprobs)
 
 
@@ -67,7 +68,10 @@ def _with_triton(
 
     from pagewise_executor.attention.prefill_libraries import choose_prefill_library, layer_shapes
     from pagewise_executor.attention.triton_attention import TritonBackend
-    from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+    from pagewise_executor.cuda_graphs.model_body import ModelBody
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
     from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
@@ -78,12 +82,22 @@ def _with_triton(
     backend = TritonBackend(
         device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library
     )
-    engine = TorchEngine(loaded, backend, adapters)
+    engine = TorchEngine(loaded, backend, last_tokens, adapters)
     token_sampler = TritonTokenSampler(rows, device)
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
-    graphs = DecodeGraphs(
-        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots,
-        loaded.ranks,
-    )  # fmt: skip
-    return EngineChoice(engine, token_sampler, TritonPenalties(rows, loaded.vocab_size, device), token_logprobs, graphs)
+    decodes = DecodeGraphs(
+        engine.forward, engine.forward_context, backend, token_sampler, last_tokens, config.block_size, slots
+    )
+    engine.graphs = mixed = MixedGraphs(
+        ModelBody(loaded.model),
+        engine.forward,
+        engine.forward_context,
+        backend,
+        last_tokens,
+        config.block_size,
+        config.max_num_batched_tokens,
+        slots,
+    )
+    penalties = TritonPenalties(rows, loaded.vocab_size, device)
+    return EngineChoice(engine, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

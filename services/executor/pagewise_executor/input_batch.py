@@ -241,7 +241,7 @@ class InputBatch:
         of_drafts = [(self.sequences[draft.row], draft) for draft in work.drafts]
         tokens = [draft.computed_tokens(len(held.tokens), held.sampled) for held, draft in of_drafts]
         tokens += [self.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks[len(work.drafts) :]]
-        return np.concatenate(tokens).astype(np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *tokens])
 
     def kept_logits(self, work: StepWork) -> tuple[list[int], list[tuple[Chunk, int]]]:
         """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that

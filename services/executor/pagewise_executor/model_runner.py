@@ -44,16 +44,16 @@ from pagewise_executor.offer import offer, tell_of_pool
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
-from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs, to_host
+from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
-from pagewise_executor.uploads import Uploads
+from pagewise_executor.uploads import Array, Uploads, to_host
 
 if TYPE_CHECKING:
-    from pagewise_executor.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 
@@ -146,16 +146,10 @@ class ModelRunner:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
-            loaded.shapes,
-            num_blocks,
-            config.block_size,
-            kv_dtype,
-            self._device,
-            layout=layout_of(config),
-            heads_first=loaded.heads_first,
-            triton=loaded.kernels == "triton",
+            loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=layout_of(config),
+            heads_first=loaded.heads_first, triton=loaded.kernels == "triton",
             memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
-        )
+        )  # fmt: skip
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
@@ -175,22 +169,24 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
         peak = torch.cuda.max_memory_allocated(self._device) - before
+        if self._graphs is not None and config.cuda_graphs:
+            peak += self._graphs.memory(peak, tokens)
         del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
         self._engine.detach()
         if self._memory is not None:
             self._memory.free()
-        # Decode graphs have memory of their own and keep their logits; sampling takes copies of these, and masks.
+        # Decode graphs keep their logits as well; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config) + config.cuda_graphs * graphs_bytes(self._graphs, len(loaded.shapes))
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 
-    def _capture(self, graphs: "DecodeGraphs", config: SizedConfig) -> None:
+    def _capture(self, graphs: "StepGraphs", config: SizedConfig) -> None:
         """Capture the CUDA graphs, which all ranks do together."""
         with torch.inference_mode():
             if not config.cuda_graphs:
-                graphs.warm_up()
-            elif not graphs.capture():
+                graphs.decodes.warm_up()
+            elif not graphs.capture(self._ranks):
                 self.info = dataclasses.replace(self.info, fallback=True)
         self._mover.warm_up()
         if self._adapters is not None:
@@ -281,15 +277,10 @@ class ModelRunner:
     def reset(self, welcome: Welcome) -> None:
         """See ``Runner``."""
         self._batch = InputBatch(
-            num_rows=welcome.max_num_seqs,
-            max_model_len=self._longest,
-            block_size=self.info.block_size,
-            pool_blocks=self.info.num_blocks,
-            tiers={number: tier.num_blocks for number, tier in self._tiers.items()},
-            vocab_size=self.info.vocab_size,
-            storages=self._storages.links,
-            num_adapters=self.info.max_loras,
-        )
+            num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
+            pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.max_loras,
+            tiers={number: tier.num_blocks for number, tier in self._tiers.items()}, storages=self._storages.links,
+        )  # fmt: skip
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:
             self._block_hashes.clear()
@@ -298,13 +289,10 @@ class ModelRunner:
             self._adapters.reset(welcome.epoch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
         self._sampler = Sampler(
-            self._token_sampler,
-            self._penalties,
-            ConstraintTables(self.info.vocab_size, self._device),
-            self._compute_logprobs,
-            self._device,
+            self._token_sampler, self._penalties, ConstraintTables(self.info.vocab_size, self._device),
+            self._compute_logprobs, self._device,
             StructuredRows(self._grammars, self.info.no_grammars, self.info.vocab_size, self._device),
-        )
+        )  # fmt: skip
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> IssuedStep:
@@ -340,9 +328,9 @@ class ModelRunner:
             tokens, logprobs = self._decode(self._graphs, work)
         elif len(work.decoding) or work.chunks:
             with self._threads.step(work.num_tokens):
-                logits, prompts = self._forward(work)
+                logits, at, prompts = self._forward(work)
                 if work.sampled_rows:
-                    tokens, logprobs = self._sample(work, logits)
+                    tokens, logprobs = self._sample(work, logits, at)
         rows = [batch.sequences[row] for row in work.sampled_rows]
         kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
         batch.advance(work)
@@ -356,24 +344,35 @@ class ModelRunner:
     def _accepted(self, plan: StepPlan) -> None:
         """Called with every plan once it has been found to be right, before anything is done for it."""
 
-    def _sample(self, work: StepWork, logits: torch.Tensor) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Sample tokens for the sampled rows from their logits, and keep them for the next step."""
+    def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
+        """Return what sampling needs on the device: positions, rows as kernels take them, and as PyTorch does."""
+        rows = np.array(work.sampled_rows, np.int64)
+        return self._batch.sampled_positions(work), rows.astype(np.int32), rows
+
+    def _sample(
+        self, work: StepWork, logits: torch.Tensor, at: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Sample tokens for the sampled rows from their logits, and keep them for the next step.
+
+        ``at``: what ``_sampled_at`` returned, on the device.
+        """
         rows = work.sampled_rows
+        positions, on_device, index = at
         if self._ranks.first:
-            positions = self._upload(self._batch.sampled_positions(work))
-            tokens, logprobs = self._sampler.sample(logits, rows, positions)
+            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
         else:
             tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
         last = tokens = self._ranks.share_tokens(tokens)
         if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
-            kept = accept(work.drafts, tokens.tolist(), len(work.decoding))
-            rows, last = [rows[index] for index in kept], tokens[self._upload(np.array(kept, np.int64))]
-        self._last_tokens[self._upload(np.array(rows, np.int64))] = last
+            kept = np.array(accept(work.drafts, tokens.tolist(), len(work.decoding)), np.int64)
+            chosen, index = self._upload.together(kept, np.array(rows, np.int64)[kept])
+            last = tokens[chosen]
+        self._last_tokens[index] = last
         return tokens, logprobs
 
-    def _decode(self, graphs: "DecodeGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
+    def _decode(self, graphs: "StepGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Run a step of decodes alone, which a graph computes and samples."""
-        logits, tokens = graphs.run(
+        logits, tokens = graphs.decodes.run(
             work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
         )
         if self._sampler.are_simple(work.sampled_rows):
@@ -383,18 +382,18 @@ class ModelRunner:
             return tokens, None
         # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
         # after the next run of the graph as well.
-        return self._sample(work, logits.clone())
+        return self._sample(work, logits.clone(), self._upload.together(*self._sampled_at(work)))
 
-    def _forward(self, work: StepWork) -> tuple[torch.Tensor, list[tuple[int, LogprobsTensors]]]:
-        """Return the logits [sampled rows, vocab], and by row the log-probabilities of prompts that report them."""
+    def _forward(
+        self, work: StepWork
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[tuple[int, LogprobsTensors]]]:
+        """Return the logits [sampled rows, vocab], what ``_sampled_at`` returns on the device, and by row the
+        log-probabilities of prompts that report them."""
         batch = self._batch
-        _, positions = batch.flat_batch(work)
-        ids = self._last_tokens[self._upload(work.decoding)]
-        if work.chunks:
-            ids = torch.cat([ids, self._upload(batch.chunk_tokens(work))])
         kept, reported = batch.kept_logits(work)
-        logits = self._engine.compute(work, ids, positions, np.array(kept, np.int64))
-        sampled = len(work.sampled_rows)
+        sampled = self._sampled_at(work)
+        logits, at = self._engine.compute(work, np.array(kept, np.int64), sampled)
+        number = len(sampled[0])
         reported = reported if self._ranks.first else []
-        prompts = prompt_logprobs(logits[sampled:], reported, batch.sequences, self._upload, self._compute_logprobs)
-        return logits[:sampled], prompts
+        prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
+        return logits[:number], at, prompts

@@ -1,12 +1,18 @@
-"""Copies small arrays from the host to the device without waiting for the work the device has queued."""
+"""Copies small arrays from the host to the device without waiting for the work the device has queued, and back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+Array = npt.NDArray[Any]
+
 _SLOTS = 16
+_ALIGNMENT = 16
+"""Kernels are compiled for pointers that are divisible by it."""
+_LEAST_BYTES = 4096
 
 
 class Uploads:
@@ -21,21 +27,90 @@ class Uploads:
         self._copied: list[torch.cuda.Event | None] = [None] * _SLOTS
         self._next = 0
 
-    def __call__(self, array: npt.NDArray[Any]) -> torch.Tensor:
+    def __call__(self, array: Array) -> torch.Tensor:
         """Return the array as a tensor on the device. On the CPU it is not copied."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type != "cuda" or not tensor.numel():
-            return tensor.to(self.device)
+        return self.together(array)[0]
+
+    def together(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        """Return these arrays as tensors on the device, which one copy brings there. On the CPU nothing is copied."""
+        if self.device.type != "cuda":
+            return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays)
+        size = packed_size(arrays)
         slot, self._next = self._next, (self._next + 1) % _SLOTS
         if (copied := self._copied[slot]) is not None:
             copied.synchronize()
-        size = tensor.numel() * tensor.element_size()
         buffer = self._buffers[slot]
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[slot] = torch.empty(max(size, 4096), dtype=torch.uint8, pin_memory=True)
-        pinned = buffer[:size].view(tensor.dtype).view(tensor.shape)
-        pinned.copy_(tensor)
+            # Of powers of two, so that steps that grow do not pin new memory each time, which waits for the device.
+            room = max(_LEAST_BYTES, 1 << (size - 1).bit_length()) if size else _LEAST_BYTES
+            buffer = self._buffers[slot] = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+        pinned = buffer[:size]
+        pack(arrays, pinned.numpy())
         on_device = pinned.to(self.device, non_blocking=True)
         self._copied[slot] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return on_device
+        return unpack(on_device, arrays)
+
+
+def packed_size(arrays: Sequence[Array]) -> int:
+    """Return the bytes that arrays take one behind the other, each from a multiple of 16 bytes on."""
+    return sum(_padded(array.nbytes) for array in arrays)
+
+
+def pack(arrays: Sequence[Array], into: npt.NDArray[np.uint8]) -> None:
+    """Write arrays into ``packed_size`` bytes."""
+    begin = 0
+    for array in arrays:
+        into[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+        begin += _padded(array.nbytes)
+
+
+def unpack(packed: torch.Tensor, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+    """Return the parts of what ``pack`` has written, uint8 on any device, like ``arrays``. Nothing is copied."""
+    found, begin = [], 0
+    for array in arrays:
+        found.append(_viewed(packed[begin : begin + array.nbytes], torch.from_numpy(array[:0]).dtype, array.shape))
+        begin += _padded(array.nbytes)
+    return tuple(found)
+
+
+def _viewed(part: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a part of a tensor of bytes as what it is; torch does not view what is empty as another type."""
+    return part.view(dtype).view(*shape) if len(part) else torch.empty(*shape, dtype=dtype, device=part.device)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host. From a GPU the copy is complete once the device has reached it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_host_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return copies of tensors on the host, which one copy brings there: see ``to_host``."""
+    if tensors[0].device.type != "cuda":
+        return tensors
+    return split_bytes(to_host(join_bytes(tensors)), tensors)
+
+
+def join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of tensors in one, those of the widest elements first, so that they can be viewed."""
+    ordered = sorted(tensors, key=torch.Tensor.element_size, reverse=True)
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in ordered if tensor.numel()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+
+
+def split_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return what ``join_bytes`` has joined, as views of it, in the order of ``like``."""
+    found: dict[int, torch.Tensor] = {}
+    begin = 0
+    for number in sorted(range(len(like)), key=lambda at: like[at].element_size(), reverse=True):
+        one = like[number]
+        end = begin + one.numel() * one.element_size()
+        found[number] = _viewed(joined[begin:end], one.dtype, one.shape)
+        begin = end
+    return tuple(found[number] for number in range(len(like)))

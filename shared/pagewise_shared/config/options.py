@@ -264,7 +264,7 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     cuda_graphs: Annotated[
         bool,
         _help(
-            "record decode steps as CUDA graphs when the executor starts",
+            "record steps of up to 512 decodes or 1,024 tokens as CUDA graphs when the executor starts",
             more="This takes some seconds and some memory, and leaves much less time between kernels. It needs Triton "
             "kernels and a model that does not wait for the device inside a step (the log says so).",
         ),

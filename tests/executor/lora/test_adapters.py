@@ -124,8 +124,12 @@ def test_segments_belong_to_an_adapter(llama: Path, folders: dict[str, Path]) ->
 
 
 @pytest.mark.interpreted
-def test_the_triton_kernels_compute_the_same(llama: Path, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("is_static", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_triton_kernels_compute_the_same(is_static: bool, llama: Path, folders: dict[str, Path]) -> None:
+    """Those of decodes always read static buffers, as CUDA graphs do; those with chunks if ``is_static``."""
     runner = build_runner(llama, enable_lora=True, max_loras=2, kernels="triton", host_memory=None)
+    assert runner._graphs is not None
+    runner._graphs.mixed.runs = is_static
     check(runner, llama, {name: folders[name] for name in ("attention", "stabilised")}, count=2, asked=1, size=5)
 
 

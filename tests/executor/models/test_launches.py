@@ -81,16 +81,17 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
     runner = ModelRunner(
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=4)
     )
-    operations, graphs = operations_of(runner._engine.model), runner._graphs  # type: ignore[attr-defined]
-    assert graphs is not None
+    operations = operations_of(runner._engine.model)  # type: ignore[attr-defined]
+    assert runner._graphs is not None
+    graphs = runner._graphs.decodes
     attention = ["rms_norm_kernel", "mm", "rope_write_kv_kernel", "attention_kernel", "mm"]
     if family == "qwen2":  # which has a bias there
         attention[1] = "addmm"
     one, two = ["gated_linear_kernel"], ["mm", "silu_mul_kernel"]
-    record(lambda: graphs._compute(4))  # the first step of all makes buffers
+    record(lambda: graphs.compute(4))  # the first step of all makes buffers
     for rows, gated in ((4, one), (3, two)):
         operations.gated_rows = rows
-        launched = record(lambda: graphs._compute(4))
+        launched = record(lambda: graphs.compute(4))
         found = [name for name in launched if name not in ONCE]
         layer = [*attention, "rms_norm_kernel", *gated, "mm"]
         assert found == [

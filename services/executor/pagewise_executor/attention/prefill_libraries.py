@@ -77,7 +77,8 @@ class ChunkTables:
         if self._on_device is None:
             blocks = -(-int(self.lengths.max()) // self.block_size)
             tables = self.tables[[chunk.table for chunk in self.chunks], :blocks]
-            self._on_device = self.upload(begins(self.sizes)), self.upload(self.lengths), self.upload(tables)
+            firsts, lengths, blocks_of = self.upload.together(begins(self.sizes), self.lengths, tables)
+            self._on_device = firsts, lengths, blocks_of
         return self._on_device
 
 

@@ -5,20 +5,30 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
+from pagewise_kernels.attention import (
+    Chunk,
+    DecodePlan,
+    PrefillPlan,
+    Scales,
+    StaticPrefillPlan,
+    decode_attention,
+    prefill_attention,
+)
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, TriedLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
 
 _NOTHING_SHARED = (np.zeros((0, 3), np.int64), np.zeros(0, np.int64))
+_NO_CHANGES = (np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,7 +47,8 @@ class TritonStep:
     """The attention of one step, with the plans that its layers have made so far.
 
     ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
-    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunk_tables``: for a library.
+    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunks``: behind the decodes.
+    ``chunk_tables``: for a library, which computes chunks of layers for which there is no plan.
     """
 
     backend: "TritonBackend"
@@ -48,7 +59,7 @@ class TritonStep:
     chunks: list[Chunk]
     chunk_tables: ChunkTables | None = None
     decode_plans: dict[LayerKind, DecodePlan] = field(default_factory=dict)
-    prefill_plans: dict[LayerKind, PrefillPlan] = field(default_factory=dict)
+    prefill_plans: dict[LayerKind, PrefillPlan | StaticPrefillPlan] = field(default_factory=dict)
     library_plans: dict[AttentionShape, Attend] = field(default_factory=dict)
 
     def attend(
@@ -71,6 +82,7 @@ class TritonStep:
         """Attend with q [tokens, heads, head_dim] when K and V of the step are in the pool already."""
         scales = scales_of(layer)
         kind = LayerKind(q.shape[1], layer.keys.shape[2], q.shape[2], layer.keys.dtype, window)
+        self.backend.kinds.setdefault(kind, False)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
         if decodes:
@@ -86,10 +98,11 @@ class TritonStep:
                 softcap=softcap,
                 scales=scales,
             )
-        library = self.backend.library if self.chunks else None
-        if library is not None and library.computes(
-            shape := AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
-        ):
+        library = None
+        if self.chunks and kind not in self.prefill_plans:
+            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+            library = self.backend.library_for(kind, shape)
+        if library is not None:
             if (attend := self.library_plans.get(shape)) is None:
                 assert self.chunk_tables is not None
                 attend = self.library_plans[shape] = library.plan(shape, self.chunk_tables)
@@ -106,18 +119,8 @@ class TritonStep:
         plan.plan(self.lengths, self.rows)
         return plan
 
-    def _plan_prefills(self, kind: LayerKind) -> PrefillPlan:
-        return PrefillPlan(
-            self.chunks,
-            heads=kind.heads,
-            kv_heads=kind.kv_heads,
-            head_dim=kind.head_dim,
-            kv_dtype=kind.kv_dtype,
-            device=self.slots.device,
-            window=kind.window,
-            deterministic=self.backend.deterministic,
-            upload=self.backend.upload,
-        )
+    def _plan_prefills(self, kind: LayerKind) -> PrefillPlan | StaticPrefillPlan:
+        return self.backend.plan_prefills(kind, self.chunks, self.backend.upload)
 
 
 class TritonBackend:
@@ -126,7 +129,8 @@ class TritonBackend:
     ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
     sends only what has changed. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
     results do not depend on the batch or on how a prompt is cut into chunks. ``library``: computes the prefill chunks
-    of layers that it supports; None: the kernels do.
+    of layers that it supports, but for those of CUDA graphs; None: the kernels do. ``kinds``: those of the layers that
+    have computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
     """
 
     def __init__(
@@ -140,11 +144,13 @@ class TritonBackend:
         library: TriedLibrary | None = None,
     ) -> None:
         self.deterministic, self.library = deterministic, library
+        self.kinds: dict[LayerKind, bool] = {}
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
         self._device = device
         self.upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
+        self._changed_tables: list[tuple[int, int, int]] = []
         # The prefixes of the decodes of ``_shared_rows``, none longer than ``_shared_blocks`` blocks.
         self._shared = _NOTHING_SHARED
         self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
@@ -154,6 +160,7 @@ class TritonBackend:
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
         self._batch = batch
+        self._changed_tables.clear()
         self._shared, self._shared_blocks = _NOTHING_SHARED, 0
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
@@ -164,17 +171,47 @@ class TritonBackend:
         """See ``AttentionBackend``."""
         batch = self._batch
         rows, positions = batch.flat_batch(work)
-        decodes, offset = len(work.decoding), len(work.decoding)
-        chunks = []
-        for chunk in work.chunks:
-            chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
-            offset += chunk.size
+        decodes, chunks = len(work.decoding), chunks_of(work)
         lengths = positions[:decodes] + 1
         self.share_prefixes(rows[:decodes], lengths)
-        ints = self.upload(np.concatenate([lengths, rows[:decodes]]).astype(np.int32))
-        slots = self.upload(batch.slot_mapping(rows, positions))
-        tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
-        return TritonStep(self, slots, self.tables, ints[:decodes], ints[decodes:], chunks, tables)
+        own = [kind for kind, planned in self.kinds.items() if chunks and planned]
+        plans = {kind: self.plan_prefills(kind, chunks, torch.from_numpy) for kind in own}
+        where, blocks, slots, of_decodes, *packed = self.upload.together(
+            *self.take_table_changes(),
+            batch.slot_mapping(rows, positions),
+            np.stack([lengths, rows[:decodes]]).astype(np.int32),
+            *(plan.packed for plan in plans.values()),
+        )
+        self.change_tables(where, blocks)
+        for plan, on_device in zip(plans.values(), packed, strict=True):
+            plan.place(on_device)
+        step = TritonStep(self, slots, self.tables, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans})
+        step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
+        return step
+
+    def library_for(self, kind: LayerKind, shape: AttentionShape) -> TriedLibrary | None:
+        """Return the library if it computes the chunks of layers of this shape; else the kind is planned ahead from
+        the next step on."""
+        if self.library is not None and self.library.computes(shape):
+            return self.library
+        self.kinds[kind] = True
+        return None
+
+    def plan_prefills(
+        self, kind: LayerKind, chunks: list[Chunk], upload: Callable[[npt.NDArray[np.int32]], torch.Tensor]
+    ) -> PrefillPlan:
+        """Return the plan of chunks for layers of one kind, which ``upload`` brings to the device."""
+        return PrefillPlan(
+            chunks,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            kv_dtype=kind.kv_dtype,
+            device=self._device,
+            window=kind.window,
+            deterministic=self.deterministic,
+            upload=upload,
+        )
 
     def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
         """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read what they share once.
@@ -201,16 +238,24 @@ class TritonBackend:
         return TritonStep(self, slots, self.tables, lengths, rows, [])
 
     def update_block_tables(self, work: StepWork) -> None:
-        """Copy what a step changes in the block tables to the device."""
-        changed = work.changed_tables
-        if not changed:
-            return
-        if any(start < self._shared_blocks for _, start, _ in changed):
+        """See ``AttentionBackend``. The device is told with the arrays of the next step that computes something."""
+        self._changed_tables += work.changed_tables
+        if any(start < self._shared_blocks for _, start, _ in work.changed_tables):
             self._shared_blocks = 0
-        width = self.tables.shape[1]
+
+    def take_table_changes(self) -> tuple[Int64s, Int32s]:
+        """Return what has changed in the block tables since the last call: places in ``tables``, and blocks [n]."""
+        changed, self._changed_tables = self._changed_tables, []
+        if not changed:
+            return _NO_CHANGES
+        width, tables = self.tables.shape[1], self._batch.block_tables
         where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
-        values = np.concatenate([self._batch.block_tables[row, start:stop] for row, start, stop in changed])
-        self.tables.view(-1).index_copy_(0, self.upload(where), self.upload(values))
+        return where, np.concatenate([tables[row, start:stop] for row, start, stop in changed])
+
+    def change_tables(self, where: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Apply what ``take_table_changes`` has returned, which is on the device now."""
+        if len(where):
+            self.tables.view(-1).index_copy_(0, where, blocks)
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         plan = DecodePlan(
@@ -226,6 +271,15 @@ class TritonBackend:
         )
         plan.share(*self._shared, self.upload)
         return plan
+
+
+def chunks_of(work: StepWork) -> list[Chunk]:
+    """Return the chunks of a step as attention takes them, which lie behind its decodes in the flat batch."""
+    chunks, offset = [], len(work.decoding)
+    for chunk in work.chunks:
+        chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
+        offset += chunk.size
+    return chunks
 
 
 def scales_of(layer: PagedLayer) -> Scales | None:

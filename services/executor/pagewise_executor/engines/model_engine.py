@@ -1,5 +1,6 @@
 """The interface between the model runner and what computes the model."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.uploads import Array
 
 
 class ModelEngine(Protocol):
@@ -32,10 +34,22 @@ class ModelEngine(Protocol):
         """Take over what a step changes in the block tables. This is called before anything else of the step runs."""
         ...
 
-    def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
+    def compute(
+        self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Compute a step that the batch has applied and not advanced yet.
 
-        ``ids``, ``positions`` [tokens]: the flat batch, decodes first, then prefill chunks. ``kept`` [n]: the indices
-        of the flat batch whose logits are wanted. Returns logits [n, vocab], which the next call may overwrite.
+        ``kept`` [n]: the indices of the flat batch (decodes first, then prefill chunks) whose logits are wanted.
+        ``also``: arrays that come to the device with those of the step, by the same copy.
+
+        Returns logits [n, vocab], which the next call may overwrite, and ``also``, on the device.
         """
         ...
+
+
+def token_ids(last: torch.Tensor, work: StepWork, chunk_tokens: torch.Tensor) -> torch.Tensor:
+    """Return the ids int64 [tokens] of a step's flat batch.
+
+    ``last`` [decodes]: the tokens that the rows of decodes have sampled; ``chunk_tokens``: those of all chunks.
+    """
+    return torch.cat([last, chunk_tokens]) if work.chunks else last

@@ -1,12 +1,16 @@
 """The engine that runs a model compiled by OpenVINO, over the blocks of our KV pool."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import openvino as ov
 import torch
 
+from pagewise_executor.engines.model_engine import token_ids
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.uploads import Array
 
 
 class OpenVINOEngine:
@@ -16,7 +20,8 @@ class OpenVINOEngine:
     Its paged attention reads and writes K and V where they lie in the pool, which keeps the heads before the tokens.
     """
 
-    def __init__(self, compiled: dict[int, ov.CompiledModel]) -> None:
+    def __init__(self, compiled: dict[int, ov.CompiledModel], last_tokens: torch.Tensor) -> None:
+        self._last_tokens = last_tokens
         self._requests = {threads: each.create_infer_request() for threads, each in compiled.items()}
         self._usual = self._requests[max(compiled)]
 
@@ -40,8 +45,17 @@ class OpenVINOEngine:
     def update_block_tables(self, work: StepWork) -> None:
         """Do nothing: each step reads the block tables of the input batch."""
 
-    def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
-        """See ``ModelEngine``. Each decode and each chunk is one subsequence of the flat batch."""
+    def compute(
+        self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """See ``ModelEngine``."""
+        last = self._last_tokens[torch.from_numpy(work.decoding)]
+        ids = token_ids(last, work, torch.from_numpy(self._batch.chunk_tokens(work)))
+        _, positions = self._batch.flat_batch(work)
+        return self._compute(work, ids, positions, kept), tuple(torch.from_numpy(array) for array in also)
+
+    def _compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
+        """Compute logits. Each decode and each chunk is one subsequence of the flat batch."""
         rows = np.concatenate([work.decoding, np.array([chunk.row for chunk in work.chunks], np.int64)])
         sizes = np.array([1] * len(work.decoding) + [chunk.size for chunk in work.chunks])
         chunk_starts = np.array([chunk.start for chunk in work.chunks], np.int64)

@@ -1,21 +1,39 @@
 """The engine that runs a model of transformers with torch. Its attention is PyTorch's or the Triton kernels'."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
+from pagewise_executor.engines.model_engine import token_ids
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
-from pagewise_executor.uploads import Uploads
+from pagewise_executor.uploads import Array, Uploads
+
+if TYPE_CHECKING:
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
 
 
 class TorchEngine:
-    """Runs ``loaded`` with ``attention`` between its layers, and the adapters of rows. See ``ModelEngine``."""
+    """Runs ``loaded`` with ``attention`` between its layers, and the adapters of rows. See ``ModelEngine``.
 
-    def __init__(self, loaded: LoadedModel, attention: AttentionBackend, adapters: Adapters | None = None) -> None:
-        self._adapters = adapters
+    ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``graphs``: what runs some of the steps
+    with chunks.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        last_tokens: torch.Tensor,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._adapters, self._last_tokens = adapters, last_tokens
+        self.graphs: MixedGraphs | None = None
         self.model, self._layers, self._attention = loaded.model, loaded.attention, attention
         self.forward_context = ForwardContext()
         self._upload = Uploads(loaded.device)
@@ -42,12 +60,21 @@ class TorchEngine:
         """See ``ModelEngine``."""
         self._attention.update_block_tables(work)
 
-    def compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:
+    def compute(
+        self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """See ``ModelEngine``."""
+        if self.graphs is not None and self.graphs.takes(work):
+            return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self._attention.prepare(work)
+        rows, positions = self._batch.flat_batch(work)
         if self._adapters is not None:
-            self._adapters.begin(self._batch.adapters[self._batch.flat_batch(work)[0]])
-        return self.forward(ids, self._upload(positions), self._upload(kept))
+            self._adapters.begin(self._batch.adapters[rows])
+        decoding, tokens, positions_there, wanted, *there = self._upload.together(
+            work.decoding, self._batch.chunk_tokens(work), positions, kept, *also
+        )
+        ids = token_ids(self._last_tokens[decoding], work, tokens)
+        return self.forward(ids, positions_there, wanted), tuple(there)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
         """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.

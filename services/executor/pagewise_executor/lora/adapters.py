@@ -111,5 +111,5 @@ def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
         return Adapters(host, TorchSlots(config.max_loras, context, loaded.device))
     from pagewise_executor.lora.triton_slots import TritonSlots
 
-    rank, rows = config.max_lora_rank, config.max_num_seqs
-    return Adapters(host, TritonSlots(config.max_loras, rank, layers, context, loaded.dtype, loaded.device, rows))
+    rank, most = config.max_lora_rank, max(config.max_num_seqs, config.max_num_batched_tokens)
+    return Adapters(host, TritonSlots(config.max_loras, rank, layers, context, loaded.dtype, loaded.device, most))

@@ -1,8 +1,8 @@
 """The slots of a GPU, and how adapters are added to a batch there: all of them by two kernels for each layer.
 
 The adapters of a layer lie one behind the other in two tensors, padded to the greatest rank, so that a kernel finds
-that of any token. What a step needs beside that is which tokens have which adapter (``LoraTiles``). Decode steps that
-are CUDA graphs read it from buffers that stay; a step without adapters runs a graph that was captured without them.
+that of any token. What a step needs beside that is which tokens have which adapter (``LoraTiles``). Steps that are
+CUDA graphs read it from buffers that stay; a step without adapters runs a graph that was captured without them.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ _LARGE_BATCH = 512
 
 
 class TritonSlots:
-    """See ``Slots``. ``num_rows``: the most sequences that decode in one step."""
+    """See ``Slots``. ``num_tokens``: the most tokens of a step from static buffers."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class TritonSlots:
         context: LoraContext,
         dtype: torch.dtype,
         device: torch.device,
-        num_rows: int,
+        num_tokens: int,
     ) -> None:
         self._num_slots, self._rank, self._layers = num_slots, padded_rank(max_rank), layers
-        self._context, self._device, self._num_rows = context, device, num_rows
+        self._context, self._device = context, device
         self._upload = Uploads(device)
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -42,8 +42,9 @@ class TritonSlots:
         self._b = [zeros(layer.outs, self._rank) for layer in layers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         ints = {"dtype": torch.int32, "device": device}
-        self._decode_tiles = torch.full((_most_tiles(num_rows, num_slots), 3), -1, **ints)  # type: ignore[call-overload]
-        self._decode_order = torch.zeros(num_rows, **ints)  # type: ignore[call-overload]
+        most_tiles = max(_most_tiles(size, num_slots) for size in {num_tokens, min(num_tokens, _LARGE_BATCH)})
+        self._static_tiles = torch.full((most_tiles, 3), -1, **ints)  # type: ignore[call-overload]
+        self._static_order = torch.zeros(num_tokens, **ints)  # type: ignore[call-overload]
 
     def put(self, slot: int, factors: LayerFactors) -> None:
         """See ``Slots``. The copies run beside the steps."""
@@ -70,9 +71,9 @@ class TritonSlots:
         if not (slots >= 0).any():
             self._context.step = None
             return
-        rows = _LARGE_ROWS if len(slots) > _LARGE_BATCH else LEAST_RANK
-        tiles, order = make_tiles(slots, rows)
-        self._context.step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._a, self._b)
+        rows = _rows_of_tile(len(slots))
+        tiles, order = self._upload.together(*make_tiles(slots, rows))
+        self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._a, self._b)
 
     def warm_up(self) -> None:
         """See ``Slots``."""
@@ -82,26 +83,27 @@ class TritonSlots:
             for layer, a, b in zip(self._layers, self._a, self._b, strict=True):
                 step.add(layer, a.new_zeros(1, layer.ins), b.new_zeros(1, layer.outs))
 
-    # ---- decode steps from static buffers ------------------------------------------------------------
+    # ---- steps from static buffers -------------------------------------------------------------------
 
-    def begin_decode(self, slots: Int64s, size: int) -> bool:
-        """The next forward pass decodes these rows [n], in a batch that is padded to ``size``; returns whether any of
-        them has an adapter."""
+    def begin_static(self, slots: Int64s, size: int) -> bool:
+        """The next forward pass has these tokens [n], in a step that is padded to ``size``; returns whether any of them
+        has an adapter."""
         uses = bool((slots >= 0).any())
-        self.prepare_decode(size, uses=uses)
+        self.prepare_static(size, uses=uses)
         if uses:
-            tiles, order = make_tiles(slots, LEAST_RANK)
+            tiles, order = make_tiles(slots, _rows_of_tile(size))
             whole = np.full((_most_tiles(size, self._num_slots), 3), -1, np.int32)
             whole[: len(tiles)] = tiles
-            self._decode_tiles[: len(whole)].copy_(self._upload(whole))
-            self._decode_order[: len(order)].copy_(self._upload(order))
+            tiles_there, order_there = self._upload.together(whole, order)
+            self._static_tiles[: len(whole)].copy_(tiles_there)
+            self._static_order[: len(order)].copy_(order_there)
         return uses
 
-    def prepare_decode(self, size: int, *, uses: bool) -> None:
-        """The next forward pass is one of ``size`` rows that reads the buffers of ``begin_decode``, if it uses any
+    def prepare_static(self, size: int, *, uses: bool) -> None:
+        """The next forward pass is one of ``size`` tokens that reads the buffers of ``begin_static``, if it uses any
         adapter."""
-        tiles = self._decode_tiles[: _most_tiles(size, self._num_slots)]
-        static = LoraTiles(tiles, self._decode_order[:size], LEAST_RANK)
+        tiles = self._static_tiles[: _most_tiles(size, self._num_slots)]
+        static = LoraTiles(tiles, self._static_order[:size], _rows_of_tile(size))
         self._context.step = _TritonStep(static, self._a, self._b) if uses else None
 
 
@@ -130,6 +132,10 @@ def make_tiles(slots: Int64s, rows: int) -> tuple[Int32s, Int32s]:
     return np.array(tiles, np.int32).reshape(-1, 3), order.astype(np.int32)
 
 
+def _rows_of_tile(num_tokens: int) -> int:
+    return _LARGE_ROWS if num_tokens > _LARGE_BATCH else LEAST_RANK
+
+
 def _most_tiles(num_tokens: int, num_slots: int) -> int:
-    """Return how many tiles so many decoding tokens may have."""
-    return -(-num_tokens // LEAST_RANK) + min(num_slots, num_tokens)
+    """Return how many tiles so many tokens may have."""
+    return -(-num_tokens // _rows_of_tile(num_tokens)) + min(num_slots, num_tokens)

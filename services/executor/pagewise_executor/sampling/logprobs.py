@@ -8,7 +8,7 @@ import torch
 from pagewise_shared.protocol import TokenLogprobs
 
 from pagewise_executor.input_batch import Chunk, SequenceState
-from pagewise_executor.uploads import Uploads
+from pagewise_executor.uploads import Uploads, to_host_together
 
 _AT_ONCE = 512
 """The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
@@ -72,7 +72,7 @@ def gather_logprobs(
     values, ids = (logits if ranked is None else ranked).float().topk(max(limited, default=0), dim=-1)
     sampled = logits.gather(1, tokens[:, None]).float()
     values = values - (sampled - own[:, None])
-    return LogprobsTensors(indices, limited, *(to_host(tensor) for tensor in (tokens, own, ranks, values, ids)))
+    return LogprobsTensors(indices, limited, *to_host_together(tokens, own, ranks, values, ids))
 
 
 def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,13 +80,6 @@ def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, tokens[:, None])
     return own[:, 0], (logprobs > own).sum(dim=-1) + 1
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host. From a GPU the copy is complete once the device has reached it."""
-    if tensor.device.type != "cuda":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def prompt_logprobs(

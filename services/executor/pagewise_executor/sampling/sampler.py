@@ -81,12 +81,13 @@ class Sampler:
         return self._simple.issuperset(rows)
 
     def sample(
-        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor
+        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token for each of ``rows`` from ``logits`` [n, vocab].
 
-        ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. Returns the tokens int64 [n],
-        and the log-probabilities that were requested for them, if any.
+        ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. ``on_device`` int32 [n]: the
+        rows, if they are there. Returns the tokens int64 [n], and the log-probabilities that were requested for them,
+        if any.
         """
         if self._plain.issuperset(rows):
             return logits.argmax(dim=-1), None
@@ -103,7 +104,7 @@ class Sampler:
             self._process(processed, sampled)
             if sampled.structured:
                 self._keep_to_grammars(processed, raw, sampled)
-        tokens = self._token_sampler.sample(processed, rows, positions)
+        tokens = self._token_sampler.sample(processed, rows, positions, on_device)
         if penalised:
             self._penalties.count(penalised, tokens.index_select(0, sampled.at_penalised))
         self._update(sampled, tokens)

@@ -26,11 +26,13 @@ class TokenSampler(Protocol):
         """Forget the parameters of the sequence in ``row``."""
         ...
 
-    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Sample one token for each of ``rows``.
 
         ``logits``: float32 [n, vocab]. ``positions`` int64 [n]: the positions of the sampled tokens in their sequences,
-        which key the random numbers. Returns int64 [n].
+        which key the random numbers. ``on_device`` int32 [n]: the rows, if they are there. Returns int64 [n].
         """
         ...
 
@@ -50,7 +52,9 @@ class TorchTokenSampler:
         """See ``TokenSampler``."""
         self._params.pop(row, None)
 
-    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See ``TokenSampler``."""
         tokens = logits.argmax(dim=-1)
         random = [i for i, row in enumerate(rows) if self._params[row].temperature > 0]
@@ -91,9 +95,11 @@ class TritonTokenSampler:
         """See ``TokenSampler``."""
         self._joined.pop(row, None)
 
-    def sample(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See ``TokenSampler``."""
-        held = self._upload(np.array(rows, np.int32))
+        held = self._upload(np.array(rows, np.int32)) if on_device is None else on_device
         return self._sample(logits, self.parameters(), held, positions)
 
     def parameters(self) -> "SamplingTensors":
@@ -102,8 +108,10 @@ class TritonTokenSampler:
             params, held = self._joined.values(), self._parameters
             integers = [list(self._joined), [p.top_k for p in params], [_as_int64(p.seed) for p in params]]
             floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-            where, top_k, seeds = self._upload(np.array(integers, np.int64))
-            temperature, top_p, min_p = self._upload(np.array(floats, np.float32))
+            integers_there, floats_there = self._upload.together(
+                np.array(integers, np.int64), np.array(floats, np.float32)
+            )
+            (where, top_k, seeds), (temperature, top_p, min_p) = integers_there, floats_there
             for tensor, new in (
                 (held.temperature, temperature),
                 (held.top_k, top_k.to(torch.int32)),

@@ -6,90 +6,39 @@ The steps themselves run in Triton's interpreter. That replayed graphs compute t
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from pagewise_executor import model_runner
-from pagewise_executor.collectives import Ranks
-from pagewise_executor.decode_graphs import DecodeGraphs
+from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
+from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.graph_capture import graphs_bytes, why_failed
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.gated_rows import graph_milliseconds
+from pagewise_executor.profile import dummy_prefill
 from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_shared.config import ExecutorConfig
 
+from tests.executor.cuda_graphs.fake_captures import FakeCuda
 from tests.model_builders import build_model
 
 pytestmark = pytest.mark.interpreted
 
 
-class FakeCuda:
-    """``torch.cuda`` as far as captures go. ``fails_at``: the number of the capture that breaks, from 1 on."""
-
-    def __init__(self) -> None:
-        self.mode = "default"
-        self.stream = "main"
-        self.fails_at = 0
-        self.warned = False
-        self.captures: list[dict[str, Any]] = []
-        self.replayed = 0
-
-    def set_sync_debug_mode(self, mode: str) -> None:
-        self.mode = mode
-        if not self.warned:  # as torch does: after the mode has changed
-            self.warned = True
-            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
-
-    def graph(self, graph: "FakeGraph", **options: Any) -> "FakeCapture":
-        self.captures.append(options)
-        return FakeCapture(self, len(self.captures) == self.fails_at)
-
-
-class FakeGraph:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-
-    def pool(self) -> str:
-        return "pool"
-
-    def replay(self) -> None:
-        self._cuda.replayed += 1
-
-
-class FakeCapture:
-    """A capture that fails does so at its end, and leaves its stream behind, as torch's does."""
-
-    def __init__(self, cuda: FakeCuda, fails: bool) -> None:
-        self._cuda, self._fails = cuda, fails
-
-    def __enter__(self) -> None:
-        self._cuda.stream = "capture"
-
-    def __exit__(self, *exception: object) -> None:
-        if self._fails:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore lines")
-        self._cuda.stream = "main"
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: fake.mode)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", fake.set_sync_debug_mode)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(fake, "stream", stream))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(fake))
-    monkeypatch.setattr(torch.cuda, "graph", fake.graph)
+    fake.put_in_place(monkeypatch)
     return fake
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     path = tmp_path_factory.mktemp("model")
-    build_model("llama", path)
+    build_model("llama", path, num_hidden_layers=1)
     return ModelRunner(
         ExecutorConfig(
             model=str(path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=3,
@@ -102,9 +51,15 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 def graphs(runner: ModelRunner) -> Iterator[DecodeGraphs]:
     assert runner._graphs is not None
     with torch.inference_mode():
-        yield runner._graphs
-    runner._graphs._graphs.clear()
-    runner._graphs._logits = None
+        yield runner._graphs.decodes
+    runner._graphs.decodes.drop()
+
+
+@pytest.fixture
+def mixed(runner: ModelRunner) -> Iterator[MixedGraphs]:
+    assert runner._graphs is not None
+    yield runner._graphs.mixed
+    runner._graphs.mixed.drop()
 
 
 def test_the_mode_is_changed_back_though_torch_warns_that_it_is_a_prototype(cuda: FakeCuda) -> None:
@@ -124,12 +79,15 @@ def test_the_mode_is_changed_back_though_torch_warns_that_it_is_a_prototype(cuda
     assert cuda.mode == "default"
 
 
-def test_graphs_are_captured_while_other_threads_use_the_device(cuda: FakeCuda, graphs: DecodeGraphs) -> None:
-    assert graphs.capture()
-    assert len(cuda.captures) == graphs.num_graphs == 3
+def test_graphs_are_captured_while_other_threads_use_the_device(
+    cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs
+) -> None:
+    assert capture_graphs(ALONE, mixed, graphs)
+    assert (mixed.num_graphs, graphs.num_graphs) == (1, 3)
+    assert len(cuda.captures) == 1 + 3
     assert (graphs_bytes(graphs, 32), graphs_bytes(None, 32)) == (3 * 32 * 640 * 1024, 0)
     assert {each["capture_error_mode"] for each in cuda.captures} == {"thread_local"}
-    assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool"]
+    assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool", "pool"], "they share their memory"
     assert (cuda.mode, cuda.stream) == ("default", "main")
 
 
@@ -144,34 +102,37 @@ def test_a_model_that_waits_for_the_device_goes_on_without_graphs(
         return forward(ids, positions)
 
     monkeypatch.setattr(graphs, "_forward", waiting)
-    assert not graphs.capture()
+    assert not capture_graphs(ALONE, graphs)
     assert cuda.mode == "default"
     assert not cuda.captures
     assert "a step waits for the device (called a synchronizing" in caplog.text
 
 
-@pytest.mark.parametrize("fails_at", [1, 3])
+@pytest.mark.parametrize("fails_at", [2, 4])
 def test_a_capture_that_fails_leaves_an_executor_that_serves_without_graphs(
     fails_at: int,
     cuda: FakeCuda,
     graphs: DecodeGraphs,
+    mixed: MixedGraphs,
     runner: ModelRunner,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cuda.fails_at = fails_at
     sizes: list[int] = []
-    compute = graphs._compute
-    monkeypatch.setattr(graphs, "_compute", lambda size: (sizes.append(size), compute(size))[1])
+    compute = graphs.compute
+    monkeypatch.setattr(graphs, "compute", lambda size: (sizes.append(size), compute(size))[1])
+    assert runner._graphs is not None
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
     with caplog.at_level(logging.WARNING):
-        runner._capture(graphs, config)
+        runner._capture(runner._graphs, config)
     (line,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert "capturing them failed (CUDA error: operation failed" in line
     assert "more lines" not in line
     assert cuda.stream == "main"
-    assert sizes[-3:] == [1, 2, 3], "every kernel that steps without graphs need is compiled"
+    assert sizes[-4:-1] == [1, 2, 3], "every kernel that steps without graphs need is compiled"
     assert runner.info.fallback, "a metric of the scheduler says that this executor is slower"
+    assert mixed.runs, "the other graphs stay"
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
     assert cuda.replayed == 0
 
@@ -203,40 +164,82 @@ class OtherRanks(Ranks):
         return min(count, int(self.asked != self.fails_at))
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 4])
+@pytest.mark.parametrize(("fails_at", "asked"), [(2, 1 + 1 + 1 + 3), (4, 4), (6, 6)])
 def test_no_rank_has_graphs_if_one_has_none(
     fails_at: int,
+    asked: int,
     cuda: FakeCuda,
     graphs: DecodeGraphs,
-    monkeypatch: pytest.MonkeyPatch,
+    mixed: MixedGraphs,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = OtherRanks(fails_at)
-    monkeypatch.setattr(graphs, "_ranks", ranks)
-    assert not graphs.capture()
-    assert ranks.asked == fails_at, "before the first capture, and after each"
-    assert len(cuda.captures) == fails_at - 1
+    assert not capture_graphs(ranks, mixed, graphs)
+    assert ranks.asked == asked, "before the first capture of a sort, and after each; nothing follows one that fails"
+    assert len(cuda.captures) == asked - 2
     assert "without CUDA graphs, slower: another rank has none" in caplog.text
-    assert not graphs._graphs
+    assert (len(mixed.graphs), len(graphs.graphs)) == ((0, 3) if fails_at == 2 else (1, 0))
+    assert mixed.runs == (fails_at != 2)
 
 
-def test_a_rank_that_fails_alone_tells_the_others(
+def test_a_rank_that_fails_alone_tells_the_others(cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs) -> None:
+    ranks = OtherRanks(0)
+    cuda.fails_at = 3
+    assert not capture_graphs(ranks, mixed, graphs)
+    assert ranks.asked == 5
+    assert (cuda.stream, len(cuda.captures)) == ("main", 3)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_ranks_that_are_not_in_step_do_not_go_on(
+    fails_at: int, cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs
+) -> None:
+    """One has stopped in the middle of a step, before collectives that this one has computed."""
+    with pytest.raises(RuntimeError, match="waits for the device on another rank"):
+        capture_graphs(OtherRanks(fails_at), mixed, graphs)
+
+
+def test_a_step_that_fails_between_captures_ends_a_rank_that_is_not_alone(
     cuda: FakeCuda, graphs: DecodeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = OtherRanks(0)
-    monkeypatch.setattr(graphs, "_ranks", ranks)
-    cuda.fails_at = 2
-    assert not graphs.capture()
-    assert ranks.asked == 3
-    assert (cuda.stream, len(cuda.captures)) == ("main", 2)
+    compute = graphs.compute
+
+    def failing(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if cuda.captures:
+            raise RuntimeError("out of memory")
+        return compute(size)
+
+    monkeypatch.setattr(graphs, "compute", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture_graphs(OtherRanks(0), graphs)
 
 
 def test_an_executor_with_graphs_is_as_fast_as_it_can_be(
-    cuda: FakeCuda, graphs: DecodeGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "info", model_runner.dataclasses.replace(runner.info, fallback=False))
+    assert runner._graphs is not None
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
-    runner._capture(graphs, config)
+    runner._capture(runner._graphs, config)
     assert not runner.info.fallback
     graphs.run(*[torch.zeros(1, dtype=torch.int64).numpy()] * 2, torch.full((1,), -1).numpy())
     assert cuda.replayed == 1
+    dummy_prefill(runner, 0, 5)
+    assert cuda.replayed == 2
+
+
+def test_chunks_run_without_graphs_if_theirs_cannot_be_captured(
+    cuda: FakeCuda,
+    graphs: DecodeGraphs,
+    mixed: MixedGraphs,
+    runner: ModelRunner,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda.fails_at = 1
+    assert not capture_graphs(ALONE, mixed, graphs)
+    assert "steps with prefill chunks run without CUDA graphs, slower: capturing them failed" in caplog.text
+    assert cuda.stream == "main"
+    assert len(graphs.graphs) == 3
+    assert not mixed.runs
+    dummy_prefill(runner, 0, 5)
+    assert cuda.replayed == 0

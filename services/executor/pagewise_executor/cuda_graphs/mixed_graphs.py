@@ -1,0 +1,243 @@
+"""Steps with prefill chunks by CUDA graphs: one graph for each of a ladder of numbers of tokens.
+
+A graph computes the model up to its last norm for a flat batch of decodes and chunks, in any mixture. Each layer
+launches attention twice: that of decodes, whose contexts are split on the device, and that of chunks, whose units lie
+in a static buffer that the host fills in each step; a grid of fixed size takes them in turns. Where a step has no
+decodes or no chunks, there are no units. The head, which wants other tokens in each step, and sampling run behind the
+graph, as they do in vLLM.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from pagewise_kernels.attention import Chunk, StaticPrefillPlan
+from pagewise_kernels.attention.kernel import UNIT_FIELDS
+from pagewise_kernels.decode_inputs import decode_inputs
+
+from pagewise_executor.attention.backend import ForwardContext
+from pagewise_executor.attention.triton_attention import LayerKind, TritonBackend, TritonStep, chunks_of
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
+from pagewise_executor.cuda_graphs.model_body import ModelBody
+from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
+from pagewise_executor.lora.triton_slots import TritonSlots
+from pagewise_executor.uploads import Array, Uploads
+
+Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Token ids and positions [tokens], and the indices [n] of the tokens whose logits are wanted, to logits [n, vocab]."""
+
+LARGEST = 1024
+"""Tokens. Larger steps take the device longer than the host."""
+_LADDER = [16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, LARGEST]
+"""Up to about 256 tokens a step takes as long as reading the weights, so that padding costs little."""
+_ALIGNED = 4
+"""Parts of the buffer begin at multiples of so many int32: kernels are compiled for pointers divisible by 16 bytes."""
+_NOTHING: Int64s = np.zeros(0, np.int64)
+
+
+class _Inputs(NamedTuple):
+    """The parts of a step's int32 inputs, on the host or on the device.
+
+    ``rows``, ``lengths``, ``known``, ``positions`` [size]: of each token its row, its context with itself, its id or -1
+    for the row's last token, and its place in the context; of padding: the row behind all others, 0, -1, -1.
+    ``decodes`` [queries]: the lengths of decodes, -1 behind them. ``counts``, ``units``: of chunks, by kind of layers.
+    """
+
+    rows: Any
+    lengths: Any
+    known: Any
+    positions: Any
+    decodes: Any
+    counts: list[Any]
+    units: list[Any]
+
+
+class _Size(NamedTuple):
+    """What steps of one size read: ``inputs`` on the device, and the plans of their chunks."""
+
+    inputs: _Inputs
+    plans: dict[LayerKind, StaticPrefillPlan]
+
+
+class MixedGraphs(GraphedSteps):
+    """Runs steps of up to ``most_tokens`` tokens, at most LARGEST, from static buffers.
+
+    ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``: see ``DecodeGraphs``. ``runs``: whether steps
+    run like this, by graphs or directly; those that could be captured do.
+    """
+
+    name = "steps with prefill chunks"
+
+    def __init__(
+        self,
+        body: ModelBody,
+        head: Head,
+        forward_context: ForwardContext,
+        backend: TritonBackend,
+        last_tokens: torch.Tensor,
+        block_size: int,
+        most_tokens: int,
+        adapters: TritonSlots | None = None,
+    ) -> None:
+        super().__init__(sizes_up_to(min(most_tokens, LARGEST), _LADDER), adapters)
+        self._body, self._head, self._forward_context, self._backend = body, head, forward_context, backend
+        self._last_tokens, self._block_size = last_tokens, block_size
+        self._device, self._num_rows = last_tokens.device, len(last_tokens) - 1
+        self._upload = Uploads(self._device)
+        self._ids, self._positions, self._slots = torch.zeros(3, self.sizes[-1], dtype=torch.int64, device=self._device)
+        self._static: torch.Tensor | None = None
+        self._kinds: list[LayerKind] = []
+        self._by_size: dict[int, _Size] = {}
+        self._outputs: dict[tuple[int, bool], Any] = {}
+        self.runs = False
+
+    def takes(self, work: StepWork) -> bool:
+        """Whether ``run`` computes a step."""
+        return self.runs and work.num_tokens <= self.sizes[-1]
+
+    def capture(self, pool: object, ranks: Ranks) -> object:
+        """See ``GraphedSteps``."""
+        pool = super().capture(pool, ranks)
+        self.runs = True
+        return pool
+
+    def drop(self) -> None:
+        """See ``GraphedSteps``."""
+        super().drop()
+        self._outputs.clear()
+        self.runs = False
+
+    def warm_up(self) -> None:
+        """Do nothing: they run like larger steps, whose kernels are compiled by chunks of several sizes."""
+
+    def record(self, size: int, *, uses: bool) -> None:
+        """See ``GraphedSteps``."""
+        self._outputs[size, uses] = self.compute(size)
+
+    def clear(self, size: int) -> None:
+        """See ``GraphedSteps``."""
+        self._copy(size, torch.from_numpy(self._packed(size, _NOTHING, _NOTHING, _NOTHING, 0, [])))
+
+    def run(
+        self, batch: InputBatch, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Compute a step: see ``ModelEngine.compute``."""
+        rows, positions = batch.flat_batch(work)
+        count, decodes = len(rows), len(work.decoding)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        self._backend.share_prefixes(rows[:decodes], positions[:decodes] + 1)
+        known = np.full(count, -1)
+        if work.chunks:
+            known[decodes:] = batch.chunk_tokens(work)
+        packed = self._packed(size, rows, positions, known, decodes, chunks_of(work))
+        where, blocks, inputs, wanted, *there = self._upload.together(
+            *self._backend.take_table_changes(), packed, kept, *also
+        )
+        self._backend.change_tables(where, blocks)
+        self._copy(size, inputs)
+        uses = self.adapters is not None and self.adapters.begin_static(batch.adapters[rows], size)
+        if (graph := self.graphs.get((size, uses))) is not None:
+            graph.replay()
+            output = self._outputs[size, uses]
+        else:
+            output = self.compute(size)
+        with self._body.computed(output):
+            return self._head(self._ids[:size], self._positions[:size], wanted), tuple(there)
+
+    def compute(self, size: int) -> Any:
+        """See ``GraphedSteps``. Returns the output of the body."""
+        inputs, plans = self._size(size)
+        ids, positions, slots = self._ids[:size], self._positions[:size], self._slots[:size]
+        decode_inputs(
+            inputs.rows, inputs.lengths, self._backend.tables, self._last_tokens, block_size=self._block_size, ids=ids,
+            positions=positions, slots=slots, known=inputs.known,
+        )  # fmt: skip
+        rows = inputs.rows[: len(inputs.decodes)]
+        chunks = [Chunk(0, 0, size, self._num_rows)]  # that there are some: which, the plans know
+        self._forward_context.step = TritonStep(
+            self._backend, slots, self._backend.tables, inputs.decodes, rows, chunks, prefill_plans={**plans}
+        )
+        return self._body.compute(ids, positions)
+
+    def _packed(
+        self, size: int, rows: Int64s, positions: Int64s, known: Int64s, decodes: int, chunks: list[Chunk]
+    ) -> Int32s:
+        """Return the inputs of a step: of its tokens rows, positions and ids (-1: see ``_Inputs``) [tokens]."""
+        plans = self._size(size).plans
+        packed = np.empty(self._length(size), np.int32)
+        into = self._parts(packed, size)
+        for part, values, padding in (
+            (into.rows, rows, self._num_rows),
+            (into.lengths, positions + 1, 0),
+            (into.known, known, -1),
+            (into.positions, positions, -1),
+            (into.decodes, positions[:decodes] + 1, -1),
+        ):
+            part[: len(values)], part[len(values) :] = values, padding
+        for plan, count, units in zip(plans.values(), into.counts, into.units, strict=True):
+            found = plan.units_of(chunks, (len(rows), size - len(rows)))
+            count[0], units[: found.size] = len(found), found.ravel()
+        return packed
+
+    def _copy(self, size: int, packed: torch.Tensor) -> None:
+        self._size(size)
+        assert self._static is not None
+        self._static[: len(packed)].copy_(packed)
+
+    def _size(self, size: int) -> _Size:
+        """Return what steps of a size read. All sizes share the memory of the inputs."""
+        if (found := self._by_size.get(size)) is not None:
+            return found
+        if self._static is None:
+            self._kinds = self._find_kinds()
+            self._static = torch.zeros(self._length(self.sizes[-1]), dtype=torch.int32, device=self._device)
+        inputs = self._parts(self._static, size)
+        plans = {
+            kind: StaticPrefillPlan(
+                size,
+                heads=kind.heads,
+                kv_heads=kind.kv_heads,
+                head_dim=kind.head_dim,
+                kv_dtype=kind.kv_dtype,
+                unit_count=count,
+                units=units,
+                positions=inputs.positions,
+                window=kind.window,
+                deterministic=self._backend.deterministic,
+            )
+            for kind, count, units in zip(self._kinds, inputs.counts, inputs.units, strict=True)
+        }
+        self._by_size[size] = made = _Size(inputs, plans)
+        return made
+
+    def _find_kinds(self) -> list[LayerKind]:
+        """Return the kinds of layers there are, each of which has units of its own."""
+        if not self._backend.kinds:
+            nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._slots[:1] = -1
+            self._forward_context.step = self._backend.decode_step(self._slots[:1], nothing, nothing)
+            self._body.compute(self._ids[:1], self._positions[:1])
+        return list(self._backend.kinds)
+
+    def _lengths(self, size: int) -> list[int]:
+        """Return the lengths of the parts of the inputs. A step has at most one unit for each token."""
+        return [*[size] * 4, min(size, self._num_rows), *[1, size * UNIT_FIELDS] * len(self._kinds)]
+
+    def _length(self, size: int) -> int:
+        return sum(_aligned(length) for length in self._lengths(size))
+
+    def _parts(self, packed: Any, size: int) -> _Inputs:
+        """Return views of the parts of ``packed``, a tensor or an array."""
+        parts, begin = [], 0
+        for length in self._lengths(size):
+            parts.append(packed[begin : begin + length])
+            begin += _aligned(length)
+        rows, lengths, known, positions, decodes, *of_kinds = parts
+        return _Inputs(rows, lengths, known, positions, decodes, of_kinds[::2], of_kinds[1::2])
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNED) * _ALIGNED

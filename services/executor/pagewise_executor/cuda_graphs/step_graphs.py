@@ -1,0 +1,35 @@
+"""Both sorts of steps that CUDA graphs are captured of, which share their memory."""
+
+from typing import NamedTuple
+
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
+from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+
+
+class StepGraphs(NamedTuple):
+    """``decodes``: steps of decodes alone. ``mixed``: steps with chunks, which the engine runs by them."""
+
+    decodes: DecodeGraphs
+    mixed: MixedGraphs
+
+    def allocate(self) -> None:
+        """Allocate what all steps keep, before it is measured what the largest one takes beside it."""
+        self.decodes.allocate()
+
+    def memory(self, peak: int, tokens: int) -> int:
+        """Return the bytes of device memory that graphs take beside what they keep, as all of them share it.
+
+        ``peak``: the bytes that the largest step takes, which has so many ``tokens``.
+        """
+        return peak * min(tokens, self.mixed.sizes[-1]) // tokens
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there will be."""
+        return self.decodes.num_graphs + self.mixed.num_graphs
+
+    def capture(self, ranks: Ranks) -> bool:
+        """Capture the graphs, those that take the most memory first: see ``capture_graphs``."""
+        return capture_graphs(ranks, self.mixed, self.decodes)
