@@ -183,6 +183,7 @@ def replayed(runner: ModelRunner, decodes: int, chunk: int) -> Iterator[None]:
                 if steps is graphs:
                     graphs._logits = torch.empty_like(graphs.compute(size)[0])
                 else:
+                    mixed.allocate()
                     mixed.record(size, uses=False)
                 steps.graphs[size, False] = _NoGraph()  # type: ignore[assignment]
         mixed.runs = True

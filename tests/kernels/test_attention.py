@@ -8,6 +8,7 @@ import pytest
 import torch
 from pagewise_kernels.attention import (
     Chunk,
+    PrefillPlan,
     Scales,
     StaticPrefillPlan,
     decode_attention,
@@ -188,3 +189,13 @@ def test_deterministic_results_on_a_gpu_do_not_depend_on_batch_or_chunking(devic
         batch = case.queries(len(case.lengths))
         batch[row] = q[-1]
         assert torch.equal(case.decode(batch, deterministic=True)[row], whole[-1])
+
+
+def test_kernels_of_static_plans_are_those_of_other_plans(device: torch.device) -> None:
+    """They are compiled for pointers that are divisible by 16 bytes."""
+    chunks = [Chunk(0, 5, 40, 1), Chunk(40, 0, 3, 0), Chunk(43, 2, 1, 2)]
+    plan = PrefillPlan(chunks, heads=4, kv_heads=2, head_dim=64, kv_dtype=torch.float32, device=device)
+    assert [each.data_ptr() % 16 for each in (plan.unit_count, plan.units, plan.positions)] == [0, 0, 0]
+    assert plan.positions.tolist() == [*range(5, 45), 0, 1, 2, 2]
+    assert plan.units.view(-1, UNIT_FIELDS)[:, 1].sum() == 44
+    assert plan.unit_count.item() == len(plan.units) // UNIT_FIELDS

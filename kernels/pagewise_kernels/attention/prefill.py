@@ -14,6 +14,8 @@ from pagewise_kernels.attention.run import run_attention
 from pagewise_kernels.launch import interpreted, num_sms
 from pagewise_kernels.shapes import power_of_two
 
+_ALIGNED = 4
+"""Parts of a plan begin at multiples of so many int32: kernels are compiled for pointers divisible by 16 bytes."""
 _STATIC_PROGRAMS = 4
 """Programs for each multiprocessor of a grid that does not depend on the step. They take the units in turns."""
 
@@ -65,14 +67,20 @@ class PrefillPlan:
         positions = np.zeros(self._num_queries, np.int32)
         for chunk in chunks:
             positions[chunk.first : chunk.first + chunk.size] = np.arange(chunk.start, chunk.start + chunk.size)
-        # One copy to the device for all of it.
-        self.packed = np.concatenate([np.array([len(units)], np.int32), units.ravel(), positions])
+        # One copy to the device for all of it. Its parts are aligned like those of static plans, so that kernels which
+        # have been compiled for these are those that this plan needs.
+        self._num_units = len(units)
+        self._first_position = _ALIGNED + -(-units.size // _ALIGNED) * _ALIGNED
+        self.packed = np.zeros(self._first_position + self._num_queries, np.int32)
+        self.packed[0] = len(units)
+        self.packed[_ALIGNED : _ALIGNED + units.size] = units.ravel()
+        self.packed[self._first_position :] = positions
         self.place(torch.from_numpy(self.packed).to(device) if upload is None else upload(self.packed))
 
     def place(self, on_device: torch.Tensor) -> None:
         """Read the plan from here: ``packed`` int32, on the device."""
-        end = len(on_device) - self._num_queries
-        self.unit_count, self.units, self.positions = on_device[:1], on_device[1:end], on_device[end:]
+        self.unit_count, self.positions = on_device[:1], on_device[self._first_position :]
+        self.units = on_device[_ALIGNED : _ALIGNED + self._num_units * UNIT_FIELDS]
 
 
 class StaticPrefillPlan:
@@ -80,6 +88,10 @@ class StaticPrefillPlan:
 
     What it depends on is fixed, but for the chunks of a step, whose units ``units_of`` returns; somebody else copies
     them into the tensors before each step.
+
+    The tile is that of chunks as long as the step, also where all chunks of a step are short: drafts, for instance,
+    fill a small part of it. Smaller tiles for those would take further graphs of every size, or a further launch in
+    each layer of every step; whether that is worth it has not been measured.
 
     Args:
         size: tokens of a step, decodes and padding included; the tile is chosen for chunks of up to so many. unit_count

@@ -164,7 +164,7 @@ class ModelRunner:
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * -(-tokens // loaded.max_model_len))
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.allocate()
+                self._graphs.allocate(captures=config.cuda_graphs)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         profile_run(self, tokens)
@@ -200,7 +200,8 @@ class ModelRunner:
         if self._device.type == "cuda" and self._graphs is not None:
             from pagewise_executor.warm_up import warm_up
 
-            warm_up(self, self._pool, dtype, config.max_num_batched_tokens)
+            least = self._graphs.mixed.least_without
+            warm_up(self, self._pool, dtype, config.max_num_batched_tokens, least)
         if not config.profile:
             return tiers
         sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES

@@ -259,24 +259,30 @@ def profile_run(runner: Runner, num_tokens: int) -> None:
     runner.execute(plan).result()
 
 
-def dummy_prefill(runner: Runner, start: int, count: int) -> float:
-    """Return the microseconds of a step that computes ``count`` tokens after ``start`` others.
+def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> float:
+    """Return the microseconds of a step that computes ``count`` tokens after ``start`` others, in each of ``number``
+    sequences.
 
     The K and V of these others are whatever lies in the pool. The runner must be reset afterwards.
     """
-    runner.reset(Welcome(0, 1, count, keeps_blocks=True))  # another process may have left blocks on the host
+    # Another process may have left blocks on the host.
+    runner.reset(Welcome(0, number, number * count, keeps_blocks=True))
     total = start + count
-    blocks = np.arange(-(-total // runner.info.block_size), dtype=np.int32)
-    new = NewSequence(
-        row=0,
-        tokens=pack_int32s([1] * total),
-        num_prompt_tokens=total,
-        num_computed_tokens=start,
-        blocks=blocks.tobytes(),
-        sampling=SamplingParams(temperature=0.0),
+    blocks = np.arange(number * -(-total // runner.info.block_size), dtype=np.int32).reshape(number, -1)
+    joined = tuple(
+        NewSequence(
+            row=row,
+            tokens=pack_int32s([1] * total),
+            num_prompt_tokens=total,
+            num_computed_tokens=start,
+            blocks=blocks[row].tobytes(),
+            sampling=SamplingParams(temperature=0.0),
+        )
+        for row in range(number)
     )
     began = time.perf_counter()
-    runner.execute(StepPlan(epoch=0, step=1, joined=(new,), chunks=((0, count),))).result()
+    chunks = tuple((row, count) for row in range(number))
+    runner.execute(StepPlan(epoch=0, step=1, joined=joined, chunks=chunks)).result()
     return (time.perf_counter() - began) * 1e6
 
 

@@ -20,11 +20,16 @@ _MOST_SECONDS = 60
 """After this time the executor joins, and compiles the remaining kernels when they are needed."""
 
 
-def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int) -> None:
+def warm_up(
+    runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int, least_tokens: int = 1
+) -> None:
     """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton caches them on disk.
 
-    ``dtype``: the type of the model's logits. The runner must be reset afterwards: its input batch and the first blocks
-    of its pool have been written over. Its ``fallback`` is set if kernels are launched by Triton, which is slower.
+    ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute; what they do
+    has been compiled for them. Chunks are tried in as many sequences as such a step needs, if there can be as many.
+
+    The runner must be reset afterwards: its input batch and the first blocks of its pool have been written over. Its
+    ``fallback`` is set if kernels are launched by Triton, which is slower.
     """
     from pagewise_kernels.launch import num_unfrozen_launches
 
@@ -34,10 +39,13 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
         pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
         if pool.num_blocks > 1:
             pool.copy_blocks(np.array([[0, 1]], np.int32))
-    room = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
-    for size in _CHUNKS:
-        if size <= room and time.perf_counter() - began < _MOST_SECONDS:
-            dummy_prefill(runner, 0, size)
+    longest = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
+    for size in (*_CHUNKS, least_tokens) if least_tokens > _CHUNKS[-1] else _CHUNKS:
+        number = -(-least_tokens // size)
+        blocks = number * -(-size // pool.block_size)
+        fits = number * size <= max_num_batched_tokens and number <= runner.info.max_num_seqs
+        if size <= longest and fits and blocks <= pool.num_blocks and time.perf_counter() - began < _MOST_SECONDS:
+            dummy_prefill(runner, 0, size, number)
     if num_unfrozen_launches():
         runner.info = replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)

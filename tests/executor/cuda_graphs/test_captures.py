@@ -20,6 +20,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.gated_rows import graph_milliseconds
 from pagewise_executor.profile import dummy_prefill
 from pagewise_executor.sync_debug import waiting_is_an_error
+from pagewise_executor.warm_up import warm_up
 from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
@@ -243,3 +244,64 @@ def test_chunks_run_without_graphs_if_theirs_cannot_be_captured(
     assert not mixed.runs
     dummy_prefill(runner, 0, 5)
     assert cuda.replayed == 0
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_what_waits_in_large_steps_or_with_adapters_only_is_found_before_captures(
+    uses: bool,
+    cuda: FakeCuda,
+    graphs: DecodeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forward, with_adapters = graphs._forward, [False]
+
+    def waiting(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if cuda.mode == "error" and len(ids) == graphs.sizes[-1] and with_adapters[0] == uses:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return forward(ids, positions)
+
+    monkeypatch.setattr(graphs, "_forward", waiting)
+    monkeypatch.setattr(graphs, "variants", lambda: (True, False))
+    monkeypatch.setattr(graphs, "use_adapters", lambda size, uses: with_adapters.__setitem__(0, uses))
+    assert not capture_graphs(ALONE, graphs)
+    assert not cuda.captures
+    assert "a step waits for the device (called a synchronizing" in caplog.text
+
+
+def test_all_sizes_write_their_hidden_states_to_the_same_place(
+    cuda: FakeCuda, mixed: MixedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed, "sizes", [8, 16])
+    with torch.inference_mode():
+        assert capture_graphs(ALONE, mixed)
+    hidden = [output.last_hidden_state for output in mixed._outputs.values()]
+    assert {tuple(each.shape[:2]) for each in hidden} == {(1, 8), (1, 16)}
+    assert len({each.data_ptr() for each in hidden}) == 1
+
+
+def test_a_layer_of_a_kind_that_was_not_there_before_cannot_be_captured(
+    cuda: FakeCuda, mixed: MixedGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its chunks would attend to what the padding's block table names."""
+    with torch.inference_mode():
+        mixed.allocate()
+        monkeypatch.setattr(mixed, "_kinds", [])
+        monkeypatch.setattr(mixed, "_by_size", {})
+        assert not capture_graphs(ALONE, mixed)
+    assert "there was no layer like this when static plans were made: LayerKind(" in caplog.text
+    assert not mixed.runs
+
+
+def test_warming_up_tries_short_chunks_in_steps_that_are_too_large_for_graphs(
+    runner: ModelRunner, mixed: MixedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mixed.least_without == 1
+    monkeypatch.setattr(mixed, "sizes", [4])
+    monkeypatch.setattr(mixed, "runs", True)
+    prepare, sizes = mixed._backend.prepare, []
+    monkeypatch.setattr(
+        mixed._backend, "prepare", lambda work: (sizes.append([chunk.size for chunk in work.chunks]), prepare(work))[1]
+    )
+    warm_up(runner, runner._pool, torch.float32, 16, mixed.least_without)
+    assert sizes == [[2, 2, 2], [4, 4], [8], [16]], "a chunk of one token would need more rows than there are"

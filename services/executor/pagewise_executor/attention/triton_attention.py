@@ -48,7 +48,8 @@ class TritonStep:
 
     ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
     ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunks``: behind the decodes.
-    ``chunk_tables``: for a library, which computes chunks of layers for which there is no plan.
+    ``chunk_tables``: for a library, which computes chunks of layers for which there is no plan. ``is_static``: there is
+    a plan for chunks of each kind of layers, whose units change from step to step while ``chunks`` do not.
     """
 
     backend: "TritonBackend"
@@ -61,6 +62,7 @@ class TritonStep:
     decode_plans: dict[LayerKind, DecodePlan] = field(default_factory=dict)
     prefill_plans: dict[LayerKind, PrefillPlan | StaticPrefillPlan] = field(default_factory=dict)
     library_plans: dict[AttentionShape, Attend] = field(default_factory=dict)
+    is_static: bool = False
 
     def attend(
         self,
@@ -79,7 +81,11 @@ class TritonStep:
     def attend_written(
         self, layer: PagedLayer, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
-        """Attend with q [tokens, heads, head_dim] when K and V of the step are in the pool already."""
+        """Attend with q [tokens, heads, head_dim] when K and V of the step are in the pool already.
+
+        Raises:
+            RuntimeError: a static step has no plan for this kind of layer.
+        """
         scales = scales_of(layer)
         kind = LayerKind(q.shape[1], layer.keys.shape[2], q.shape[2], layer.keys.dtype, window)
         self.backend.kinds.setdefault(kind, False)
@@ -98,6 +104,8 @@ class TritonStep:
                 softcap=softcap,
                 scales=scales,
             )
+        if self.is_static and kind not in self.prefill_plans:
+            raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
         library = None
         if self.chunks and kind not in self.prefill_plans:
             shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)

@@ -83,18 +83,18 @@ class GraphedSteps(ABC):
         """Return what in a step waits for the device; None if nothing does.
 
         It is found out before a capture, because it is no failure: some mixtures of experts, for instance, copy the
-        sizes of their groups to the host.
+        sizes of their groups to the host. Other code may compute large steps than small ones, and those with adapters.
         """
-        size = self.sizes[0]
-        self.clear(size)
-        self.use_adapters(size, uses=False)
-        self.compute(size)  # the first call may wait: it compiles and allocates
-        torch.cuda.synchronize()
-        try:
-            with waiting_is_an_error():
-                self.compute(size)
-        except RuntimeError as error:
-            return f"a step waits for the device ({_first_line(error)})"
+        for size, uses in product({self.sizes[0]: None, self.sizes[-1]: None}, self.variants()):
+            self.clear(size)
+            self.use_adapters(size, uses=uses)
+            self.compute(size)  # the first call may wait: it compiles and allocates
+            torch.cuda.synchronize()
+            try:
+                with waiting_is_an_error():
+                    self.compute(size)
+            except RuntimeError as error:
+                return f"a step waits for the device ({_first_line(error)})"
         return None
 
     def capture(self, pool: Any, ranks: Ranks) -> Any:

@@ -91,6 +91,8 @@ class MixedGraphs(GraphedSteps):
         self._static: torch.Tensor | None = None
         self._kinds: list[LayerKind] = []
         self._by_size: dict[int, _Size] = {}
+        # All graphs write their hidden states [1, tokens, hidden] here: each of them would keep the memory of its own.
+        self._hidden: torch.Tensor | None = None
         self._outputs: dict[tuple[int, bool], Any] = {}
         self.runs = False
 
@@ -98,8 +100,22 @@ class MixedGraphs(GraphedSteps):
         """Whether ``run`` computes a step."""
         return self.runs and work.num_tokens <= self.sizes[-1]
 
+    @property
+    def least_without(self) -> int:
+        """The tokens of the smallest step that ``run`` does not compute."""
+        return self.sizes[-1] + 1 if self.runs else 1
+
+    def allocate(self) -> None:
+        """Run the largest step once: that allocates what all of them keep."""
+        size = self.sizes[-1]
+        self.clear(size)
+        self.use_adapters(size, uses=False)
+        self._hidden = torch.empty_like(self.compute(size).last_hidden_state)
+
     def capture(self, pool: object, ranks: Ranks) -> object:
         """See ``GraphedSteps``."""
+        if self._hidden is None:
+            self.allocate()
         pool = super().capture(pool, ranks)
         self.runs = True
         return pool
@@ -108,6 +124,7 @@ class MixedGraphs(GraphedSteps):
         """See ``GraphedSteps``."""
         super().drop()
         self._outputs.clear()
+        self._hidden = None
         self.runs = False
 
     def warm_up(self) -> None:
@@ -115,7 +132,11 @@ class MixedGraphs(GraphedSteps):
 
     def record(self, size: int, *, uses: bool) -> None:
         """See ``GraphedSteps``."""
-        self._outputs[size, uses] = self.compute(size)
+        assert self._hidden is not None
+        output = self.compute(size)
+        hidden = self._hidden[:, :size]
+        hidden.copy_(output.last_hidden_state)
+        self._outputs[size, uses] = type(output)(last_hidden_state=hidden)
 
     def clear(self, size: int) -> None:
         """See ``GraphedSteps``."""
@@ -158,8 +179,9 @@ class MixedGraphs(GraphedSteps):
         rows = inputs.rows[: len(inputs.decodes)]
         chunks = [Chunk(0, 0, size, self._num_rows)]  # that there are some: which, the plans know
         self._forward_context.step = TritonStep(
-            self._backend, slots, self._backend.tables, inputs.decodes, rows, chunks, prefill_plans={**plans}
-        )
+            self._backend, slots, self._backend.tables, inputs.decodes, rows, chunks, prefill_plans={**plans},
+            is_static=True,
+        )  # fmt: skip
         return self._body.compute(ids, positions)
 
     def _packed(

@@ -14,9 +14,14 @@ class StepGraphs(NamedTuple):
     decodes: DecodeGraphs
     mixed: MixedGraphs
 
-    def allocate(self) -> None:
-        """Allocate what all steps keep, before it is measured what the largest one takes beside it."""
+    def allocate(self, *, captures: bool) -> None:
+        """Allocate what all steps keep, before it is measured what the largest one takes beside it.
+
+        ``captures``: graphs will be captured.
+        """
         self.decodes.allocate()
+        if captures:
+            self.mixed.allocate()
 
     def memory(self, peak: int, tokens: int) -> int:
         """Return the bytes of device memory that graphs take beside what they keep, as all of them share it.
