@@ -64,11 +64,11 @@ FORMS = {
     "fp8 per tensor": Form(FP8, (0, 0), "static", _compressed("float", "tensor", _STATIC, "naive-quantized")),
     "fp8 per block": Form(
         FP8,
-        (16, 16),
+        (16, 32),
         "token",
-        _compressed("float", "block", {"strategy": "group", "group_size": 16, "dynamic": True}, "float-quantized",
-                    block_structure=[16, 16]),
-        group=16,
+        _compressed("float", "block", {"strategy": "group", "group_size": 32, "dynamic": True}, "float-quantized",
+                    block_structure=[16, 32]),
+        group=32,
     ),
     "fp8 of deepseek": Form(FP8, (16, 32), "token", _OF_DEEPSEEK, group=32, scale="weight_scale_inv"),
     "fp8 of autofp8": Form(

@@ -50,6 +50,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
     2: (_tests("executor", 6, 270), _engine("qwen3-0.6b", 190)),
     3: (_engine("llama-3-8b", 460),),
     4: (_kernels("prefill", 150), _kernels("sampling", 130), _kernels("elementwise", 130)),
+    5: (_kernels("linear", 130), _kernels("sweep", 140), _kernels("shared", 120), _kernels("inputs", 60)),
 }
 """The steps of each part. Those that are most likely to fail, and cost the least to mend, come first."""
 

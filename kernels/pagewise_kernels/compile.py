@@ -34,8 +34,9 @@ from pagewise_kernels.machine_code import loop_sizes
 class Compiled:
     """A compiled kernel: ``registers`` per thread, ``spilled`` bytes per thread, ``shared`` bytes per program.
 
-    ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing). ``loops``: instructions of its innermost loops
-    in the order of the code, None where they were not asked for (the disassembler takes 0.4 s per kernel).
+    ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing). ``imprecise``: how many products of float8 tensor
+    cores may sum up before the sum goes on in float32. ``loops``: instructions of its innermost loops in the order of
+    the code, None where they were not asked for (the disassembler takes 0.4 s per kernel).
     """
 
     case: str
@@ -46,6 +47,7 @@ class Compiled:
     spilled: int
     shared: int
     mma: str
+    imprecise: int
     loops: list[int] | None = None
 
 
@@ -114,6 +116,7 @@ def _compile(
         spilled,
         binary.metadata.shared,
         mma,
+        max([int(most) for most in re.findall(r"maxNumImpreciseAcc = (\d+)", binary.asm["ttgir"])], default=0),
         sizes,
     )
 

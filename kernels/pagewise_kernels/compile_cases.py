@@ -50,9 +50,10 @@ def _attention(
     softcap: float | None = None,
     deterministic: bool = False,
     config: TileConfig | None = None,
+    block_size: int = 16,
 ) -> None:
-    keys, values = (_empty(64, 16, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
-    scale = _empty(64, 16, kv_heads, dtype=torch.float32)
+    keys, values = (_empty(64, block_size, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
+    scale = _empty(64, block_size, kv_heads, dtype=torch.float32)
     scales = Scales(scale, scale) if kv_dtype == FP8 else None
     tables = _empty(8, 64, dtype=torch.int32)
     q = _empty(2048, heads, head_dim, dtype=dtype)
@@ -107,6 +108,20 @@ def _add_large_tiles() -> None:
         CASES[f"{kind} falcon-7b"] = partial(_attention, bf16, bf16, 71, 1, 64, kind)
 
 
+def _add_other_shapes() -> None:
+    """Groups that are no power of two, where queries share prefixes; block sizes; float8 in deterministic mode."""
+    bf16 = torch.bfloat16
+    for kind in ("decode", "prefill"):
+        CASES[f"{kind} qwen2-7b"] = partial(_attention, bf16, bf16, 28, 4, 128, kind)
+        CASES[f"{kind} d128 bf16 kv fp8 deterministic"] = partial(
+            _attention, bf16, FP8, 32, 8, 128, kind, deterministic=True
+        )
+        for block_size in (1, 3, 32, 256):
+            CASES[f"{kind} d128 bf16 blocks of {block_size}"] = partial(
+                _attention, bf16, bf16, 32, 8, 128, kind, block_size=block_size
+            )
+
+
 def _add_sweep() -> None:
     """What benchmarks compare with the default."""
     for config in decode_configs(4)[1:]:
@@ -141,6 +156,8 @@ def _add_others() -> None:
     for weights, eight_bits, block, rows in (
         (FP8, True, None, 16), (FP8, True, None, 128), (FP8, True, (128, 128), 16), (FP8, True, (128, 128), 128),
         (torch.int8, True, None, 128), (FP8, False, None, 128), (torch.int8, False, (1, 128), 16),
+        # The smallest runs of inputs that may share a scale.
+        (FP8, True, (16, 32), 16), (torch.int8, True, (16, 32), 16), (torch.int8, False, (1, 16), 16),
     ):  # fmt: skip
         # Without products of float8 its weights are computed as bits, also where there is no float8.
         name = _name(weights) if eight_bits else f"{_name(weights).replace('fp8', 'e4m3')} inputs bf16"
@@ -238,5 +255,6 @@ def _sample(dtype: torch.dtype) -> None:
 
 _add_attention()
 _add_large_tiles()
+_add_other_shapes()
 _add_sweep()
 _add_others()

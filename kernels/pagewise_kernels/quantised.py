@@ -21,7 +21,6 @@ MOST = {FP8: FP8_MOST, torch.int8: 127.0}
 """The largest value of each type that weights and inputs may have."""
 
 _LARGEST = 65536
-_SMALLEST_PART = 16
 _WIDE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -58,14 +57,16 @@ def quantise_rows_kernel(
     at = groups[:, None] * GROUP + within[None, :]
     inside = (within < GROUP)[None, :] & (at < SIZE)
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+    # Bits of numbers without a sign compare as the numbers do, and those of NaN are the greatest. So a NaN becomes that
+    # of the scale and of all products, because int8 has none: a broken layer must not go on with plausible values.
+    most = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     if STATIC:
-        scale = tl.zeros([GROUPS], tl.float32) + tl.load(static_scale)
+        scale = tl.where(most == most, tl.load(static_scale), most)
     else:
-        most = tl.max(tl.abs(wide), 1)
-        scale = tl.where(most > 0, most / MOST, 1.0)
+        scale = tl.where(most == 0, 1.0, most / MOST)
     tl.store(scales + row * stride_scales + groups, scale, mask=groups * GROUP < SIZE)
     scaled = wide / scale[:, None]
-    if STATIC:
+    if STATIC or INTEGER:  # which also makes numbers of NaN, as integers have to be
         scaled = tl.minimum(tl.maximum(scaled, -MOST), MOST)
     if INTEGER:
         # Adding 1.5 * 2^23 leaves the nearest whole number, ties to even, in the lowest bits.
@@ -82,7 +83,8 @@ def quantise_rows(
 
     ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
     With ``static_scale`` (float32, one value) all have that one, and what is larger than it allows becomes the largest.
-    Returns values [rows, size] and float32 scales [rows, groups], whose product is x.
+    Returns values [rows, size] and float32 scales [rows, groups], whose product is x. The scale of a group with a NaN
+    is NaN.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -154,6 +156,7 @@ def scaled_linear_kernel(
     x_scales_at = x_scales + rows.to(tl.int64) * stride_x_scales
     weight_scales_at = weight_scales + (columns // BLOCK_OUT).to(tl.int64) * stride_weight_scales
     in_parts: tl.constexpr = (BLOCK_IN < SIZE_IN) or (X_GROUP < SIZE_IN)
+    # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products it goes on in float32.
     sums = tl.zeros([ROWS, COLUMNS], SUM)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, SIZE_IN, INNER):
@@ -163,13 +166,18 @@ def scaled_linear_kernel(
         if FROM_BITS:
             b = e4m3_from_bits(b)
         if in_parts:
-            part = tl.dot(a.to(COMPUTE), b.to(COMPUTE), out_dtype=SUM, input_precision=PRECISION).to(tl.float32)
+            part = tl.dot(
+                a.to(COMPUTE), b.to(COMPUTE), out_dtype=SUM, input_precision=PRECISION, max_num_imprecise_acc=INNER
+            ).to(tl.float32)
             scale = tl.load(weight_scales_at + start // BLOCK_IN, mask=column_there, other=0.0)[None, :]
             if HAS_X_SCALES:
                 scale *= tl.load(x_scales_at + start // X_GROUP, mask=row_there, other=0.0)[:, None]
             acc += part * scale
         else:
-            sums = tl.dot(a.to(COMPUTE), b.to(COMPUTE), sums, out_dtype=SUM, input_precision=PRECISION)
+            sums = tl.dot(
+                a.to(COMPUTE), b.to(COMPUTE), sums, out_dtype=SUM, input_precision=PRECISION,
+                max_num_imprecise_acc=INNER,
+            )  # fmt: skip
     if not in_parts:
         acc = sums.to(tl.float32) * tl.load(weight_scales_at, mask=column_there, other=0.0)[None, :]
         if HAS_X_SCALES:
@@ -193,10 +201,11 @@ def scaled_linear(
 ) -> torch.Tensor:
     """A linear layer whose weight [out, in] is float8_e4m3fn or int8, for x [rows, in]; returns [rows, out].
 
-    ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs].
-    x is of the weight's type, with x_scales, float32 [rows, groups] of ``group`` inputs each, by default a row, or it
-    is float16, bfloat16 or float32 without. bias [out]. ``dtype``: that of the result, by default that of x. Rows of
-    int8 sums do not depend on the number of rows; others do in their last bits, because the tile does.
+    ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs];
+    ``computable`` says of how many inputs. x is of the weight's type, with x_scales, float32 [rows, groups] of
+    ``group`` inputs each, by default a row, or it is float16, bfloat16 or float32 without. bias [out]. ``dtype``: that
+    of the result, by default that of x. Rows of int8 sums do not depend on the number of rows; others do in their last
+    bits, because the tile does.
 
     Raises:
         ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.
@@ -215,20 +224,21 @@ def scaled_linear(
     rows, size_in = x.shape
     size_out = weight.shape[0]
     block_out, block_in = min(block[0], size_out), min(block[1], size_in)
-    if weight_scales.shape != (triton.cdiv(size_out, block_out), triton.cdiv(size_in, block_in)):
-        raise ValueError(f"weights {list(weight.shape)} in blocks {list(block)} have other scales than "
-                         f"{list(weight_scales.shape)}")  # fmt: skip
+    _check_scales(
+        weight_scales, (triton.cdiv(size_out, block_out), triton.cdiv(size_in, block_in)),
+        f"weights {list(weight.shape)} in blocks {list(block)}",
+    )  # fmt: skip
     group = size_in if group is None else min(group, size_in)
-    if x_scales is not None and (x_scales.shape != (rows, triton.cdiv(size_in, group)) or x_scales.stride(1) != 1):
-        raise ValueError(f"{rows} rows have other scales than {list(x_scales.shape)}")
-    if bias is not None and bias.shape != (size_out,):
-        raise ValueError(f"bias is [{size_out}], not {list(bias.shape)}")
+    if x_scales is not None:
+        _check_scales(x_scales, (rows, triton.cdiv(size_in, group)), f"{rows} rows in groups of {group}")
+    if bias is not None and (bias.shape != (size_out,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is [{size_out}], contiguous, not {list(bias.shape)}")
     check_device(*(tensor for tensor in (x, x_scales, weight, weight_scales, bias) if tensor is not None))
     from_bits = weight.dtype == FP8 and not quantised and (interpreted() or capability(x.device) < 89)
     if weight.dtype == FP8 and quantised and capability(x.device) < 89 and not interpreted():
         raise ValueError("products of float8 need compute capability 8.9")
     tile, num_warps, num_stages = _tile(rows, x.dtype)
-    inner = _part(tile[2], size_in, block_in, group)
+    inner = _part(tile[2], size_in, block_in, group, quantised)
     out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
     compute = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
     launch(
@@ -246,22 +256,40 @@ def scaled_linear(
     return out
 
 
-def computable(size_in: int, block_in: int, group: int | None = None) -> bool:
+def computable(size_in: int, block_in: int, group: int | None = None, *, quantised: bool) -> bool:
     """Whether ``scaled_linear`` takes weights with a scale for every ``block_in`` of ``size_in`` inputs.
 
-    ``group``: inputs of a row that share a scale, None for all of them.
+    ``group``: inputs of a row that share a scale, None for all of them. ``quantised``: inputs have eight bits, too.
     """
-    return all(size >= size_in or size & -size >= _SMALLEST_PART for size in (block_in, group or size_in))
+    smallest = _smallest_part(quantised)
+    return all(size >= size_in or size & -size >= smallest for size in (block_in, group or size_in))
 
 
-def _part(inner: int, size_in: int, block_in: int, group: int) -> int:
+def _smallest_part(quantised: bool) -> int:
+    """How much of the sum tensor cores compute at once at least: 32 bytes of each operand."""
+    return 32 if quantised else 16
+
+
+def _part(inner: int, size_in: int, block_in: int, group: int, quantised: bool) -> int:
     """How much of the sum is computed at once: no more than one scale is for."""
+    if not computable(size_in, block_in, group, quantised=quantised):
+        raise ValueError(
+            f"scales for {min(block_in, group)} inputs are not supported, for multiples of "
+            f"{_smallest_part(quantised)} they are"
+        )
     for size in (block_in, group):
         if size < size_in:
             inner = min(inner, size & -size)
-    if inner < _SMALLEST_PART:
-        raise ValueError(f"scales for {min(block_in, group)} inputs are not supported, for multiples of 16 they are")
     return inner
+
+
+def _check_scales(scales: torch.Tensor, shape: tuple[int, int], what: str) -> None:
+    """Raise ValueError if ``scales`` are not float32 of this ``shape``, those of a row side by side."""
+    if scales.shape != shape or scales.dtype != torch.float32 or (shape[1] > 1 and scales.stride(1) != 1):
+        raise ValueError(
+            f"{what} have scales in float32 {list(shape)} with contiguous rows, not {scales.dtype} "
+            f"{list(scales.shape)} with strides {list(scales.stride())}"
+        )
 
 
 def _tile(rows: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int, int]:

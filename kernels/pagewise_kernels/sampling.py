@@ -187,7 +187,7 @@ def filter_kernel(
         if filters_p:
             low = cut
             if ties > 0.0:
-                low = value_of_bits(ordered_bits(cut) + 1)
+                low = value_of_bits(ordered_bits(cut + 0.0) + 1)  # -0.0 and what comes next, +0.0, are equal
             pivot = low + tl.zeros([8], tl.float32)
             mass = tl.max(weigh_over(row, vocab_size, pivot, rate, highest, True, BLOCK), 0)
             at_cut = tl.exp2((cut - highest) * rate)

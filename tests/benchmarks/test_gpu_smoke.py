@@ -42,10 +42,19 @@ def test_the_plan_needs_nothing_that_is_installed() -> None:
 
 
 def test_each_call_ends_before_whoever_lends_the_device_ends_it() -> None:
-    assert sorted(PARTS) == [1, 2, 3, 4]
+    assert sorted(PARTS) == [1, 2, 3, 4, 5]
     assert all(sum(step.seconds for step in steps) < CALL_SECONDS == 480 for steps in PARTS.values())
     names = [step.name for steps in PARTS.values() for step in steps]
     assert len(names) == len(set(names)), "each has a file of its own"
+
+
+def test_all_groups_of_kernels_are_measured() -> None:
+    """``--only`` takes those whose name contains it."""
+    asked = [step.arguments[-1] for steps in PARTS.values() for step in steps if "--only" in step.arguments]
+    code = "from benchmarks.kernels.run import groups; print(*(name for name, _ in groups()))"
+    names = python("-c", code).stdout.split()
+    assert len(names) > 4
+    assert not [name for name in names if not any(only in name for only in asked)]
 
 
 @pytest.mark.parametrize(

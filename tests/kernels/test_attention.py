@@ -8,6 +8,7 @@ import pytest
 import torch
 from pagewise_kernels.attention import (
     Chunk,
+    DecodePlan,
     PrefillPlan,
     Scales,
     StaticPrefillPlan,
@@ -107,6 +108,37 @@ def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device
         own = slice(part.first, part.first + part.size)
         expected = case.expected(q[own], part.table, part.start)
         torch.testing.assert_close(out[own].double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_plans_of_another_device_are_refused(device: torch.device) -> None:
+    """A handle would pass on an address that means nothing there."""
+    case = Case()
+    case.pool(device)
+    plan, lengths = case.decode_plan(), torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    for given in ((lengths.to("meta"), None), (lengths, lengths.to("meta"))):
+        with pytest.raises(ValueError, match="tensors lie on different devices"):
+            plan.plan(*given)
+    plan.positions = plan.positions.to("meta")
+    with pytest.raises(ValueError, match="tensors lie on different devices"):
+        decode_attention(case.queries(5), *case.stored, case.tables, plan)
+
+
+@pytest.mark.interpreted
+def test_a_step_with_contexts_that_are_too_long_does_not_spoil_the_next_one() -> None:
+    """Its units do not fit, so some parts of a query never come."""
+    case = Case(lengths=(112, 112, 112))
+    case.pool(torch.device("cpu"))
+    plan = DecodePlan(
+        max_queries=3, heads=4, kv_heads=2, head_dim=16, kv_dtype=torch.float32, device=torch.device("cpu"),
+        deterministic=True, max_context=64,
+    )  # fmt: skip
+    q = case.queries(3)
+    for lengths in ((80, 112, 60), (64, 60, 40)):
+        plan.plan(torch.tensor(lengths, dtype=torch.int32))
+        result = decode_attention(q, *case.stored, case.tables, plan)
+    for row, length in enumerate((64, 60, 40)):
+        expected = case.expected(q[row : row + 1], row, length - 1)
+        torch.testing.assert_close(result[row : row + 1].double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_deterministic_results_do_not_depend_on_batch_or_chunking(device: torch.device) -> None:

@@ -6,14 +6,16 @@ import subprocess
 import sys
 
 import pytest
+import triton
 from pagewise_kernels.machine_code import loop_sizes_of_text
 
-from tests.kernels.bars import BARS
+from tests.kernels.bars import BARS, MOST_SPILLED, Bars
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 NUM_KERNELS = 21
-MOST_SPILLED = 96
-"""Bytes per thread: a few values at the edges of a loop, none inside one that matters."""
+VERSION = triton.__version__.rpartition(".")[0]
+MOST_IMPRECISE = 256
+"""Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
 
 
 def compiled(target: int, *options: str) -> list[dict[str, object]]:
@@ -29,27 +31,30 @@ def compiled(target: int, *options: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("target", [90, pytest.param(80, marks=pytest.mark.long)])
 def test_kernels_compile_without_a_gpu(target: int) -> None:
     # Compute capability 8.9 brought float8.
-    loops = [f"--loops={case}" for case in sorted({case for case, _ in BARS})] if target == 90 else []
+    loops = [f"--loops={case}" for case in sorted({case for case, _ in BARS.get(VERSION, {})})] if target == 90 else []
     found = compiled(target, *(["--without", "fp8"] if target == 80 else []), *loops)
     assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS
     for kernel in found:
         assert "fp8" not in str(kernel["case"]) or target > 80
         name = f"{kernel['case']}: {kernel['kernel']}"
-        assert int(str(kernel["spilled"])) <= MOST_SPILLED, name
+        assert int(str(kernel["spilled"])) <= MOST_SPILLED.get(VERSION, max(MOST_SPILLED.values())), name
         assert int(str(kernel["shared"])) <= SHARED_BYTES[target], name
+        assert int(str(kernel["imprecise"])) <= MOST_IMPRECISE, name
         if kernel["kernel"] == "attention_kernel" and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
     if target == 90:
-        check_bars(found)
+        if VERSION not in BARS:
+            pytest.skip(f"everything compiles, but there are no bars for Triton {VERSION}")
+        check_bars(found, BARS[VERSION])
 
 
-def check_bars(found: list[dict[str, object]]) -> None:
+def check_bars(found: list[dict[str, object]], bars: Bars) -> None:
     """What is fast by the instructions that it takes stays so: another compiler or another line may double them."""
     failed, seen = [], set()
     for kernel in found:
         key = str(kernel["case"]), str(kernel["kernel"])
-        if (bar := BARS.get(key)) is None:
+        if (bar := bars.get(key)) is None:
             continue
         seen.add(key)
         taken = kernel["registers"], kernel["loops"], kernel["spilled"]
@@ -61,7 +66,7 @@ def check_bars(found: list[dict[str, object]]) -> None:
         ):
             failed.append(f"{key}: registers, loops, spilled are {taken}, at most {tuple(bar)} are allowed")
     assert not failed, "\n".join(failed)
-    assert seen == set(BARS), f"no case compiles {set(BARS) - seen}"
+    assert seen == set(bars), f"no case compiles {set(bars) - seen}"
 
 
 def test_innermost_loops_are_counted() -> None:

@@ -51,6 +51,23 @@ def test_inputs_are_quantised_by_row_or_group(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("group", [None, 32, "static"])
+def test_a_nan_stays_one_in_all_outputs(dtype: torch.dtype, group: Any, device: torch.device) -> None:
+    """int8 has none, so its scale does, and nobody takes what a broken layer has left for tokens."""
+    x = torch.randn(4, 64, device=device)
+    x[1, 40], x[2, 3], x[3] = float("nan"), -float("nan"), 0.0
+    static = torch.ones(1, device=device) if group == "static" else None
+    group = None if group == "static" else group
+    values, scales = quantise_rows(x, dtype, group=group, static_scale=static)
+    expected = x.view(4, -1, group or 64).isnan().any(2)
+    assert torch.equal(scales.isnan(), expected)
+    weight = weights((16, 64), dtype, device)
+    ones = torch.ones(16, 64 // (group or 64), device=device)
+    out = scaled_linear(values, scales, weight, ones, (1, group or 64), group=group, dtype=torch.float32)
+    assert out.isnan().any(1).tolist() == out.isnan().all(1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 def test_a_static_scale_cuts_off_what_is_larger(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([[1.0, -3.0, 1e6, -1e6], [0.0, 0.26, 100.0, 2.0]], device=device)
     values, scales = quantise_rows(x, dtype, static_scale=torch.tensor([0.5], device=device))
@@ -65,7 +82,7 @@ CASES: list[tuple[tuple[int, int, int], tuple[int, int] | None, int | None]] = [
     ((20, 33, 70), (33, 70), None),  # the whole weight
     ((5, 130, 200), (64, 64), 64),  # blocks that end in the middle
     ((17, 40, 96), (1, 32), None),  # groups of inputs of an output
-    ((4, 70, 144), (6, 48), 16),  # blocks as a join or a shard makes them
+    ((4, 70, 144), (6, 96), 32),  # blocks as a join or a shard makes them
 ]
 LARGE: list[Any] = [
     pytest.param(((rows, 6144, 4096), block, block and 128), marks=pytest.mark.gpu)
@@ -97,6 +114,14 @@ def test_linear_layers_with_weights_in_eight_bits(
     check(found, oracles.scaled_linear(values, x_scales, weight, scales, block, bias, group))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sixteen_inputs_share_a_scale_where_inputs_are_not_quantised(dtype: torch.dtype, device: torch.device) -> None:
+    weight, scales = weights((70, 144), dtype, device), torch.rand(12, 3, device=device) + 0.1
+    x = torch.randn(4, 144, device=device, dtype=torch.bfloat16)
+    found = scaled_linear(x, None, weight, scales, (6, 48))
+    check(found, oracles.scaled_linear(x, None, weight, scales, (6, 48)))
+
+
 def test_bits_of_float8_are_numbers() -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     numbers = bits.view(FP8).float()
@@ -115,12 +140,20 @@ def test_what_does_not_fit_is_refused() -> None:
     scaled_linear(x, None, weight, scales, (1, 64))
     with pytest.raises(TypeError, match="the result is"):
         scaled_linear(x.to(torch.int8), torch.ones(3, 1), weight, scales, (1, 64))
-    with pytest.raises(ValueError, match="other scales than"):
+    with pytest.raises(ValueError, match=r"weights \[8, 64\] in blocks \[2, 64\] have scales in float32 \[4, 1\]"):
         scaled_linear(x, None, weight, scales, (2, 64))
-    with pytest.raises(ValueError, match="3 rows have other scales"):
+    with pytest.raises(ValueError, match=r"contiguous rows, not torch\.float32 \[8, 4\] with strides \[1, 8\]"):
+        scaled_linear(x, None, weight, torch.ones(4, 8).t(), (1, 16))
+    with pytest.raises(ValueError, match=r"not torch\.bfloat16 \[8, 1\]"):
+        scaled_linear(x, None, weight, scales.bfloat16(), (1, 64))
+    with pytest.raises(ValueError, match=r"3 rows in groups of 64 have scales in float32 \[3, 1\]"):
         scaled_linear(x.to(torch.int8), torch.ones(2, 1), weight, scales, (1, 64), dtype=torch.float32)
     with pytest.raises(ValueError, match="multiples of 16"):
         scaled_linear(x, None, weight, torch.ones(8, 8), (1, 8))
+    with pytest.raises(ValueError, match="multiples of 32"):
+        scaled_linear(x.to(torch.int8), torch.ones(3, 1), weight, torch.ones(8, 4), (1, 16), dtype=torch.float32)
+    with pytest.raises(ValueError, match="bias is"):
+        scaled_linear(x, None, weight, scales, (1, 64), torch.zeros(16)[::2])
     with pytest.raises(TypeError, match="of the weight's type with scales"):
         scaled_linear(x.double(), None, weight, scales, (1, 64))
     with pytest.raises(TypeError, match=r"not torch\.float32 and torch\.float32"):
@@ -131,7 +164,10 @@ def test_what_does_not_fit_is_refused() -> None:
         quantise_rows(weight, torch.int8)
     with pytest.raises(ValueError, match="without groups"):
         quantise_rows(x, torch.int8, group=32, static_scale=torch.ones(1))
-    assert computable(64, 64)
-    assert computable(64, 16, 48)
-    assert not computable(64, 24)
-    assert not computable(64, 64, 8)
+    assert computable(64, 64, quantised=True)
+    assert computable(64, 16, 48, quantised=False)
+    assert computable(64, 32, quantised=True)
+    assert not computable(64, 16, quantised=True)
+    assert not computable(96, 96, 48, quantised=True)
+    assert not computable(64, 24, quantised=False)
+    assert not computable(64, 64, 8, quantised=False)

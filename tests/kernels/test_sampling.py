@@ -64,7 +64,9 @@ def test_the_same_tokens_as_on_the_cpu(coarse: bool, device: torch.device) -> No
     check(300, 12, device, coarse)
 
 
-@pytest.mark.parametrize("params", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 40, "top_p": 0.9}, {"top_k": 290}])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 7}, {"top_p": 0.6}, {"top_k": 40, "top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"top_k": 290}]
+)
 def test_logits_of_all_sizes_are_filtered_alike(params: dict[str, Any], device: torch.device) -> None:
     rows = [
         torch.zeros(300),
@@ -75,6 +77,9 @@ def test_logits_of_all_sizes_are_filtered_alike(params: dict[str, Any], device: 
         torch.randn(300).relu(),
         torch.full((300,), -2.5).index_fill(0, torch.tensor([4, 299]), -1.0),
         torch.randn(300).bfloat16().float() + 20,
+        torch.full((300,), -0.0),
+        torch.where(torch.arange(300) % 2 == 0, 0.0, -0.0),
+        torch.full((300,), -0.0).index_fill(0, torch.tensor([7]), 3.0).index_fill(0, torch.tensor([200]), -4.0),
     ]
     logits = torch.stack(rows).to(device)
     given = [SamplingParams(temperature=1.0, **params)] * len(rows)

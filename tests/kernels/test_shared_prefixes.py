@@ -40,17 +40,24 @@ def check(case: Case, plan: DecodePlan, q: torch.Tensor) -> None:
     assert not plan.parts.arrivals.any()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "name", ["plain", "group of 3", "softcap", "heads before tokens", pytest.param("fp8", marks=pytest.mark.long)]
 )
-def test_shared_prefixes_equal_the_oracle(name: str, device: torch.device) -> None:
+def test_shared_prefixes_equal_the_oracle(name: str) -> None:
+    """As short as they may be in the interpreter; on a GPU only longer ones are shared."""
     case = dataclasses.replace(SMALL[name], lengths=(70, 41, 5, 66, 90, 33, 65, 1, 0), block_size=8)
-    case.pool(device)
-    groups = [([0, 3, 4], 64), ([5, 1, 6], 32)]
+    case.pool(torch.device("cpu"))
+    check_steps(case, [([0, 3, 4], 64), ([5, 1, 6], 32)])
+
+
+def check_steps(case: Case, groups: Groups) -> None:
+    """Both groups share in one step, the first one in the next, none after that."""
     share_blocks(case, groups)
     plan, q = case.decode_plan(), case.queries(len(case.lengths))
     assert plan.can_share
     share(plan, groups)
+    assert int(plan._shared[0]) >= len(groups)
     check(case, plan, q)
     first = plan.units.clone()
     share(plan, groups[:1])  # the same buffers in the next step
@@ -84,6 +91,20 @@ def test_queries_that_cannot_be_are_refused() -> None:
             shared_table(np.array([(0, 2, 64)]), np.array(members), 9, at_once=2, tile=16, least=16)
 
 
+def test_fewer_queries_than_share_are_refused(device: torch.device) -> None:
+    """Else the stretch of some would not be computed, and their results be wrong."""
+    case = dataclasses.replace(SMALL["plain"], lengths=(300,) * 8, block_size=8)
+    case.pool(device)
+    plan = case.decode_plan()
+    share(plan, [([0, 2, 3, 6], 256)])
+    lengths = torch.full((8,), 300, dtype=torch.int32, device=device)
+    plan.plan(lengths[:7])
+    with pytest.raises(ValueError, match="query 6 shares a prefix, and there are only 6 queries"):
+        plan.plan(lengths[:6])
+    share(plan, [])
+    plan.plan(lengths[:3])
+
+
 def test_plans_that_cannot_share_do_not(device: torch.device) -> None:
     case = dataclasses.replace(SMALL["plain"], window=20)
     case.pool(device)
@@ -100,10 +121,4 @@ def test_plans_that_cannot_share_do_not(device: torch.device) -> None:
 def test_shared_prefixes_on_a_gpu(device: torch.device) -> None:
     case = Case(32, 8, 128, 16, tuple(1500 + 37 * i for i in range(40)), dtype=torch.bfloat16)
     case.pool(device)
-    groups = [(list(range(0, 40, 2)), 1024), ([1, 5, 9, 13], 512)]
-    share_blocks(case, groups)
-    plan, q = case.decode_plan(), case.queries(40)
-    share(plan, groups)
-    check(case, plan, q)
-    share(plan, [])
-    check(case, plan, q)
+    check_steps(case, [(list(range(0, 40, 2)), 1024), ([1, 5, 9, 13], 512)])

@@ -17,7 +17,7 @@ from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.plan_kernel import plan_decode_kernel
 from pagewise_kernels.attention.run import Parts, run_attention
 from pagewise_kernels.attention.sharing import no_shared, shared_table, views
-from pagewise_kernels.launch import interpreted, launch
+from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
 NO_WINDOW = 2**30
@@ -92,6 +92,7 @@ class DecodePlan:
         self._slot_counts = ints(2 * max_queries)
         self._shared = torch.from_numpy(no_shared(max_queries)).to(device)
         self._is_sharing = False
+        self._queries_sharing = 0
 
     def share(
         self,
@@ -115,6 +116,8 @@ class DecodePlan:
             prefixes, members, self.max_queries, at_once=self._at_once, tile=self.config.tile, least=LEAST_SHARED
         )
         self._is_sharing = bool(table[0])
+        sharing = np.flatnonzero(table[1 : 1 + self.max_queries] >= 0)
+        self._queries_sharing = int(sharing[-1]) + 1 if len(sharing) else 0
         self._shared.copy_(upload(table))
 
     def plan(self, lengths: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -124,7 +127,8 @@ class DecodePlan:
         ``rows`` int32 [queries]: the row of the block tables of each query, by default they are in order.
 
         Raises:
-            ValueError: there are more queries than room for them, or they are of another type.
+            ValueError: there are more queries than room for them, or fewer than share prefixes; they are of another
+                type, or on another device than the plan.
         """
         rows = self._rows_in_order[: len(lengths)] if rows is None else rows
         if rows.shape != lengths.shape or rows.dtype != torch.int32:
@@ -134,6 +138,9 @@ class DecodePlan:
                 f"lengths are int32 of at most {self.max_queries} queries, not {lengths.dtype} {list(lengths.shape)}"
             )
         count = len(lengths)
+        if count < self._queries_sharing:
+            raise ValueError(f"query {self._queries_sharing - 1} shares a prefix, and there are only {count} queries")
+        check_device(self.positions, lengths, rows)
         launch(
             plan_decode_kernel,
             (1,),
@@ -147,10 +154,12 @@ class DecodePlan:
             self.num_parts,
             *views(self._shared, self.max_queries),
             self._slot_counts,
+            self.parts.arrivals,
             count,
             len(self.first_units),
             self.window or NO_WINDOW,
             self.units.shape[0],
+            self.parts.arrivals.shape[1],
             TILE=self.config.tile,
             SPLIT_TILES=self.split_tiles,
             SHARING=self.can_share,

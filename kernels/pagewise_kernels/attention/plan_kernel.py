@@ -21,10 +21,12 @@ def plan_decode_kernel(
     item_sizes,
     item_tokens,
     slot_counts,
+    arrivals,
     num_queries,
     num_runs,
     window,
     max_units,
+    kv_heads,
     TILE: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
     SHARING: tl.constexpr,
@@ -47,6 +49,9 @@ def plan_decode_kernel(
     query without context, which pads the batch, gets a unit without tokens, whose result is zeros: what lies in
     uninitialised memory should not go on from here. A query of length -1 gets nothing: it is no decode, and something
     else writes its result.
+
+    ``arrivals`` [queries, kv_heads] of these queries become 0. They are already, unless units did not fit into
+    ``max_units`` in an earlier step: then its parts never were complete, and later steps would merge theirs too early.
     """
     slots = tl.arange(0, N)  # queries, and behind them the shared stretches
     is_query = slots < num_queries
@@ -90,6 +95,8 @@ def plan_decode_kernel(
     parts = tl.where(is_query, before + count, 0)
     tl.store(first_parts + slots, tl.cumsum(parts, 0) - parts, mask=is_query)
     tl.store(num_parts + slots, parts, mask=is_query)
+    for head in range(kv_heads):
+        tl.store(arrivals + slots * kv_heads + head, 0, mask=is_query)
     tl.store(num_units, tl.minimum(tl.sum(count, 0), max_units))
     tl.store(num_units + 1, (total + size - 1) // size)
     for part in range(tl.max(count, 0)):

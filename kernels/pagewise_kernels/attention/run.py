@@ -8,7 +8,7 @@ import triton.language as tl
 from pagewise_kernels.attention.checks import Scales, Shape
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.kernel import attention_kernel
-from pagewise_kernels.launch import interpreted, launch
+from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
 _COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -64,8 +64,9 @@ def run_attention(
     ``split``: see ``attention_kernel``. ``strict``: parts are merged in order, products and sums are not fused.
 
     Raises:
-        ValueError: ``scale`` is not positive.
+        ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
+    check_device(q, positions)  # by a handle an address of the host would go to the device as it is
     scale = shape.head_dim**-0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"the scale of attention is positive, not {scale}")

@@ -171,7 +171,9 @@ def test_scaled_mm_computes_what_pytorch_does(static: torch.Tensor | None) -> No
     ("capability", "dtype", "outs", "group", "kind", "dropped"),
     [
         (90, FP8, 64, None, ScaledMMLinear, False),
-        (90, FP8, 64, 16, TritonQuantisedLinear, False),
+        (90, FP8, 64, 32, TritonQuantisedLinear, False),
+        (90, FP8, 64, 16, QuantisedLinear, False),
+        (80, FP8, 64, 16, TritonQuantisedLinear, True),
         (90, FP8, 65, None, TritonQuantisedLinear, False),
         (90, FP8, 64, 12, QuantisedLinear, False),
         (89, FP8, 64, None, TritonQuantisedLinear, False),
@@ -322,6 +324,15 @@ def test_gguf_and_modelopt_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").unlink()
     (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
     assert "is a GGUF model (model.gguf), which cannot be served; take" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_static_scales_by_which_nothing_can_be_divided_are_refused(scale: float, tmp_path: Path) -> None:
+    build_quantised(FORMS["int8 static"], tmp_path, num_hidden_layers=1)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.input_scale"] = torch.tensor([scale])
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert f"input_scale of a layer is {scale}: inputs cannot be divided by that" in refused(tmp_path)
 
 
 def test_options_that_do_not_go_with_quantised_weights_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Checkpoint:
 
         Raises:
             OSError: a file cannot be read.
-            RuntimeError: there is not enough memory. ValueError: packed weights are not what they should be.
+            RuntimeError: there is not enough memory. ValueError: stored tensors are not what they should be.
             UnknownShardError: a quantised weight cannot be divided.
         """
         if part == "lm_head" and self._tied:

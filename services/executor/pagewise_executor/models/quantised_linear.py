@@ -183,7 +183,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
 
     if weight.values.dtype == FP8 and capability(device) < 89:
         inputs = Inputs(quantised=False)
-    if not computable(weight.values.shape[1], weight.block[1], inputs.group):
+    if not computable(weight.values.shape[1], weight.block[1], inputs.group, quantised=inputs.quantised):
         return module
     kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
     fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16

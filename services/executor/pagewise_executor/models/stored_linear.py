@@ -56,7 +56,7 @@ class StoredLinear(nn.Module):
         """Return the layer of these weights, in a model that computes in ``dtype``.
 
         Raises:
-            ValueError: packed weights are of another shape.
+            ValueError: packed weights are of another shape, or a static scale is not positive.
         """
         tensors = {name: weight.detach() for name, weight in self.named_parameters()}
         values = tensors.get("weight")
@@ -66,8 +66,11 @@ class StoredLinear(nn.Module):
             # Bytes in the order of the inputs, with 128 added.
             packed = tensors["weight_packed"].view(torch.uint8)[:, : self.ins]
             values = packed.bitwise_xor(128).view(torch.int8).contiguous()
+        static = tensors.get(self.names[1])
+        if static is not None and not 0 < float(static) < float("inf"):
+            raise ValueError(f"{self.names[1]} of a layer is {float(static)}: inputs cannot be divided by that")
         weight = QuantisedWeight(values, tensors[self.names[0]], self.block)
-        return QuantisedLinear(weight, self.scheme.inputs, dtype, tensors.get("bias"), tensors.get(self.names[1]))
+        return QuantisedLinear(weight, self.scheme.inputs, dtype, tensors.get("bias"), static)
 
 
 def place_stored(
@@ -122,7 +125,8 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
     """Replace the stored layers within a part of a model, whose tensors have been read, by layers that compute.
 
     Raises:
-        ValueError: packed weights are of another shape. UnknownShardError: a weight cannot be divided.
+        ValueError: packed weights or static scales are not what they should be. UnknownShardError: a weight cannot be
+            divided.
     """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if isinstance(module, StoredLinear):
