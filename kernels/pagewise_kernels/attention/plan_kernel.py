@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
+
 
 @triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["lengths", "rows"])
 def plan_decode_kernel(
@@ -29,6 +31,7 @@ def plan_decode_kernel(
     SPLIT_TILES: tl.constexpr,
     SHARING: tl.constexpr,
     N: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program: units for ``attention_kernel``.
 
@@ -49,6 +52,7 @@ def plan_decode_kernel(
     slots = tl.arange(0, N)  # queries, and behind them the shared stretches
     is_query = slots < num_queries
     there = is_query
+    wait_for_predecessor(PDL)
     length = tl.load(lengths + slots, mask=is_query, other=0)
     row = tl.load(rows + slots, mask=is_query, other=0)
     tl.store(positions + slots, length - 1, mask=is_query)
