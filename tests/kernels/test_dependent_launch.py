@@ -53,8 +53,8 @@ def decoded(device: torch.device, early: bool, steps: int, real: bool, in_graph:
 @pytest.mark.parametrize("real", REAL)
 @pytest.mark.parametrize("in_graph", [pytest.param(True, marks=pytest.mark.gpu), False])
 def test_many_decode_steps_are_the_same_bits(in_graph: bool, real: bool, device: torch.device) -> None:
-    apart, early = (decoded(device, way, 200 if real else 2, real, in_graph) for way in BOTH_WAYS)
-    assert len(apart[0].unique()) > 2
+    apart, early = (decoded(device, way, 200 if real else 1, real, in_graph) for way in BOTH_WAYS)
+    assert len(apart[0].unique()) > 1
     for one, other in zip(apart, early, strict=True):
         assert torch.equal(one, other)
 

@@ -50,9 +50,9 @@ def plan_decode_kernel(
     uninitialised memory should not go on from here.
     """
     slots = tl.arange(0, N)  # queries, and behind them the shared stretches
+    wait_for_predecessor(PDL)
     is_query = slots < num_queries
     there = is_query
-    wait_for_predecessor(PDL)
     length = tl.load(lengths + slots, mask=is_query, other=0)
     row = tl.load(rows + slots, mask=is_query, other=0)
     tl.store(positions + slots, length - 1, mask=is_query)
