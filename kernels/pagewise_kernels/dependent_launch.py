@@ -14,8 +14,9 @@ Why that is enough:
   waited for the one before it, and so on. So behind the wait everything that was launched before has ended, just as
   without early begins: no reader is too early, and no writer writes over what an earlier kernel still reads, however
   many kernels ago a buffer, a counter or a page of the caching allocator was used.
-- A kernel that was launched before without it (cuBLAS, PyTorch, NCCL) says nothing of its dependents. These begin when
-  its programs are through, but its writes may be under way still: the wait is needed, and enough, there as well.
+- A kernel of others before it (cuBLAS, PyTorch, NCCL) began when all before that had ended, or waits likewise. If it
+  says nothing of its dependents, these begin when its programs are through, but its writes may be under way still: the
+  wait is needed, and enough, there as well.
 - A kernel or copy that comes after and was launched without it, and an event that is recorded after, begin when all of
   the kernel before has ended. This has waited, so nothing of what came earlier is left.
 - A kernel that was launched so and did not wait would race, and its successors with it. That is why ``launch``

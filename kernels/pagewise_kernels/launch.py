@@ -5,6 +5,7 @@ without a GPU is what runs on one.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import triton
 
 from pagewise_kernels.handles import Handles
+
+log = logging.getLogger(__name__)
 
 NOMINAL_SMS = 132
 """Multiprocessors that are assumed where there is no GPU: those of an H100 or H200."""
@@ -86,9 +89,14 @@ def begins_early(device: torch.device) -> bool:
 
 @functools.cache
 def _can_begin_early(index: int) -> bool:
-    # Before CUDA 12.3 such a launch could not be captured into a graph.
+    if torch.cuda.get_device_capability(index) < (9, 0):
+        return False
     driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return torch.cuda.get_device_capability(index) >= (9, 0) and driver >= 12030
+    if driver < 12030:  # such a launch cannot be captured into a graph
+        log.warning(
+            "kernels begin one after the other: the driver is for CUDA %d.%d, not 12.3", *divmod(driver // 10, 100)
+        )
+    return driver >= 12030
 
 
 def num_unfrozen_launches() -> int:
