@@ -153,11 +153,14 @@ def drive(runner: ModelRunner, work: Work, budget: int) -> tuple[float, float, l
         last = now
 
 
-def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool) -> Iterator[Row]:
+def ours(
+    model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool, early: bool = True
+) -> Iterator[Row]:
+    """``early``: kernels begin while those before them end."""
     budget = 64 if smoke else 8192
     config = ExecutorConfig(
         model=str(path), device=device, kernels="triton", profile=False, max_num_seqs=256,
-        max_num_batched_tokens=budget, num_blocks=64 if smoke else None,
+        max_num_batched_tokens=budget, num_blocks=64 if smoke else None, dependent_launch=early,
     )  # fmt: skip
     runner = ModelRunner(config)
     assert isinstance(runner._engine, TorchEngine)
@@ -169,7 +172,8 @@ def ours(model: str, path: Path, device: Device, todo: list[Work], copy_rate: fl
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
         seconds, first, decodes = drive(runner, work, budget)
-        row = Row(model, work.name, "pagewise", work.rate(seconds), first_token_ms=1e3 * first)
+        who = "pagewise" if early else "pagewise, apart"
+        row = Row(model, work.name, who, work.rate(seconds), first_token_ms=1e3 * first)
         if work.name.startswith("decode") and len(decodes) > 3:
             step = statistics.median(decodes)
             row.decoding = len(work.lengths) / step
@@ -314,6 +318,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-3-8b", "qwen3-0.6b"])
     parser.add_argument("--works", nargs="+", help="workloads by name, as they are printed (default: all)")
     parser.add_argument("--alone", action="store_true", help="without the others")
+    parser.add_argument("--also-apart", action="store_true", help="ours also with --no-dependent-launch")
     parser.add_argument("--deadline", type=float, default=90, help="seconds for each of the others and model (90)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does everything run?")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
@@ -336,8 +341,9 @@ def main() -> None:
         for model in ["tiny"] if args.smoke else args.models:
             paths[model] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             build(model, paths[model], device)
-            keep(ours(model, paths[model], device, todo, copy_rate, args.smoke))
-            tidy()
+            for early in (True, False) if args.also_apart else (True,):
+                keep(ours(model, paths[model], device, todo, copy_rate, args.smoke, early))
+                tidy()
         for model, path in paths.items():
             for contender in others:
                 keep(apart(functools.partial(contender, model, path, device, todo), args.deadline))

@@ -41,15 +41,15 @@ def _kernels(only: str, seconds: int) -> Step:
     return Step(f"kernels-{only}", seconds, ("benchmarks.kernels.run", "--only", only))
 
 
-def _engine(model: str, seconds: int) -> Step:
-    return Step(f"engine-{model}", seconds, ("benchmarks.engine.run", "--alone", "--models", model))
+def _engine(model: str, seconds: int, *more: str) -> Step:
+    return Step(f"engine-{model}", seconds, ("benchmarks.engine.run", "--alone", "--models", model, *more))
 
 
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (_tests("kernels", 8, 260), _kernels("decode", 200)),
-    2: (_tests("executor", 6, 270), _engine("qwen3-0.6b", 190)),
+    2: (_tests("executor", 6, 270), _engine("qwen3-0.6b", 190, "--also-apart")),
     3: (_engine("llama-3-8b", 460),),
-    4: (_kernels("prefill", 150), _kernels("sampling", 130), _kernels("elementwise", 130)),
+    4: (_kernels("prefill", 150), _kernels("sampling", 130), _kernels("elementwise", 130), _kernels("layer", 50)),
     5: (_kernels("linear", 130), _kernels("sweep", 140), _kernels("shared", 120), _kernels("inputs", 60)),
 }
 """The steps of each part. Those that are most likely to fail, and cost the least to mend, come first."""

@@ -27,7 +27,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from pagewise_kernels.compile_cases import CASES
 from pagewise_kernels.launch import interpreted, watch_launches
-from pagewise_kernels.machine_code import loop_sizes
+from pagewise_kernels.machine_code import disassembled, loop_sizes, too_early
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +36,9 @@ class Compiled:
 
     ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing). ``imprecise``: how many products of float8 tensor
     cores may sum up before the sum goes on in float32. ``loops``: instructions of its innermost loops in the order of
-    the code, None where they were not asked for (the disassembler takes 0.4 s per kernel).
+    the code, None where they were not asked for (the disassembler takes 0.4 s per kernel). ``too_early``: what it does
+    before it waits for the kernel before it, in PTX, and in machine code where that is read; None if it does not begin
+    early. ``lets_next``: it lets the next one begin early.
     """
 
     case: str
@@ -49,6 +51,8 @@ class Compiled:
     mma: str
     imprecise: int
     loops: list[int] | None = None
+    too_early: list[str] | None = None
+    lets_next: bool = False
 
 
 class _Target:
@@ -106,7 +110,10 @@ def _compile(
     registers, spilled = _resources(ptx, capability)
     constants = {name: str(value) for name, value in options.items() if name.isupper()}
     mma = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else ""
-    sizes = loop_sizes(binary.asm["cubin"]) if loops else None
+    code = disassembled(binary.asm["cubin"]) if loops else ""
+    early = too_early(ptx)
+    if early is not None and loops:
+        early += too_early(code) or []
     return Compiled(
         case,
         kernel.__name__,
@@ -117,7 +124,9 @@ def _compile(
         binary.metadata.shared,
         mma,
         max([int(most) for most in re.findall(r"maxNumImpreciseAcc = (\d+)", binary.asm["ttgir"])], default=0),
-        sizes,
+        loop_sizes(code) if loops else None,
+        early,
+        "griddepcontrol.launch_dependents" in ptx,
     )
 
 

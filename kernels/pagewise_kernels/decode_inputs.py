@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
 
 _BLOCK = 256
@@ -24,10 +25,12 @@ def decode_inputs_kernel(
     HAS_KNOWN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program per BLOCK queries."""
     queries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = queries < number
+    wait_for_predecessor(PDL)
     length = tl.load(lengths + queries, mask=inside, other=0)
     there = inside & (length > 0)
     row = tl.load(rows + queries, mask=there, other=0).to(tl.int64)

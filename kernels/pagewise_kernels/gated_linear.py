@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.matmul import COMPUTE_TYPES
 from pagewise_kernels.shapes import power_of_two
@@ -33,6 +34,7 @@ def gated_linear_kernel(
     HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: tile of columns of the result, with all rows."""
     rows = tl.arange(0, ROWS)
@@ -42,6 +44,11 @@ def gated_linear_kernel(
     x_at = x + rows[:, None] * stride_x + inner[None, :]
     gate_at = weight + columns.to(tl.int64)[None, :] * stride_weight + inner[:, None]
     up_at = gate_at + tl.cast(SIZE, tl.int64) * stride_weight
+    if PDL:  # what the first turns of the loop read: the kernel before is a small one, so memory has time
+        gate_rows = weight + tl.minimum(columns, SIZE - 1).to(tl.int64) * stride_weight
+        prefetch_rows(gate_rows, SIZE_IN, 2 * INNER)
+        prefetch_rows(gate_rows + tl.cast(SIZE, tl.int64) * stride_weight, SIZE_IN, 2 * INNER)
+    wait_for_predecessor(PDL)
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, SIZE_IN, INNER):

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -52,9 +53,11 @@ def write_kv_kernel(
     IS_FP8: tl.constexpr,
     MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program per token: all its heads, K and V."""
     token = tl.program_id(0).to(tl.int64)
+    wait_for_predecessor(PDL)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE

@@ -5,6 +5,7 @@ without a GPU is what runs on one.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ import triton
 
 from pagewise_kernels.handles import Handles
 
+log = logging.getLogger(__name__)
+
 NOMINAL_SMS = 132
 """Multiprocessors that are assumed where there is no GPU: those of an H100 or H200."""
 
@@ -20,6 +23,7 @@ Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _watcher: Watcher | None = None
 _watched_capability = 90
 _pretends = False
+_depends = True
 _handles: Handles | None = Handles()
 
 
@@ -31,7 +35,7 @@ def interpreted() -> bool:
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: object) -> None:
     """Run ``kernel`` on ``grid``; ``options`` are its constants, ``num_warps`` and ``num_stages``.
 
     Triton compiles anew where an integer becomes 1 or divisible by 16, and where a pointer is aligned. Counts of a step
@@ -39,9 +43,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
 
     Nothing is launched on an empty grid, nor while the calls are watched by the compiler. Products and sums are fused
     unless ``enable_fp_fusion`` says otherwise: Triton 3.9 warns where nobody decides, and its default may change.
+
+    A kernel whose last constant is ``PDL`` begins before the one before it has ended (see ``dependent_launch``), where
+    the device of its first argument, a tensor, can do that.
     """
     if 0 in grid:
         return
+    if kernel.arg_names[-1] == "PDL" and begins_early(arguments[0].device):
+        options["PDL"] = options["launch_pdl"] = True
     options.setdefault("enable_fp_fusion", True)
     if _watcher is not None:
         _watcher(kernel, arguments, options)
@@ -61,6 +70,33 @@ def use_handles(use: bool) -> None:
     """Launch by the handles of compiled kernels (see ``handles``), as is done from the start, or through Triton."""
     global _handles
     _handles = Handles() if use else None
+
+
+def use_dependent_launch(use: bool) -> None:
+    """Let kernels that can wait for the one before them begin early, as is done from the start, or not."""
+    global _depends
+    _depends = use
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels on ``device`` begin before the one before them has ended: from compute capability 9.0 on."""
+    if not _depends or _INTERPRETED:
+        return False
+    if _watcher is not None or device.type != "cuda":
+        return _watched_capability >= 90
+    return _can_begin_early(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _can_begin_early(index: int) -> bool:
+    if torch.cuda.get_device_capability(index) < (9, 0):
+        return False
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    if driver < 12030:  # such a launch cannot be captured into a graph
+        log.warning(
+            "kernels begin one after the other: the driver is for CUDA %d.%d, not 12.3", *divmod(driver // 10, 100)
+        )
+    return driver >= 12030
 
 
 def num_unfrozen_launches() -> int:

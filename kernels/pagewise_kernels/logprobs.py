@@ -4,15 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import check_logits, check_rows
 
 
 @triton.jit
-def logprobs_kernel(logits, tokens, logprobs, ranks, vocab_size, stride, BLOCK: tl.constexpr):
+def logprobs_kernel(
+    logits, tokens, logprobs, ranks, vocab_size, stride, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """One program per row."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
+    wait_for_predecessor(PDL)
     own = tl.load(row + tl.load(tokens + index)).to(tl.float32)
     high = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)

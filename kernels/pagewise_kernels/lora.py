@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 
 MAX_PARTS = 3
@@ -52,9 +53,11 @@ def lora_shrink_kernel(
     SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: tile of tokens, tile of ranks, part of the inputs."""
     tile, split = tl.program_id(0), tl.program_id(2)
+    wait_for_predecessor(PDL)
     slot = tl.load(tiles + 3 * tile)
     if slot >= 0:
         at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, ROWS)
@@ -94,10 +97,12 @@ def lora_expand_kernel(
     SPLIT: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: tile of tokens, tile of outputs, which lies in one of up to three parts: the first two end at ``FIRST``
     and ``SECOND``."""
     tile, number = tl.program_id(0), tl.program_id(1)
+    wait_for_predecessor(PDL)
     slot = tl.load(tiles + 3 * tile)
     if slot >= 0:
         at = tl.load(tiles + 3 * tile + 1) + tl.arange(0, ROWS)

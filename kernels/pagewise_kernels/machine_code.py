@@ -1,4 +1,4 @@
-"""How many instructions the loops of a compiled kernel have: read from its machine code, which needs no GPU."""
+"""How many instructions the loops of a compiled kernel have, and in which order it waits: read without a GPU."""
 
 import re
 import subprocess
@@ -9,25 +9,42 @@ from triton import knobs
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?);")
 _BRANCH = re.compile(r"\bBRA\b.*?(\.L_x_\d+)")
+# Of PTX, and of machine code.
+_WAIT = re.compile(r"griddepcontrol\.wait|\bACQBULK\b")
+_ACCESS = re.compile(r"\b(?:(?:ld|st|atom|red)\.[\w.:]*global|cp\.async|(?:LDG|STG|LD\.E|ST\.E|ATOM|RED|UBLK|UTMA)\w*)")
+_JUMP = re.compile(r"\bbra[\w.]*\s+(\$\w+)|\bBRA\b.*?(\.L_x_\d+)")
+_END = re.compile(r"\b(?:ret|EXIT)\b")
 
 
-def loop_sizes(cubin: bytes) -> list[int]:
-    """Instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do not count.
-    Of a kernel that has no loop: its own.
-
-    ``cubin``: the kernel as Triton keeps it (``asm["cubin"]``). A loop is what lies between a label and the last branch
-    back to it. The disassembler is the one that Triton brings along.
-    """
+def disassembled(cubin: bytes) -> str:
+    """The machine code of a kernel as Triton keeps it (``asm["cubin"]``), by the disassembler that Triton brings."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  # nosec B603 # no shell
-    return loop_sizes_of_text(text)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  # nosec B603 # no shell
 
 
-def loop_sizes_of_text(text: str) -> list[int]:
-    """The same for what the disassembler has printed."""
+def too_early(code: str) -> list[str] | None:
+    """What a kernel does before it waits for the one before it, and must not (see ``dependent_launch``).
+
+    ``code``: its PTX or what ``disassembled`` returns. Accesses to global memory are listed, ends, and jumps over the
+    wait; prefetching is none of them. None: it does not wait.
+    """
+    wait = _WAIT.search(code)
+    if wait is None:
+        return None
+    before = code[: wait.start()]
+    jumps = {label for found in _JUMP.findall(before) for label in found if label}
+    return [*_ACCESS.findall(before), *_END.findall(before), *(to for to in jumps if f"{to}:" not in before)]
+
+
+def loop_sizes(text: str) -> list[int]:
+    """Instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do not count.
+    Of a kernel that has no loop: its own.
+
+    ``text``: what ``disassembled`` returns. A loop is what lies between a label and the last branch back to it.
+    """
     labels: dict[str, int] = {}
     ends: dict[int, int] = {}
     count = 0

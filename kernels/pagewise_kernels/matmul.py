@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 
 COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -31,6 +32,7 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: tile of columns, tile of rows; neighbours share the weights of a tile of columns."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -39,6 +41,7 @@ def linear_kernel(
     row_there, column_there = (rows < num_rows)[:, None], (columns < SIZE_OUT)[None, :]
     x_at = x + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
     weight_at = weight + columns.to(tl.int64)[None, :] * stride_weight + inner[:, None]
+    wait_for_predecessor(PDL)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, SIZE_IN, INNER):
         if SIZE_IN % INNER == 0:

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
 from pagewise_kernels.shapes import check_logits, check_rows
 
@@ -23,11 +24,13 @@ def penalise_kernel(
     stride_out,
     stride_counts,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: row, piece of the vocabulary."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab_size
+    wait_for_predecessor(PDL)
     value = tl.load(logits + index.to(tl.int64) * stride + columns, mask=inside, other=0.0).to(tl.float32)
     held = tl.load(rows + index).to(tl.int64) * stride_counts + columns
     count = tl.load(counts + held, mask=inside, other=0)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import capability, check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -49,11 +50,13 @@ def quantise_rows_kernel(
     INTEGER: tl.constexpr,
     MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: row, GROUPS groups of it."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     within = tl.arange(0, PADDED)
+    wait_for_predecessor(PDL)
     at = groups[:, None] * GROUP + within[None, :]
     inside = (within < GROUP)[None, :] & (at < SIZE)
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
@@ -145,6 +148,7 @@ def scaled_linear_kernel(
     COMPUTE: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: tile of rows, tile of columns; neighbours share the weights of a tile of columns."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -156,6 +160,7 @@ def scaled_linear_kernel(
     x_scales_at = x_scales + rows.to(tl.int64) * stride_x_scales
     weight_scales_at = weight_scales + (columns // BLOCK_OUT).to(tl.int64) * stride_weight_scales
     in_parts: tl.constexpr = (BLOCK_IN < SIZE_IN) or (X_GROUP < SIZE_IN)
+    wait_for_predecessor(PDL)
     # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products it goes on in float32.
     sums = tl.zeros([ROWS, COLUMNS], SUM)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -26,12 +27,16 @@ def rms_norm_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """ROWS rows; a row is summed up in an order that depends on its length alone."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < SIZE)
     tokens = rows.to(tl.int64)[:, None]
+    if PDL and tl.program_id(0) == 0:  # one does it for all
+        prefetch_rows(weight + tl.arange(0, 1), SIZE, PADDED)
+    wait_for_predecessor(PDL)
     values = tl.load(x + tokens * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual + tokens * stride_residual + columns

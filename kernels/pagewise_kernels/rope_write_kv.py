@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.attention.checks import FP8, Scales
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.kv_write import FP8_MOST, check_pool, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -52,6 +53,7 @@ def rope_write_kv_kernel(
     IS_FP8: tl.constexpr,
     MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: token, ROWS of its heads (queries, then keys, then values)."""
     token = tl.program_id(0).to(tl.int64)
@@ -63,6 +65,7 @@ def rope_write_kv_kernel(
     in_head = (dims < HALF)[None, :]
     inside = (rows < HEADS + 2 * KV_HEADS)[:, None] & in_head
     at = qkv + token * stride_token + rows[:, None] * stride_head + dims[None, :]
+    wait_for_predecessor(PDL)
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     angle = tl.load(positions + token) * stride_cos + dims

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import check_logits, check_rows, power_of_two
 
@@ -156,6 +157,7 @@ def filter_kernel(
     vocab_size,
     stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program per row of logits: what its filters keep. ``rows``: where its parameters stand.
 
@@ -163,6 +165,7 @@ def filter_kernel(
     """
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
+    wait_for_predecessor(PDL)
     held = tl.load(rows + index)
     temperature = tl.load(temperatures + held)
     top_k, top_p, min_p = tl.load(top_ks + held), tl.load(top_ps + held), tl.load(min_ps + held)
@@ -220,10 +223,12 @@ def sample_kernel(
     vocab_size,
     stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Programs: row of logits, piece of the vocabulary. The best of each piece, with noise unless the row is greedy."""
     index, piece = tl.program_id(0), tl.program_id(1)
     row = logits + index.to(tl.int64) * stride
+    wait_for_predecessor(PDL)
     held = tl.load(rows + index)
     temperature = tl.load(temperatures + held)
     greedy = temperature == 0.0
@@ -242,10 +247,11 @@ def sample_kernel(
 
 
 @triton.jit
-def pick_kernel(best_values, best_tokens, tokens, num_pieces, PIECES: tl.constexpr):
+def pick_kernel(best_values, best_tokens, tokens, num_pieces, PIECES: tl.constexpr, PDL: tl.constexpr = False):
     """One program per row: the best of its pieces, the first of equals."""
     index = tl.program_id(0)
     pieces = tl.arange(0, PIECES)
+    wait_for_predecessor(PDL)
     values = tl.load(best_values + index * num_pieces + pieces, mask=pieces < num_pieces, other=float("-inf"))
     _, where = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tokens + index, tl.load(best_tokens + index * num_pieces + where).to(tl.int64))

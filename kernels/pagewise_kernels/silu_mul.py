@@ -4,17 +4,27 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
 
 _PIECE = 2048
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride_in, stride_out, SIZE: tl.constexpr, PIECE: tl.constexpr):
+def silu_mul_kernel(
+    gate_up,
+    out,
+    stride_in,
+    stride_out,
+    SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
     """Programs: row, piece of the row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = columns < SIZE
+    wait_for_predecessor(PDL)
     gate = tl.load(gate_up + row * stride_in + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride_in + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     # Rounded in between, as the models do it.

@@ -243,6 +243,29 @@ def test_warming_up_takes_as_much_as_there_is_room_for(tmp_path: Path, monkeypat
 
 
 @pytest.mark.gpu
+def test_tokens_are_the_same_where_kernels_begin_early(tmp_path: Path) -> None:
+    """Through CUDA graphs and chunks, bit for bit, with as many requests and steps as a race may need."""
+    build_model("qwen3", tmp_path, seed=7)
+    found = []
+    for early in (False, True):
+        config = ExecutorConfig(
+            model=str(tmp_path), device="cuda", dtype="bfloat16", kernels="triton", block_size=4, num_blocks=1000,
+            profile=False, max_num_seqs=16, dependent_launch=early,
+        )  # fmt: skip
+        prompts = {seed: [3 + (seed * i) % 50 for i in range(1 + 5 * seed)] for seed in range(16)}
+        requests = [
+            request(prompt, 100, f"r{seed}", temperature=1.0, seed=seed, top_k=20, logprobs=0)
+            for seed, prompt in prompts.items()
+        ]
+        _, steps = run_requests(
+            ModelRunner(config), requests, num_blocks=900, max_num_seqs=16, max_num_batched_tokens=64
+        )
+        tokens = [asked.sequences[0].output_token_ids.tolist() for asked in requests]
+        found.append((tokens, [entry.logprob for step in steps for entry in step.logprobs.values()]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
 def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], pool_blocks=30)

@@ -18,9 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from pagewise_kernels import launch as launching
+from pagewise_kernels.block_copy import copy_blocks
 from pagewise_kernels.handles import Handles
+from pagewise_kernels.launch import pretend_gpu
+from pagewise_kernels.rms_norm import rms_norm
 
 from benchmarks.launch.fake_driver import FakeDriver, Launch, fake_driver, missing
+from tests.kernels.decode_steps import DecodeSteps
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -29,16 +33,6 @@ def probe_kernel(source, target, count, stride, factor, SIZE: tl.constexpr, NAME
     at = tl.arange(0, SIZE)
     values = tl.load(source + at, mask=at < count, other=0.0) * factor
     tl.store(target + at * stride, values.to(target.dtype.element_ty))
-
-
-@triton.jit
-def waiting_kernel(source, target, SIZE: tl.constexpr):  # noqa: N803
-    """Copy what the kernel before it has written, if it may begin before that has ended."""
-    at = tl.arange(0, SIZE)
-    tl.extra.cuda.gdc_wait()
-    values = tl.load(source + at)
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.store(target + at, values)
 
 
 def run(driver: FakeDriver, arguments: tuple[Any, ...], grid: tuple[int, ...] = (3,), **options: object) -> Launch:
@@ -91,13 +85,37 @@ def check_kinds(driver: FakeDriver) -> None:
 
 
 def check_dependent_launches(driver: FakeDriver) -> None:
-    """A kernel may be launched to begin early (``launch_pdl``), and reads nothing before it has waited."""
+    """The kernels of decode steps begin early where the device can and nobody has forbidden it; others never do."""
     floats = torch.zeros(64)
     assert not run(driver, (floats, floats, 5, 4, 0.5)).dependent
     assert run(driver, (floats, floats, 5, 4, 0.5), launch_pdl=True).dependent
-    ptx: str = waiting_kernel[(1,)](floats, floats, SIZE=64, launch_pdl=True, enable_fp_fusion=True).asm["ptx"]
-    places = [ptx.index(word) for word in ("griddepcontrol.wait", "ld.global", "griddepcontrol.launch", "st.global")]
-    assert places == sorted(places)
+    launching.use_handles(True)
+    decoder = DecodeSteps(torch.device("cpu"), real=False, most_steps=8, multiply=_make_empty)
+    for _ in range(2):  # through Triton, and by handles
+        with driver.recorded() as recorded:
+            decoder.step()
+        assert all(launch.dependent for launch in recorded), recorded
+        assert len({launch.kernel for launch in recorded}) == 10, "each kernel of a decode step"
+    x, dependent = torch.zeros(3, 64), []
+    for capability, wanted in ((90, True), (90, False), (80, True)):
+        pretend_gpu(capability)
+        launching.use_dependent_launch(wanted)
+        with driver.recorded() as recorded:
+            rms_norm(x, x[0], 1e-6)
+            rms_norm(x, x[0], 1e-6)
+        dependent.append([launch.dependent for launch in recorded])
+    assert dependent == [[True] * 2, [False] * 2, [False] * 2]
+    pretend_gpu(90)
+    launching.use_dependent_launch(True)
+    with driver.recorded() as recorded:
+        copy_blocks(torch.zeros(1, 2, 16), torch.tensor([[0, 1]]))
+    assert not recorded[0].dependent, "it does not wait"
+    assert launching.num_unfrozen_launches() == 0
+
+
+def _make_empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What a library of the device would compute."""
+    return x.new_zeros(len(x), len(weight))
 
 
 def check_hooks(driver: FakeDriver) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import triton
-from pagewise_kernels.machine_code import loop_sizes_of_text
+from pagewise_kernels.machine_code import loop_sizes, too_early
 
 from tests.kernels.bars import BARS, MOST_SPILLED, Bars
 
@@ -16,6 +16,8 @@ NUM_KERNELS = 21
 VERSION = triton.__version__.rpartition(".")[0]
 MOST_IMPRECISE = 256
 """Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
+NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel"}
+"""Kernels that begin when all before them have ended: steps do not launch them between others."""
 
 
 def compiled(target: int, *options: str) -> list[dict[str, object]]:
@@ -40,6 +42,9 @@ def test_kernels_compile_without_a_gpu(target: int) -> None:
         assert int(str(kernel["spilled"])) <= MOST_SPILLED.get(VERSION, max(MOST_SPILLED.values())), name
         assert int(str(kernel["shared"])) <= SHARED_BYTES[target], name
         assert int(str(kernel["imprecise"])) <= MOST_IMPRECISE, name
+        begins_early = target >= 90 and kernel["kernel"] not in NEVER_EARLY
+        assert kernel["too_early"] == ([] if begins_early else None), name
+        assert kernel["lets_next"] == begins_early, name
         if kernel["kernel"] == "attention_kernel" and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
@@ -69,6 +74,43 @@ def check_bars(found: list[dict[str, object]], bars: Bars) -> None:
     assert seen == set(bars), f"no case compiles {set(bars) - seen}"
 
 
+def test_what_comes_before_the_wait_is_found() -> None:
+    ptx = """
+        ld.param.b64 %rd1, [kernel_param_0];
+        @%p1 bra $L__BB0_2;
+        prefetch.global.L2 [%rd1];
+    $L__BB0_2:
+        {}
+        griddepcontrol.wait;
+        ld.global.b32 %r1, [%rd1];
+        @%p1 bra $L__BB0_3;
+        st.global.b32 [%rd1], %r1;
+    $L__BB0_3:
+        ret;
+    """
+    assert too_early(ptx.replace("{}", "")) == []
+    assert too_early(ptx.replace("griddepcontrol.wait;", "")) is None
+    for text, found in (
+        ("ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd2 + 0 ];", "ld.global"),
+        ("@%p2 st.relaxed.gpu.global.b32 [%rd1], %r1;", "st.relaxed.gpu.global"),
+        ("atom.global.gpu.acq_rel.add.s32 %r1, [%rd1], 1;", "atom.global"),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd2 + 0 ], 0x10, 0x10;", "cp.async"),
+        ("bra.uni $L__BB0_3;", "$L__BB0_3"),
+        ("@%p2 ret;", "ret"),
+    ):
+        assert too_early(ptx.replace("{}", text)) == [found]
+    code = """
+            /*0000*/ CCTL.E.PF2 [R2] ;
+            /*0010*/ @P0 {} ;
+            /*0020*/ ACQBULK ;
+            /*0030*/ LDG.E.128 R4, desc[UR6][R2.64+0x800] ;
+            /*0040*/ EXIT ;
+    """
+    assert too_early(code.replace("{}", "MOV R1, R2")) == []
+    for text in ("LDG.E R4, desc[UR6][R2.64]", "LDGSTS.E.BYPASS.128 [R5], desc[UR6][R2.64]", "EXIT"):
+        assert too_early(code.replace("{}", text)) == [text.split(".")[0]]
+
+
 def test_innermost_loops_are_counted() -> None:
     code = """
     .L_x_0:
@@ -88,7 +130,7 @@ def test_innermost_loops_are_counted() -> None:
     .L_x_4:
             /*00a0*/ BRA `(.L_x_4) ;
     """
-    assert loop_sizes_of_text(code) == [2, 4]
+    assert loop_sizes(code) == [2, 4]
     straight = """
             /*0000*/ MOV R1, R2 ;
             /*0010*/ EXIT ;
@@ -96,4 +138,4 @@ def test_innermost_loops_are_counted() -> None:
             /*0020*/ BRA `(.L_x_0) ;
             /*0030*/ NOP ;
     """
-    assert loop_sizes_of_text(straight) == [3]
+    assert loop_sizes(straight) == [3]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pagewise_kernels.attention.merging import merge_if_last
 from pagewise_kernels.attention.tiles import attend_stretch, finish, merge
+from pagewise_kernels.dependent_launch import wait_for_predecessor
 
 UNIT_FIELDS = 6
 """first query, number of queries, row of the block tables, first and last context token (exclusive), part or -1."""
@@ -86,6 +87,7 @@ def attention_kernel(
     HAS_RUNS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """Units times KV heads, shared out among the programs of a fixed grid.
 
@@ -99,6 +101,7 @@ def attention_kernel(
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
     program = tl.program_id(0)
+    wait_for_predecessor(PDL)
     number = tl.load(num_units)
     if HAS_RUNS:
         run = program // KV_HEADS

@@ -38,7 +38,7 @@ def merge_if_last(
     These loads go to the L2 cache (.cg): a line of a former launch may linger in the L1 cache of this multiprocessor.
 
     The last program sets the counter back to 0. Nobody else looks at it any more in this launch, and the next launch on
-    this stream, or the next replay of its graph, begins when this one has ended.
+    this stream, or the next replay of its graph, waits until this one has ended, if it begins earlier at all.
     """
     arrival = arrivals + query * KV_HEADS + head
     count = tl.load(num_parts + query)

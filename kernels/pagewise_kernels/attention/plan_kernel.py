@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pagewise_kernels.dependent_launch import wait_for_predecessor
+
 
 @triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["lengths", "rows"])
 def plan_decode_kernel(
@@ -31,6 +33,7 @@ def plan_decode_kernel(
     SPLIT_TILES: tl.constexpr,
     SHARING: tl.constexpr,
     N: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One program: units for ``attention_kernel``.
 
@@ -54,6 +57,7 @@ def plan_decode_kernel(
     ``max_units`` in an earlier step: then its parts never were complete, and later steps would merge theirs too early.
     """
     slots = tl.arange(0, N)  # queries, and behind them the shared stretches
+    wait_for_predecessor(PDL)
     is_query = slots < num_queries
     length = tl.load(lengths + slots, mask=is_query, other=-1)
     there = length >= 0

@@ -90,6 +90,7 @@ GROUPS = {
         "tensor_parallel",
         "profile",
         "cuda_graphs",
+        "dependent_launch",
         "threads",
         "listen",
         "listen_gateways",

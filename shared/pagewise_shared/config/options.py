@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pagewise_shared.config.chat import ChatConfig
+from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
@@ -269,6 +270,7 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
             "kernels and a model that does not wait for the device inside a step (the log says so).",
         ),
     ] = True
+    dependent_launch: DependentLaunch = True
     block_size: Annotated[Positive, _help("tokens per KV block; with OpenVINO always 32", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9

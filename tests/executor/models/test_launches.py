@@ -11,6 +11,7 @@ from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.operations import TritonOperations
+from pagewise_kernels import launch
 from pagewise_kernels.launch import watch_launches
 from pagewise_shared.config import ExecutorConfig
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +110,13 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
             ),
         ]
         assert len(layer) == (8 if gated is one else 9)
+
+
+def test_kernels_begin_early_unless_the_option_says_otherwise(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    for early in (False, True):
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", dependent_launch=early))
+        assert launch._depends == early
 
 
 def test_gate_and_up_are_one_kernel_as_far_as_it_is_not_slower(tmp_path: Path) -> None:

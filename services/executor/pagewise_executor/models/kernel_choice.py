@@ -125,6 +125,10 @@ def choose_kernels(
             if config.attention != "auto" and kernels != "triton":
                 raise ModelError(f"--attention {config.attention}: it needs the Triton kernels; {'; '.join(unfit)}")
             _report(config, kernels, unfit)
+            if kernels == "triton":
+                from pagewise_kernels.launch import use_dependent_launch
+
+                use_dependent_launch(config.dependent_launch)
             computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
             return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()), compiled)
         unfit.append(_flawed(config, kernels, flaw))
