@@ -132,7 +132,7 @@ async def ask_all(url: str, count: int, max_tokens: int) -> list[str]:
 
 def folders() -> set[Path]:
     """Folders of keys on this machine."""
-    return set(Path("/tmp").glob("pagewise-keeper-*"))
+    return set(Path("/tmp").glob("pagewise-process-*"))
 
 
 def secrets_of(pid: int) -> list[Path]:
@@ -147,7 +147,7 @@ def ours() -> set[int]:
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
         words = process.info["cmdline"] or []
-        if any(service in words for service in SERVICES) and any("/pagewise-keeper-" in word for word in words):
+        if any(service in words for service in SERVICES) and any("/pagewise-process-" in word for word in words):
             found.add(process.info["pid"])
     return found
 
@@ -217,7 +217,7 @@ async def test_nodes_are_removed_under_load_and_no_stream_fails(deployment: Depl
     await asyncio.to_thread(until, settled, "three executors on nodes that are there")
 
 
-async def test_processes_keepers_and_the_controller_come_back(deployment: Deployment) -> None:
+async def test_processes_their_actors_and_the_controller_come_back(deployment: Deployment) -> None:
     deployment.add_node(4)
     deployment.up("--executors=1")
 

@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from pagewise.cluster.keeper import Description, Keeper
 from pagewise.cluster.plan import CONTROLLER, Plan
+from pagewise.cluster.process_actor import Description, ProcessActor
 from pagewise.cluster.reconcile import KINDS, Kind, Member, Start, Stop, reconcile
 from pagewise.cluster.scaling import Load, Scaler
 from pagewise.probe import text_of
@@ -34,7 +34,7 @@ _EVENTS_KEPT = 500
 
 @dataclass(slots=True)
 class _Seen:
-    """A keeper that exists. ``described``: what it has said last; None while Ray has not placed it."""
+    """A process actor that exists. ``described``: what it has said last; None while Ray has not placed it."""
 
     actor: Any
     since: float
@@ -120,7 +120,7 @@ class Controller:
         return {name for name in ray.util.list_named_actors() if name.rsplit("-", 1)[0] in KINDS}
 
     def _look(self) -> None:
-        """Find the keepers that exist, ask each of them, and forget those that have died."""
+        """Find the process actors that exist, ask each of them, and forget those that have died."""
         now = time.monotonic()
         for name in self._names() - self._seen.keys():
             try:
@@ -244,7 +244,7 @@ class Controller:
             )
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         actor = (
-            ray.remote(Keeper)
+            ray.remote(ProcessActor)
             .options(
                 name=name,
                 lifetime="detached",

@@ -28,12 +28,12 @@ _PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 _SETTLED_SECONDS = 30.0
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
-_FOLDER = "pagewise-keeper-"
-"""What the names of folders with keys begin with; the process id of the keeper follows."""
+_FOLDER = "pagewise-process-"
+"""What the names of folders with keys begin with; the process id of the actor follows."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a keeper says of its process.
+    """What a process actor says of its process.
 
     Fields:
         listening: the addresses that it has printed: of a scheduler those for gateways and executors, of a gateway its
@@ -55,7 +55,7 @@ class Description(Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class Keeper:
+class ProcessActor:
     """Holds one process. Made as a detached actor by the controller, under the name of the process."""
 
     def __init__(self, name: str, plan: ProcessPlan) -> None:
@@ -237,7 +237,7 @@ def _own_gpus() -> list[str]:
 
 
 def _remove_folders_of_the_dead() -> None:
-    """Remove what keepers that were killed on this host have left."""
+    """Remove what process actors that were killed on this host have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         if not Path("/proc", folder.name.removeprefix(_FOLDER).split("-")[0]).exists():
             shutil.rmtree(folder, ignore_errors=True)
