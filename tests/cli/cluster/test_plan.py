@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise.cluster.plan import PlanError, make_plan
+from pagewise.cluster.plan import PlanError, in_short, make_plan
 from pagewise.keys import keys as make_keys
 from pagewise_gateway.http.key_file import KeyTable, digest_of, read_variable
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, UpConfig
@@ -26,7 +26,7 @@ def test_each_process_has_its_own_secret_and_all_public_keys() -> None:
 def test_the_same_options_and_keys_make_the_same_plan_and_others_change_what_they_concern() -> None:
     plan = plan_of()
     digests = {kind: process.digest for kind, process in plan.processes.items()}
-    again = plan_of(plan.keys)
+    again = plan_of(dict(reversed(plan.keys.items())))
     assert {kind: process.digest for kind, process in again.processes.items()} == digests
     assert plan_of().processes["executor"].digest != digests["executor"], "other keys"
     other = plan_of(plan.keys, executors=5, executor=ExecutorConfig(num_blocks=7))
@@ -101,3 +101,10 @@ def test_the_controller_s_own_api_key_stays_the_same() -> None:
 def test_options_that_contradict_each_other(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         plan_of(**options)
+
+
+def test_an_error_is_told_by_its_first_line_and_what_was_raised_elsewhere() -> None:
+    text = "The actor died in its creation task\nTrace:\n  File a\nImportError: no Pagewise here\n\nIt ended."
+    assert in_short(RuntimeError(text)) == "The actor died in its creation task ... ImportError: no Pagewise here"
+    assert in_short(RuntimeError("alone")) == "alone"
+    assert in_short(RuntimeError()) == "RuntimeError"

@@ -35,9 +35,10 @@ class PlanError(Exception):
 
 
 def in_short(error: Exception) -> str:
-    """Return the first line of an error's text, and the last one, where Ray puts what was raised elsewhere."""
+    """Return the first line of an error's text, and the last exception in it, which Ray puts below its own words."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"
+    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return " ... ".join([lines[0].strip(), *raised[-1:]])
 
 
 class ProcessPlan(Struct, frozen=True, kw_only=True):
@@ -182,8 +183,8 @@ def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str
 
 
 def _keys_of(keys: dict[str, bytes], name: str) -> dict[str, bytes]:
-    """Return the files of the public keys, and of the pair of ``name``."""
-    return {path: content for path, content in keys.items() if path.split("/")[0] in ("public", name)}
+    """Return the files of the public keys, and of the pair of ``name``, in an order that does not depend on theirs."""
+    return {path: content for path, content in sorted(keys.items()) if path.split("/")[0] in ("public", name)}
 
 
 def _new_keys() -> dict[str, bytes]:
