@@ -103,14 +103,16 @@ async def test_a_process_that_dies_again_and_again_is_a_problem_until_it_is_read
     write_service: Write, temporary: Path
 ) -> None:
     write_service(
-        "print('the device is broken', file=sys.stderr)\n"
+        f"if os.path.exists('{temporary}/words'): print('the device is broken', file=sys.stderr)\n"
         f"if not os.path.exists('{temporary}/go'): os.abort()\n{WAITING}"
     )
     async with started("scheduler-0", plan_of("scheduler")) as actor:
         said = await said_by(actor, lambda said: said.problem)
         assert said.restarts == 3
         assert said.problem.startswith("it has ended 3 times before it was ready, now with exit code -6")
-        assert said.problem.endswith("the device is broken")
+        assert said.problem.endswith("its last line: it has said nothing")
+        (temporary / "words").touch()
+        await said_by(actor, lambda said: said.problem.endswith("its last line: the device is broken"))
         (temporary / "go").touch()
         assert (await said_by(actor, is_ready)).problem == ""
 

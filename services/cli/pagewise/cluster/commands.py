@@ -275,6 +275,8 @@ def _print_report(report: dict[str, Any]) -> None:
             f"{name:<14}{state:<10}{described.address:<18}{described.pid or '':>8}{described.restarts:>10}{load:>6}"
             f"  {rest or ' '.join(described.listening)}".rstrip()
         )
+    for kind in report["failing"]:
+        print(f"{kind}: those started last have died before they said a word; it is tried again after pauses")
     print("wanted: " + ", ".join(f"{kind} {count}" for kind, count in report["wanted"].items()))
 
 

@@ -166,7 +166,8 @@ class ProcessActor:
         variables = self._plan.variables | await self._devices()
         failures = 0
         while not self._stopping.is_set():
-            began = self._since = time.time()
+            began, lines_before = time.time(), self._num_lines
+            self._since = began
             try:
                 argv = self._argv()
                 self._service = Service(self._name, self._plan.module, argv, self._printed, variables, self._said)
@@ -185,11 +186,11 @@ class ProcessActor:
                 if self._plan.kind == "scheduler" and self._listened:
                     self._listened, pause = [], 0.0  # its last ports are taken: others will do
                 else:
-                    self._problem, pause = self._last_line(), _PAUSES[-1]
+                    self._problem, pause = self._last_line(lines_before), _PAUSES[-1]
             elif self._early_ends > _EARLY_ENDS:
                 self._problem = (
                     f"it has ended {self._early_ends} times before it was ready, now with exit code {code}; its last "
-                    f"line: {self._last_line()}"
+                    f"line: {self._last_line(lines_before)}"
                 )
             text = f"ended with exit code {code}, starting it again in {pause:g} s"
             print(f"{self._name:<10} | {text}", file=sys.stderr, flush=True)
@@ -272,8 +273,9 @@ class ProcessActor:
         self._lines.append(line[:_LINE_CHARACTERS])
         self._num_lines += 1
 
-    def _last_line(self) -> str:
-        return self._lines[-1] if self._lines else "it has said nothing"
+    def _last_line(self, before: int) -> str:
+        """Return the last line behind the first ``before`` of them."""
+        return self._lines[-1] if self._num_lines > before else "it has said nothing"
 
     def _is_ready(self) -> None:
         if self._state == "starting":
